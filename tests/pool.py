@@ -338,7 +338,6 @@ def _fork_program(python: bytes, arguments: list[str], descriptors: list[int]) -
                     os.fstat(descriptor)
                     os.dup2(nothing, descriptor)
         atexit._clear()
-        gc.freeze()
         exec(arguments[-1], {})
     finally:
         os._exit(0)
