@@ -178,7 +178,7 @@ _SERVERS: dict[str, PythonServer] = {}
 """The session's servers, by kind."""
 
 
-def shared_server(kind: str) -> PythonServer:
+def shared_server(kind: str = "commands") -> PythonServer:
     """The session's server of this kind: "torch", "commands" or "interpreted commands"."""
     if kind not in _SERVERS:
         _SERVERS[kind] = _KINDS[kind]()
