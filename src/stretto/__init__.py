@@ -2,17 +2,31 @@
 """Stretto overlaps communication with computation in distributed deep learning.
 
 The front door is five names: `Cluster` (what the machine is), `plan` (which grid suits it), `Grid` (how its ranks are
-laid out), `parallelize` (put a model on a grid) and the command `stretto`. They are imported on first use, so that
-`import stretto` costs nothing and parts that need no GPU library stay free of it. It makes the name "stretto" known to
-torch.distributed as a backend (stretto.collectives.backend).
+laid out), `parallelize` (put a model on a grid) and the command `stretto`. They and the subpackages, as `stretto.ops`,
+are imported on first use, so that `import stretto` costs nothing and parts that need no GPU library stay free of it. It
+makes the name "stretto" known to torch.distributed as a backend (stretto.collectives.backend).
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from stretto.lazy import attach
 from stretto.registration import register
 
 if TYPE_CHECKING:
+    from stretto import axes as axes
+    from stretto import cluster as cluster
+    from stretto import collectives as collectives
+    from stretto import execution as execution
+    from stretto import memory as memory
+    from stretto import models as models
+    from stretto import ops as ops
+    from stretto import optim as optim
+    from stretto import parallel as parallel
+    from stretto import planner as planner
+    from stretto import report as report
+    from stretto import tiles as tiles
+    from stretto import train as train
+    from stretto import tuning as tuning
     from stretto.cluster import Cluster
     from stretto.parallel.api import parallelize
     from stretto.parallel.grid import Grid
@@ -27,16 +41,23 @@ _HOMES = {
     "parallelize": "stretto.parallel",
     "plan": "stretto.planner",
 }
+_SUBMODULES = (
+    "axes",
+    "cluster",
+    "collectives",
+    "execution",
+    "memory",
+    "models",
+    "ops",
+    "optim",
+    "parallel",
+    "planner",
+    "report",
+    "tiles",
+    "train",
+    "tuning",
+)
+__getattr__, __dir__ = attach(__name__, _HOMES, submodules=_SUBMODULES)
 
 
 register()
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -53,7 +53,10 @@ def test_every_bench_has_help(command):
         (["embedding", "--ranks", 2, "--replays", 0], "replays is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--rows", 0], "rows is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--studies", "magic"], "there is no study 'magic'"),
-        (["embedding", "--ranks", 2, "--skip", "bag"], "there is no peer 'bag': there are bags, batched, chunked"),
+        (
+            ["embedding", "--ranks", 2, "--skip", "bag"],
+            "there is no peer 'bag'; did you mean 'bags'? There are bags",
+        ),
         (["embedding", "--ranks", 2, "--cases", "4x2x8x0"], "a case has at least 1 sample, table and row a bag"),
         (["redraw", "nowhere"], "there is no folder nowhere"),
         (["two-level", "--repeats", 0], "repeats is 0, but must be at least 1"),

@@ -10,8 +10,7 @@ from tests.bench.workloads import WORKLOAD, start_on_pool
 
 from stretto.bench.training import peers
 from stretto.bench.training.peers import bench_peers, measure_peers, speedup
-from stretto.bench.training.runs import parse_grids
-from stretto.bench.training.settings import LLAMA_7B, model_config
+from stretto.bench.training.settings import LLAMA_7B, model_config, parse_grids
 
 
 def test_the_default_model_has_the_parameters_that_it_is_named_after():

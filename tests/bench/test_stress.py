@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from stretto.bench.stress import mutations, worker
 from stretto.bench.stress import run as stress_run
-from stretto.bench.stress.catalogue import StressCase, load_catalogue, select
+from stretto.bench.stress.catalogue import StressCase, known_names, load_catalogue, select
 from stretto.bench.stress.kernels import list_kernels
 from stretto.bench.stress.ledger import Ledger
 from stretto.bench.stress.mutation_table import KINDS, MUTATIONS, Edit, Mutation
@@ -82,6 +82,12 @@ def test_a_kernel_is_found_by_its_launch_and_device_functions_are_not(tmp_path):
         "ops.writer:first/1",
         "ops.writer:first/2",
     ]
+
+
+def test_the_list_of_names_that_needs_no_torch_is_current():
+    assert known_names() == {name: one.family for name, one in load_catalogue().items()}, (
+        "configurations have changed: python -m stretto.bench.stress.catalogue"
+    )
 
 
 def test_a_pattern_is_a_name_a_wildcard_or_a_part(catalogue):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto collective`, by what it prints, writes and exits with."""
 
+import importlib
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -51,6 +53,52 @@ def test_xml_goes_to_standard_output_and_words_to_standard_error(tmp_path):
     assert "verified" in result.stderr
     (tmp_path / "out.xml").write_text(result.stdout)
     assert verify(read_schedule(tmp_path / "out.xml")).ok
+
+
+def test_no_xml_is_printed_before_the_verdict(monkeypatch):
+    printed = []
+    commands = importlib.import_module("stretto.cli.collective")
+    monkeypatch.setattr(commands, "describe", lambda *_: printed.append("verdict") or "verdict")
+    monkeypatch.setattr(commands, "write", lambda *_: printed.append("XML"))
+    assert run("compile", "ring-all-reduce", "--ranks", 2).exit_code == 0
+    assert printed == ["verdict", "XML"]
+
+
+def test_an_algorithms_missing_parameters_are_named_all_at_once():
+    result = run("compile", "hierarchical-all-reduce")
+    assert "hierarchical-all-reduce needs 'nodes' and 'gpus': it takes nodes, gpus, parallel" in result.stderr
+
+
+def test_algorithms_are_verified_and_drawn_by_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("verify", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--set", "parallel=2", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["ok"]) == (0, True)
+    assert run("verify", "ring-all-reduce", "--ranks", 40, "--limits", "rccl").exit_code == 1
+    drawn = run("show", "ring-all-reduce", "--ranks", 3, "--instances", 2)
+    assert (drawn.exit_code, drawn.stdout) == (0, "ring-all-reduce.png\n")
+    assert (tmp_path / "ring-all-reduce.png").read_bytes().startswith(b"\x89PNG")
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from stretto.collectives import AllGather, algorithm, chunk\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def mine(ranks):\n"
+        "    chunk(0, 'in', 0).copy(1, 'out', 0)\n"
+    )
+    assert run("verify", f"{own}:mine", "--ranks", 2).exit_code == 1
+    assert run("show", f"{own}:mine", "--ranks", 2).stdout == "mine.png\n"
+
+
+def test_the_ranks_of_a_file_are_selected_by_only_and_by_its_old_name(ring, tmp_path):
+    assert run("show", ring, "--only", "2-9").stderr == "stretto: the schedule has ranks 0 to 3\n"
+    old = run("show", ring, "--ranks", "1-2", "-o", tmp_path / "old.svg")
+    assert (old.exit_code, old.stderr) == (
+        0,
+        "stretto: the ranks of a file to show are --only FIRST-LAST now, not --ranks\n",
+    )
+    assert run("show", ring, "--only", "1-2", "-o", tmp_path / "new.svg").exit_code == 0
+    ranks = [set(re.findall("rank [0-9]", (tmp_path / name).read_text())) for name in ("old.svg", "new.svg")]
+    assert ranks == [{"rank 1", "rank 2"}] * 2
+    assert "--ranks takes a number of ranks, not '1-2'" in run("show", "ring-all-reduce", "--ranks", "1-2").stderr
 
 
 def test_options_reach_the_schedule(tmp_path):
@@ -159,15 +207,31 @@ def test_a_schedule_is_drawn(ring, tmp_path):
     result = run("show", ring)
     assert result.exit_code == 0
     assert (tmp_path / "ring.png").read_bytes().startswith(b"\x89PNG")
-    assert run("show", ring, "-o", tmp_path / "some.svg", "--ranks", "1-2").exit_code == 0
+    assert run("show", ring, "-o", tmp_path / "some.svg", "--only", "1-2").exit_code == 0
     picture = (tmp_path / "some.svg").read_text()
     assert picture.lstrip().startswith("<?xml")
     assert run("show", ring, "-o", tmp_path / "some.pdf").exit_code == 2
-    assert run("show", ring, "--ranks", "2-9").exit_code == 2
-    assert run("show", ring, "--ranks", "two").exit_code == 2
+    assert run("show", ring, "--only", "two").exit_code == 2
 
 
-def test_a_script_for_msccl_tools_is_imported(tmp_path):
+def test_a_script_is_run_once_somebody_has_agreed_and_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    script = tmp_path / "script.py"
+    script.write_text("open('ran', 'a').close(); raise SystemExit('it has run')\n")
+    monkeypatch.chdir(tmp_path)
+    refused = run("import-msccl", script)
+    assert (refused.exit_code, (tmp_path / "ran").exists()) == (2, False)
+    assert "is a Python program, which import-msccl runs with your rights: read it, then run" in refused.stderr
+    assert f"stretto collective import-msccl --yes {script}" in refused.stderr
+    assert "it has run" in run("import-msccl", "--yes", script).stderr
+    assert "it has run" in run("import-msccl", script).stderr
+    script.write_text(script.read_text() + "# changed\n")
+    assert "runs with your rights" in run("import-msccl", script).stderr
+    assert "runs with your rights" in " ".join(run("import-msccl", "--help").stdout.split())
+
+
+def test_a_script_for_msccl_tools_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -183,7 +247,7 @@ def test_a_script_for_msccl_tools_is_imported(tmp_path):
         "        XML()\n"
         "        assert Check()\n"
     )
-    printed = run("import-msccl", script, 3)
+    printed = run("import-msccl", "--yes", script, 3)
     assert printed.exit_code == 0
     assert printed.stdout.count("<algo ") == 1
     assert run("import-msccl", script, 3, "-o", tmp_path / "last.xml").exit_code == 0

@@ -130,7 +130,9 @@ def test_a_history_that_a_resumed_run_cannot_keep_is_found_before_it_starts(
     (run_file.parent / "out").mkdir()
     (run_file.parent / "out" / "metrics.jsonl").write_bytes(b'[]\n{"st')
     monkeypatch.setattr("stretto.train.gpt.preflight.find_checkpoint", lambda out, resume: out)
-    monkeypatch.setattr("stretto.train.gpt.preflight.check_checkpoint", lambda *_: SimpleNamespace(step=1))
+    monkeypatch.setattr("stretto.train.gpt.preflight.read_metadata", lambda path: SimpleNamespace(step=1))
+    monkeypatch.setattr("stretto.train.gpt.preflight.check_description", lambda *_: None)
+    monkeypatch.setattr("stretto.train.checkpoint.state.check_shapes", lambda *_: None)
     status, text = stretto_command("train", run_file, "--set", "train.resume=latest")
     assert (status, "metrics.jsonl: line 1 is no step" in text) == (2, True)
 

@@ -73,7 +73,7 @@ def test_a_chunk_that_holds_nothing_is_refused():
 @pytest.mark.parametrize(
     ("do", "why"),
     [
-        (lambda: chunk(2, "in", 0), "there is no rank 2: there are 2"),
+        (lambda: chunk(2, "in", 0), "there is no rank 2: there are 0 to 1"),
         (lambda: chunk(-1, "in", 0), "there is no rank -1"),
         (lambda: chunk(0, "inn", 0), 'there is no buffer \'inn\': there are "in", "out", "scratch"'),
         (lambda: chunk(0, "in", 3, 2), "out of bounds: in has 4 chunks"),

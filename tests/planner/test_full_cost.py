@@ -265,4 +265,4 @@ def test_a_prediction_of_what_cannot_run_is_refused(options, message):
 def test_the_command_says_what_is_missing():
     result = CliRunner().invoke(app, ["plan", "--model", "gpt-5b", "--cluster", "perlmutter", "--gpus", "4"])
     assert result.exit_code == 2
-    assert "--batch is missing" in result.output
+    assert "--batch, --seq-len are missing" in result.output

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stretto.bench.harness import TORCH_DTYPES, machine_kind, run_ranks, time_steps
+from stretto.bench.settings import require_links
 from stretto.cluster import Cluster, InNodeBandwidth, Matmul, MeasuredCollective
 from stretto.parallel import Grid
 from stretto.parallel.comm.collectives import start_all_reduce, start_gather_rows, start_scatter_rows
@@ -59,8 +60,7 @@ def probe(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()) -
 
     `shapes`: (m, n, k) of products that are measured besides the table's. Raises ValueError for fewer than two ranks.
     """
-    if ranks < 2:
-        raise ValueError(f"a probe measures links, so it takes at least 2 ranks; it was given {ranks}")
+    require_links(ranks)
     detected = Cluster.detect()
     gpus = torch.cuda.device_count()
     if gpus and ranks > gpus:

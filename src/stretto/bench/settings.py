@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
+from stretto.suggestions import name_known
+
 
 @dataclass(frozen=True)
 class Option:
@@ -50,7 +52,7 @@ def require_known(what: str, given: Iterable[str], known: Iterable[str]) -> None
     """ValueError for a name that is not known."""
     for name in given:
         if name not in known:
-            raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+            raise ValueError(f"there is no {what} {name!r}{name_known(name, known)}")
 
 
 def require_least(least: int, **numbers: float) -> None:
@@ -58,6 +60,12 @@ def require_least(least: int, **numbers: float) -> None:
     for name, number in numbers.items():
         if number < least:
             raise ValueError(f"{name} is {number}, but must be at least {least}")
+
+
+def require_links(ranks: int) -> None:
+    """ValueError for so few ranks that `stretto probe` would have no link between two to measure."""
+    if ranks < 2:
+        raise ValueError(f"a probe measures links, so it takes at least 2 ranks; it was given {ranks}")
 
 
 def list_sizes(smallest: int, largest: int, step: int) -> tuple[int, ...]:

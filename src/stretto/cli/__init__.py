@@ -12,7 +12,7 @@ import stretto
 from stretto.cli.bench import app as bench
 from stretto.cli.cluster import app as cluster
 from stretto.cli.collective import app as collective
-from stretto.cli.console import print_any_text
+from stretto.cli.console import Command, print_any_text
 from stretto.cli.demo import demo
 from stretto.cli.doctor import doctor
 from stretto.cli.export import export
@@ -39,6 +39,9 @@ app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.add_typer(collective, name="collective")
 app.command()(export)
+for group in (app, bench, cluster, collective):
+    for each in group.registered_commands:
+        each.cls = Command
 
 
 def _show_version(is_asked: bool) -> None:

@@ -2,13 +2,14 @@
 """`stretto bench`: the commands behind every figure in the README and the docs.
 
 A command has an option for each field of its bench's settings, and `--out` and `--json`. It imports the bench, and
-torch with it, when it runs.
+torch with it, when all that was given has been checked.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -18,7 +19,7 @@ from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.operators.settings import OperatorsSetting
-from stretto.bench.plan.settings import PlanSetting, PublishedSetting
+from stretto.bench.plan.settings import PlanSetting, PublishedSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     DlrmSetting,
@@ -28,23 +29,55 @@ from stretto.bench.training.settings import (
     ThroughputSetting,
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
-from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
+from stretto.cluster.detection import count_gpus, may_have_gpus
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for the JSON and the picture.")]
-app = typer.Typer(no_args_is_help=True, help="Measure what the README claims, peers beside it in the same run.")
+app = typer.Typer(help="Measure what the README claims, peers beside it in the same run.")
+
+
+class Needs(Enum):
+    """What a bench needs of the machine; the value heads its group in `stretto bench --help`."""
+
+    NO_GPU = "Need no GPU"
+    RANKS = "Need GPUs, or --ranks N for processes on the CPU"
+    ONE_GPU = "Need a GPU, or --cpu for a try on the CPU"
+    TWO_GPUS = "Need two GPUs or more"
+
+
+_BENCHES: dict[Needs, list[str]] = {each: [] for each in Needs}
+
+
+@app.callback(invoke_without_command=True)
+def _about(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        if not may_have_gpus():
+            print(f"This machine has no GPU. {describe_cpu_benches()}")
+        raise typer.Exit(BAD_INPUT)
+
+
+def describe_cpu_benches() -> str:
+    """Say which benches run on a machine without GPUs."""
+    names = {need: ", ".join(sorted(benches)) for need, benches in _BENCHES.items()}
+    return (
+        f"Without GPUs these run: {names[Needs.NO_GPU]}; with --ranks N, on N processes of the CPU: "
+        f"{names[Needs.RANKS]}; with --cpu: {names[Needs.ONE_GPU]}."
+    )
 
 
 def _command(
     name: str,
     setting_type: type[Any],
     *,
+    needs: Needs = Needs.NO_GPU,
     out: str | None = None,
     count: Callable[[int | None], int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a command of a function that takes the settings and the output folder, and returns what `--json` prints.
 
-    out: the default folder (None: results/NAME). count: adds an option `--ranks`; the function gets the number of ranks
-    that `count` makes of it as its first argument. A ValueError ends the command with status 2.
+    needs: what it needs of the machine. out: the default folder (None: results/NAME). count: adds an option `--ranks`;
+    the function gets the number of ranks that `count` makes of it as its first argument. A ValueError ends the command
+    with status 2.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +105,8 @@ def _command(
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         command.__doc__ = run.__doc__
-        app.command(name)(command)
+        _BENCHES[needs].append(name)
+        app.command(name, rich_help_panel=needs.value)(command)
         return run
 
     return decorate
@@ -130,31 +164,33 @@ def _read_items(words: list[str], kind: Any, flag: str) -> Iterator[Any]:
 
 def _count_ranks(ranks: int | None) -> int:
     """The number of ranks to start: as given, else the machine's GPUs. Raises ValueError if there are none."""
-    import torch
-
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks is {ranks}, but must be at least 1")
-    count = ranks or torch.cuda.device_count()
+    count = ranks or count_gpus()
     if not count:
-        raise ValueError("this machine has no GPU: say how many CPU --ranks to use")
+        raise ValueError(f"this machine has no GPU: say how many CPU --ranks to use. {describe_cpu_benches()}")
     return count
 
 
 def _count_gpus(ranks: int | None) -> int:
     """The number of ranks of a bench that needs a GPU a rank. Raises ValueError for more ranks than GPUs."""
-    import torch
+    there = count_gpus()
+    if not there:
+        raise ValueError(
+            f"this bench takes 2 GPUs or more, one a rank, and this machine has none. {describe_cpu_benches()}"
+        )
 
-    from stretto.memory import shared_gpus
+    from stretto.memory import shared_gpus  # imports torch, as counting GPUs has
 
-    there = torch.cuda.device_count()
-    if there and shared_gpus.is_enabled():
+    if shared_gpus.is_enabled():
         there = max(there, ranks or 2)
     if there < 2 or (ranks is not None and not 2 <= ranks <= there):
-        raise ValueError(f"this bench takes 2 GPUs or more, one a rank: there are {there}, and {ranks or there} ranks")
+        asked = "" if ranks is None else f", and --ranks is {ranks}"
+        raise ValueError(f"this bench takes 2 GPUs or more, one a rank: this machine has {there}{asked}")
     return ranks or there
 
 
-@app.command("redraw")
+@app.command("redraw", rich_help_panel=Needs.NO_GPU.value)
 def redraw(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Results, in it and in its subfolders.")],
     as_json: Json = False,
@@ -170,15 +206,16 @@ def redraw(
         print("\n".join(map(str, pictures)))
 
 
-@_command("train", ThroughputSetting)
+@_command("train", ThroughputSetting, needs=Needs.RANKS)
 def train(setting: ThroughputSetting, out: Path) -> Any:
     """Training throughput on every grid of the ranks, beside torch's FSDP2 of the same model."""
+    ranks = _count_ranks(setting.ranks)
+    workload = setting.workload(ranks)
+
     from stretto.bench.training.throughput import bench_train
     from stretto.cluster import Cluster
 
-    ranks = _count_ranks(setting.ranks)
-    peak_flops = Cluster.detect().gpu.peak_flops.bf16
-    return bench_train(setting.workload(ranks), ranks, out, peak_flops, setting.has_peers)
+    return bench_train(workload, ranks, out, Cluster.detect().gpu.peak_flops.bf16, setting.has_peers)
 
 
 @_command("parity", ParitySetting)
@@ -205,14 +242,16 @@ def published(setting: PublishedSetting, out: Path) -> Any:
     return bench_published(out, setting.batch)
 
 
-@_command("peers", PeersSetting)
+@_command("peers", PeersSetting, needs=Needs.RANKS)
 def peers(setting: PeersSetting, out: Path) -> Any:
     """One model under Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table a batch."""
+    ranks = _count_ranks(setting.ranks)
+    workloads_by_name = setting.workloads(ranks)
+
     from stretto.bench.training.peers import bench_peers
 
-    ranks = _count_ranks(setting.ranks)
     rows: list[dict[str, Any]] = []
-    for name, workloads in setting.workloads(ranks).items():
+    for name, workloads in workloads_by_name.items():
         measured = bench_peers(
             name,
             workloads[0],
@@ -228,34 +267,42 @@ def peers(setting: PeersSetting, out: Path) -> Any:
     return rows
 
 
-@_command("overlap", OverlapSetting)
+@_command("overlap", OverlapSetting, needs=Needs.RANKS)
 def overlap(setting: OverlapSetting, out: Path) -> Any:
     """Step time without overlap, then with all-reduce, reduce-scatter, all-gather, data's buckets, copy engines."""
+    ranks = _count_ranks(setting.ranks)
+    workload = setting.workload(ranks)
+
     from stretto.bench.training.overlap import bench_overlap
 
-    ranks = _count_ranks(setting.ranks)
-    return bench_overlap(setting.model, setting.workload(ranks), ranks, setting.grids, out)
+    return bench_overlap(setting.model, workload, ranks, setting.grids, out)
 
 
-@_command("plan", PlanSetting)
+@_command("plan", PlanSetting, needs=Needs.RANKS)
 def plan(setting: PlanSetting, out: Path) -> Any:
     """Every grid of the ranks, measured beside what the planner predicted: step times, memory, order, choice.
 
     Predict first (this needs no GPU): stretto bench plan --predict FILE --cluster CLUSTER.toml --ranks 4
     """
-    from stretto.bench.plan.run import bench_plan, write_predictions
     from stretto.cluster import Cluster
 
     planned = setting.workloads(_count_ranks(setting.ranks))
     if setting.predict is None or setting.cluster is None:
+        read_predictions(setting.predictions, planned)  # refused before torch is imported
+
+        from stretto.bench.plan.run import bench_plan
+
         return bench_plan(planned, setting.predictions, out, again=setting.again)
     cluster = Cluster.find(setting.cluster)
+
+    from stretto.bench.plan.run import write_predictions
+
     written = write_predictions(planned, cluster, setting.predict, shards_sequence=setting.shards_sequence)
     print(f"predictions written to {setting.predict}", file=sys.stderr)
     return written
 
 
-@_command("collectives", CollectivesSetting, count=_count_gpus)
+@_command("collectives", CollectivesSetting, needs=Needs.TWO_GPUS, count=_count_gpus)
 def collectives(ranks: int, setting: CollectivesSetting, out: Path) -> Any:
     """Collectives by Stretto's kernels, NCCL and torch's symmetric-memory operators, size by size."""
     from stretto.bench.collectives.run import bench_collectives
@@ -263,7 +310,7 @@ def collectives(ranks: int, setting: CollectivesSetting, out: Path) -> Any:
     return bench_collectives(ranks, out, setting)
 
 
-@_command("ablations", AblationsSetting, count=_count_gpus)
+@_command("ablations", AblationsSetting, needs=Needs.TWO_GPUS, count=_count_gpus)
 def ablations(ranks: int, setting: AblationsSetting, out: Path) -> Any:
     """MSCCLang's ablations: pipelining over tiles on and off; one kernel against the algorithm made of NCCL calls."""
     from stretto.bench.collectives.ablations import bench_ablations
@@ -271,7 +318,7 @@ def ablations(ranks: int, setting: AblationsSetting, out: Path) -> Any:
     return bench_ablations(ranks, out, setting)
 
 
-@_command("embedding", EmbeddingSetting, count=_count_ranks)
+@_command("embedding", EmbeddingSetting, needs=Needs.RANKS, count=_count_ranks)
 def embedding(ranks: int, setting: EmbeddingSetting, out: Path) -> Any:
     """Embedding look-ups fused with their all-to-all, beside EmbeddingBag, one batched kernel, and its two streams."""
     from stretto.bench.embedding.run import bench_embedding
@@ -279,7 +326,7 @@ def embedding(ranks: int, setting: EmbeddingSetting, out: Path) -> Any:
     return bench_embedding(ranks, out, setting)
 
 
-@_command("ops", OperatorsSetting, out="results/operators", count=_count_gpus)
+@_command("ops", OperatorsSetting, needs=Needs.TWO_GPUS, out="results/operators", count=_count_gpus)
 def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     """Overlapped operators beside the GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
 
@@ -299,15 +346,17 @@ def two_level(setting: TwoLevelSetting, out: Path) -> Any:
     return bench_two_level(setting, out)
 
 
-@_command("dlrm", DlrmSetting)
+@_command("dlrm", DlrmSetting, needs=Needs.RANKS)
 def dlrm(setting: DlrmSetting, out: Path) -> Any:
     """A DLRM's training step with its look-up and exchange fused, beside PyTorch's functions, in one job."""
+    workload, ranks = setting.workload(), _count_ranks(setting.ranks)
+
     from stretto.bench.training.dlrm import bench_dlrm
 
-    return bench_dlrm(setting.workload(), _count_ranks(setting.ranks), out)
+    return bench_dlrm(workload, ranks, out)
 
 
-@_command("checkouts", CheckoutsSetting)
+@_command("checkouts", CheckoutsSetting, needs=Needs.ONE_GPU)
 def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
     """Collectives, tiles, embeddings and operators of two checkouts, interleaved, all ranks on one GPU under MPS.
 

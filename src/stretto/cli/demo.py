@@ -53,12 +53,11 @@ def demo(
 
 def _configure(out: Path, overrides: list[str]) -> "TrainConfig":
     """The demo's configuration, for as many of the machine's GPUs as it can use."""
-    import torch
-
+    from stretto.cluster.detection import count_gpus
     from stretto.train.config import TrainConfig, load_config
 
     grids = {0: "{x=2, z=2}", 1: "{x=1, z=1}", 2: "{x=2, z=1}", 3: "{x=2, z=1}"}
-    grid = grids.get(torch.cuda.device_count(), "{x=2, z=2}")
+    grid = grids.get(count_gpus(), "{x=2, z=2}")
     with as_file(files("stretto.cli") / "demo.toml") as file:
         config = load_config(file, ["ranks=none", f"grid={grid}", *overrides, f"out={out}"])
     assert isinstance(config, TrainConfig)  # demo.toml is a GPT's

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.console import Json, refusing_bad_input
+from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -72,11 +73,8 @@ def plan(
         asked |= {name: value for name, value in given.items() if value is not None}
         if model is not None:
             asked["model"] = model
-        for name, option in (("model", "--model"), ("batch", "--batch"), ("seq_len", "--seq-len")):
-            if asked.get(name) is None:
-                raise ValueError(f"{option} is missing: give it, or a CONFIG.toml that has it")
-        if cluster is None:
-            raise ValueError("--cluster is missing: name a machine of `stretto cluster list`, or a cluster file")
+        _require_all(asked | {"cluster": cluster})
+        assert cluster is not None
 
         from stretto.cluster import Cluster
         from stretto.planner import plan as search
@@ -98,6 +96,24 @@ def plan(
         print(json.dumps([plan.as_dict() for plan in plans]), flush=True)
     else:
         _print_table(plans, machine, cost, top)
+
+
+_REQUIRED = {
+    "model": "the model's name or file",
+    "batch": "the global batch, in sequences",
+    "seq_len": "tokens a sequence",
+    "cluster": "a machine of `stretto cluster list`, or a cluster file",
+}
+
+
+def _require_all(asked: dict[str, Any]) -> None:
+    """Raise ValueError that names all options that are missing."""
+    missing = {f"--{name.replace('_', '-')}": name for name in _REQUIRED if asked.get(name) is None}
+    if not missing:
+        return
+    meanings = "".join(f"\n  {option}  {_REQUIRED[name]}" for option, name in missing.items())
+    from_file = "\nA CONFIG.toml has all of these but --cluster." if set(missing.values()) - {"cluster"} else ""
+    raise ValueError(f"{are_missing(list(missing))}:{meanings}{from_file}")
 
 
 def _from_config(path: Path) -> dict[str, Any]:
@@ -129,12 +145,13 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     from rich.table import Table
 
     from stretto.axes import INNER_TO_OUTER, name_grid
+    from stretto.planner.memory import USABLE
 
     fitting = sum(plan.fits for plan in plans)
     title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     console = Console()
-    for heading in ("", "grid", "micro", "step", f"exposed ms: {'/'.join(INNER_TO_OUTER)}", "memory"):
+    for heading in ("", "grid", "micro", "step", f"exposed ms: {'/'.join(INNER_TO_OUTER)}", "memory", "fits"):
         table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
     for place, plan in enumerate(plans[:top], start=1):
         exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in INNER_TO_OUTER)
@@ -145,11 +162,16 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
             f"{plan.step_time:.4g} s",
             exposed,
             _memory(plan.peak_memory),
+            "yes" if plan.fits else "no",
             style=None if plan.fits else "dim",
         )
     whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
     console.print(table)
+    usable = USABLE * cluster.require("gpu.memory")
+    console.print(
+        f"fits: needs at most {_memory(usable)}, which is {USABLE:.0%} of a GPU's memory here", highlight=False
+    )
     if any(plan.checkpoint_activations for plan in plans[:top]):
         console.print("* with activation checkpointing", highlight=False)
     if any(plan.shard_sequence for plan in plans[:top]):

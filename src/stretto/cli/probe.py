@@ -34,15 +34,19 @@ def probe(
         if not out.parent.is_dir():
             raise ValueError(f"{out.parent} is not a folder: {out} cannot be written there")
 
-        import torch
-
-        from stretto.bench.probe import probe as measure
+        from stretto.bench.settings import require_links
         from stretto.cluster import Cluster
+        from stretto.cluster.detection import count_gpus
         from stretto.planner.compute import matmul_shapes
 
-        count = ranks if ranks is not None else torch.cuda.device_count() or Cluster.detect().gpus_per_node
+        gpus = count_gpus()
+        count = ranks if ranks is not None else gpus or Cluster.detect().gpus_per_node
+        require_links(count)
         shapes = matmul_shapes(model or [], batch or [], seq_len, count)
-        cluster = measure(count, dtype or ("bf16" if torch.cuda.is_available() else "fp32"), shapes)
+
+        from stretto.bench.probe import probe as measure  # imports torch
+
+        cluster = measure(count, dtype or ("bf16" if gpus else "fp32"), shapes)
         cluster.save(out)
     if as_json:
         print_json(asdict(cluster) | {"sources": dict(cluster.sources), "out": out})

@@ -48,12 +48,14 @@ def stress(
         if lists:
             _list(only, as_json=as_json)
             return
-        from stretto.bench.stress.run import StressSetting
-        from stretto.bench.stress.run import stress as run
+        from stretto.bench.stress.settings import StressSetting
 
         setting = StressSetting(
             ranks, minutes, only, seed, results, resume, limit=limit, stops_at_first=stops, late_warps=late_warps
         )
+
+        from stretto.bench.stress.run import stress as run
+
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
         try:
             report = run(setting, _say_on_stderr if as_json else _say)

@@ -3,6 +3,7 @@
 
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,27 @@ def detect() -> Detected:
     return _detect_gpus() or _detect_cpu()
 
 
+def count_gpus() -> int:
+    """The number of GPUs that torch sees. Does not import torch on a machine that certainly has none."""
+    if "torch" not in sys.modules and not may_have_gpus():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def may_have_gpus() -> bool:
+    """Whether torch might find a GPU: the process may see some, and a driver's device files are there."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    if sys.platform != "linux":
+        return sys.platform != "darwin"
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg"))
+
+
 def _detect_gpus() -> Detected | None:
+    if "torch" not in sys.modules and not may_have_gpus():
+        return None
     try:
         import torch
     except (ImportError, OSError, RuntimeError):  # absent, or a build whose libraries do not load here

@@ -8,6 +8,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
+from stretto.suggestions import did_you_mean_file
+
 LARGEST_FILE = 256 * 1024  # bytes; a preset has about 3 KB
 LONGEST_LINE = 4096  # characters; tomllib's time grows with the square of a dotted key's parts
 
@@ -27,7 +29,8 @@ def read(path: Path, presets: Sequence[str]) -> str:
     """The text of a cluster file. Raises ValueError for a file that is missing, too large, or not UTF-8."""
     if not path.is_file():  # also refuses pipes and devices, which may never end
         hint = f'; Cluster.preset("{path}") is the preset of that name' if str(path) in presets else ""
-        raise ValueError(f"{path}: there is no such file{hint}")
+        near = hint or did_you_mean_file(path, (".toml",))
+        raise ValueError(f"{path}: there is no such file{near}")
     try:
         text = read_bounded(path, LARGEST_FILE, "a cluster file").decode("utf-8")
     except UnicodeDecodeError as error:

@@ -9,9 +9,10 @@ import math
 import reprlib
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
+
+from stretto.suggestions import did_you_mean
 
 LARGEST_COUNT = 10**9
 LARGEST_QUANTITY = 1e24
@@ -113,8 +114,8 @@ def _remedy(value: object, kind: Kind) -> str:
 
 def suggest(key: str, known: Any) -> str:
     """The end of an error message: the nearest known key, and all of them."""
-    nearest = get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"Known here: {', '.join(known)}"
+    near = did_you_mean(key, known).removeprefix("; ")
+    return f"{near} Known here: {', '.join(known)}".lstrip()
 
 
 def _convert(declared: Field[Any], value: Any, where: str, key: str) -> Any:

@@ -10,6 +10,7 @@ from stretto.collectives.collective import Collective
 from stretto.collectives.compiler import compile_program
 from stretto.collectives.language import Program, trace
 from stretto.collectives.schedule import Schedule
+from stretto.suggestions import name_known
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Algorithm:
             (*inspect.signature(self.program).parameters, *inspect.signature(self.collective).parameters)
         )
 
+    @property
+    def _required(self) -> dict[str, None]:
+        """The parameters that have no default."""
+        return {
+            name: None
+            for function in (self.program, self.collective)
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.default is inspect.Parameter.empty
+        }
+
     def trace(self, **parameters: Any) -> Program:
         """Run the program once and record it. Raises ValueError for unknown parameters and bad values."""
         for name, value in parameters.items():
@@ -50,9 +61,13 @@ class Algorithm:
                     f"{self.name} leaves no choice of in_place: neither its program nor its collective does"
                 )
             if name not in self._names:
-                raise ValueError(f"{self.name} has no parameter {name!r}: it takes {', '.join(self.parameters)}")
+                raise ValueError(
+                    f"{self.name} has no parameter {name!r}{name_known(name, self.parameters, 'it takes')}"
+                )
             if name in ("nodes", "gpus") and value < 1:  # a product of two of these would be a number of ranks
                 raise ValueError(f"{self.name} has at least 1 of {name}, not {value}")
+        if missing := [repr(name) for name in self._required if name not in parameters]:
+            raise ValueError(f"{self.name} needs {' and '.join(missing)}: it takes {', '.join(self.parameters)}")
         collective = self._call(self.collective, parameters)
         if not isinstance(collective, Collective):
             raise ValueError(f"{self.name} is given no collective to do: {collective!r} is none")
@@ -86,13 +101,9 @@ class Algorithm:
         self.program(*args, **kwargs)
 
     def _call(self, function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-        arguments = {}
-        for name, parameter in inspect.signature(function).parameters.items():
-            if name in parameters:
-                arguments[name] = parameters[name]
-            elif parameter.default is inspect.Parameter.empty:
-                raise ValueError(f"{self.name} needs {name!r}: it takes {', '.join(self.parameters)}")
-        return function(**arguments)
+        return function(
+            **{name: parameters[name] for name in inspect.signature(function).parameters if name in parameters}
+        )
 
 
 def algorithm(collective: Callable[..., Collective], source: str = "") -> Callable[[Callable[..., None]], Algorithm]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a schedule on processes of this machine, times it and checks its results."""
 
-import re
 import time
 from dataclasses import dataclass
 from functools import reduce
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.executor import REDUCTIONS, run_on_processes
+from stretto.collectives.host_trial import plan_trial
 from stretto.collectives.schedule import Schedule
 
-DTYPES = {
+_TORCH_DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -24,9 +24,6 @@ DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
-MAX_BYTES = 2**31
-MAX_PROCESSES = 256
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
@@ -55,26 +52,14 @@ def run_host_benchmark(
 ) -> HostBenchmark:
     """Run a verified schedule on random numbers whose sums are exact, and count wrong results.
 
-    size: bytes of a rank's larger buffer, as 4096, 64K, 1M or 1G, rounded down to whole chunks, at least one element
-    each; dtype: a key of DTYPES; reduction: "sum", "max", "min" or "prod"; in_place: None takes what the schedule is
-    meant for. Raises ValueError for any other, and for buffers or ranks that this machine has no room for.
+    size, dtype, reduction, in_place: as `plan_trial` takes them. Raises ValueError as it does.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"the dtypes are {', '.join(DTYPES)}, not {dtype!r}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"the reductions are {', '.join(REDUCTIONS)}, not {reduction!r}")
     collective = schedule.collective
-    if collective.ranks > MAX_PROCESSES:
-        raise ValueError(
-            f"{collective.ranks} ranks are too many processes to be tried on one machine: at most {MAX_PROCESSES}"
-        )
-    itemsize = DTYPES[dtype].itemsize
-    chunk = max(1, read_size(size) // max(1, collective.chunks_per_loop) // itemsize)
-    buffer_bytes = chunk * collective.chunks_per_loop * itemsize
-    if buffer_bytes > MAX_BYTES:
-        raise ValueError(f"a buffer of {buffer_bytes} bytes is too large to be tried on processes: at most {MAX_BYTES}")
+    trial = plan_trial(schedule, size, dtype, reduction, in_place)
+    chunk = trial.chunk
     inputs = [
-        _numbers(collective.input_chunks * chunk, DTYPES[dtype], reduction, rank) for rank in range(collective.ranks)
+        _numbers(collective.input_chunks * chunk, _TORCH_DTYPES[dtype], reduction, rank)
+        for rank in range(collective.ranks)
     ]
     seconds, wrong = [], 0
     for _ in range(repeats):
@@ -82,15 +67,7 @@ def run_host_benchmark(
         outputs = run_on_processes(schedule, inputs, reduction=reduction, slots=slots, in_place=in_place)
         seconds.append(time.perf_counter() - begin)
         wrong = max(wrong, _count_wrong(schedule, inputs, outputs, chunk, reduction))
-    return HostBenchmark(collective.ranks, buffer_bytes, median(seconds), wrong)
-
-
-def read_size(text: str) -> int:
-    """Bytes as people write them: 4096, 64K, 1M, 1G, in powers of 1024. ValueError for anything else."""
-    match = re.fullmatch(r"([0-9]{1,12})([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    if match is None:
-        raise ValueError(f"{text!r} is no size: write 4096, 64K, 1M or 1G")
-    return int(match[1]) * _UNITS[match[2].upper()]
+    return HostBenchmark(collective.ranks, trial.buffer_bytes, median(seconds), wrong)
 
 
 def _numbers(elements: int, dtype: torch.dtype, reduction: str, rank: int) -> Tensor:

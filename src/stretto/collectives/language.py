@@ -245,7 +245,7 @@ class Trace:
 
     def _versions_of(self, rank: int) -> dict[Buffer, list[int]]:
         if not isinstance(rank, int) or not 0 <= rank < self.collective.ranks:
-            raise ProgramError(f"{_line()}: there is no rank {rank!r}: there are {self.collective.ranks}")
+            raise ProgramError(f"{_line()}: there is no rank {rank!r}: there are 0 to {self.collective.ranks - 1}")
         return self._versions[rank]
 
     def _find(self, rank: int, buffer: Buffer | str, index: int, count: int) -> tuple[Chunks, list[int]]:

@@ -2,8 +2,9 @@
 """The shapes of DLRMs, including MLPerf's. Imports no torch: configurations are read without it."""
 
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
+
+from stretto.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ class DLRMConfig:
     def preset(cls, name: str, **overrides: Any) -> "DLRMConfig":
         """Make a named shape: small, kaggle, mlperf-v2 or paper; `overrides` replace single fields."""
         if name not in DLRM_PRESETS:
-            near = get_close_matches(name, DLRM_PRESETS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"no DLRM is named {name!r}; did you mean {near!r}? Known: {', '.join(DLRM_PRESETS)}")
+            near = did_you_mean(name, DLRM_PRESETS) or "."
+            raise ValueError(f"no DLRM is named {name!r}{near} Known: {', '.join(DLRM_PRESETS)}")
         known = {field.name for field in fields(cls)}
         for option in overrides:
             if option not in known:
-                near = get_close_matches(option, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"a DLRM has no option {option!r}; did you mean {near!r}?")
+                near = did_you_mean(option, known) or f": it has {', '.join(sorted(known))}"
+                raise ValueError(f"a DLRM has no option {option!r}{near}")
         return replace(DLRM_PRESETS[name], **overrides)
 
 

@@ -2,8 +2,9 @@
 """The shapes of GPTs, including those of Table 5.1 (Singh). Imports no torch: the planner needs only the numbers."""
 
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
+
+from stretto.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,13 @@ class GPTConfig:
     def preset(cls, name: str, **overrides: Any) -> "GPTConfig":
         """Make a named shape: gpt2-small, or gpt-5b to gpt-640b of Table 5.1; `overrides` replace single fields."""
         if name not in PRESETS:
-            near = get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"no model is named {name!r}; did you mean {near!r}? Known: {', '.join(PRESETS)}")
+            near = did_you_mean(name, PRESETS) or "."
+            raise ValueError(f"no model is named {name!r}{near} Known: {', '.join(PRESETS)}")
         known = {field.name for field in fields(cls)}
         for option in overrides:
             if option not in known:
-                near = get_close_matches(option, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"a GPT has no option {option!r}; did you mean {near!r}?")
+                near = did_you_mean(option, known) or f": it has {', '.join(sorted(known))}"
+                raise ValueError(f"a GPT has no option {option!r}{near}")
         return replace(PRESETS[name], **overrides)
 
 

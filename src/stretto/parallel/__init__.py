@@ -8,20 +8,24 @@ api, builder: `parallelize`. roles: which submodule is what. layers: the modules
 collectives, weight gathering, gradient reduction. recsys: embedding tables.
 """
 
-from stretto.deprecated import alias
-from stretto.execution import Overlap
-from stretto.parallel.api import checkpoint_activations, parallelize, validate
-from stretto.parallel.capture import CapturedStep
-from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
-from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
-from stretto.parallel.comm.gradient_reducer import no_sync
-from stretto.parallel.grid import Grid
-from stretto.parallel.layers.dropout import micro_batch_of
-from stretto.parallel.layers.loss import mean_over_batch
-from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
-from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
-from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
-from stretto.parallel.roles.plan import Role
+from typing import TYPE_CHECKING
+
+from stretto.lazy import attach
+
+if TYPE_CHECKING:
+    from stretto.execution import Overlap
+    from stretto.parallel.api import checkpoint_activations, parallelize, validate
+    from stretto.parallel.capture import CapturedStep
+    from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
+    from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
+    from stretto.parallel.comm.gradient_reducer import no_sync
+    from stretto.parallel.grid import Grid
+    from stretto.parallel.layers.dropout import micro_batch_of
+    from stretto.parallel.layers.loss import mean_over_batch
+    from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
+    from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
+    from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
+    from stretto.parallel.roles.plan import Role
 
 __all__ = [
     "Box",
@@ -52,9 +56,38 @@ __all__ = [
     "validate",
 ]
 
-__getattr__ = alias(
+_HOMES = {
+    "Overlap": "stretto.execution",
+    "checkpoint_activations": "stretto.parallel.api",
+    "parallelize": "stretto.parallel.api",
+    "validate": "stretto.parallel.api",
+    "CapturedStep": "stretto.parallel.capture",
+    "CollectiveCall": "stretto.parallel.comm.counting",
+    "CollectiveCounts": "stretto.parallel.comm.counting",
+    "count_collectives": "stretto.parallel.comm.counting",
+    "clip_grad_norm_": "stretto.parallel.comm.gradient_norm",
+    "clip_scale": "stretto.parallel.comm.gradient_norm",
+    "gradient_norm": "stretto.parallel.comm.gradient_norm",
+    "no_sync": "stretto.parallel.comm.gradient_reducer",
+    "Grid": "stretto.parallel.grid",
+    "micro_batch_of": "stretto.parallel.layers.dropout",
+    "mean_over_batch": "stretto.parallel.layers.loss",
+    "Box": "stretto.parallel.layout",
+    "ParameterLayout": "stretto.parallel.layout",
+    "Split": "stretto.parallel.layout",
+    "gather": "stretto.parallel.layout",
+    "layout_of": "stretto.parallel.layout",
+    "TablePlacement": "stretto.parallel.recsys.placement",
+    "TableSize": "stretto.parallel.recsys.placement",
+    "place_tables": "stretto.parallel.recsys.placement",
+    "ShardedTables": "stretto.parallel.recsys.tables",
+    "distribute_tables": "stretto.parallel.recsys.tables",
+    "Role": "stretto.parallel.roles.plan",
+}
+__getattr__, __dir__ = attach(
     __name__,
-    {
+    _HOMES,
+    renamed={
         "AXES": "stretto.axes.NAMES",
         "Collective": "CollectiveCall",
         "Layout": "ParameterLayout",

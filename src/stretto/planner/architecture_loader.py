@@ -7,7 +7,6 @@ No torch, no transformers: a configuration is read as data.
 import json
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,6 +14,7 @@ from stretto.cluster import read_bounded
 from stretto.models.gpt_config import PRESETS, GPTConfig
 from stretto.planner.architecture import Architecture, check_count
 from stretto.planner.hugging_face import from_hugging_face
+from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -37,10 +37,10 @@ def read_architecture(model: Any, seq_len: int) -> Architecture:
         case str() if Path(model).suffix in (".toml", ".json") or Path(model).exists():
             return _from_file(Path(model), seq_len)
         case str():
-            near = get_close_matches(model, PRESETS, n=1, cutoff=0.0)[0]
+            near = did_you_mean(model, PRESETS) or "."
             raise ValueError(
-                f"no model is named {model!r}; did you mean {near!r}? Known: {', '.join(PRESETS)}; or give the path of "
-                "a .toml or of a Hugging Face config.json"
+                f"no model is named {model!r}{near} Known: {', '.join(PRESETS)}; or give the path of a .toml or of a "
+                "Hugging Face config.json"
             )
         case Mapping():
             return from_hugging_face("config", model)
@@ -82,7 +82,8 @@ def _from_file(path: Path, seq_len: int) -> Architecture:
     try:
         raw = read_bounded(path, MAX_FILE_BYTES, "a model's configuration")
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
+        near = did_you_mean_file(path, (".toml", ".json")) if isinstance(error, FileNotFoundError) else ""
+        raise ValueError(f"{path}: {error.strerror or error}{near}") from None
     try:
         text = raw.decode()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -105,15 +106,15 @@ def _from_table(where: str, table: dict[str, Any], seq_len: int) -> Architecture
     types = get_type_hints(GPTConfig)
     for key, value in given.items():
         if key not in types:
-            near = get_close_matches(key, types, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{where}: a model has no option {key!r}; did you mean {near!r}?")
+            near = did_you_mean(key, types) or f": it has {', '.join(types)}"
+            raise ValueError(f"{where}: a model has no option {key!r}{near}")
         _check_option(f"{where}: model.{key}", value, types[key])
     try:
         if name is not None:
             config = GPTConfig.preset(str(name), **given)
         else:
-            if missing := [key for key in ("layers", "hidden", "heads", "vocab") if key not in given]:
-                raise ValueError(f"model.{missing[0]} is missing, and without model.name it must be there")
+            if missing := [f"model.{key}" for key in ("layers", "hidden", "heads", "vocab") if key not in given]:
+                raise ValueError(f"{are_missing(missing)}: without model.name, a model must have them")
             config = GPTConfig(**{"max_seq_len": seq_len} | given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots and tables of finished runs, timelines and schedules."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stretto.deprecated import alias
-from stretto.report.run import RunRecord, largest_difference, read_metrics, read_run, remove_report, write_report
-from stretto.train.observe.timeline import Timeline, read_timeline
+from stretto.lazy import attach
 
 if TYPE_CHECKING:
     from stretto.report.loss_plot import plot_loss
+    from stretto.report.run import RunRecord, largest_difference, read_metrics, read_run, remove_report, write_report
     from stretto.report.timeline import plot_timeline
+    from stretto.train.observe.timeline import Timeline, read_timeline
 
 __all__ = [
     "RunRecord",
@@ -25,10 +24,16 @@ __all__ = [
     "write_report",
 ]
 
-# Imported on use: they import matplotlib.
-_PLOTS = {"plot_loss": "stretto.report.loss_plot", "plot_timeline": "stretto.report.timeline"}
-_find_old_name = alias(__name__, {"Run": "RunRecord"})
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module(_PLOTS[name]), name) if name in _PLOTS else _find_old_name(name)
+_HOMES = {
+    "plot_loss": "stretto.report.loss_plot",
+    "RunRecord": "stretto.report.run",
+    "largest_difference": "stretto.report.run",
+    "read_metrics": "stretto.report.run",
+    "read_run": "stretto.report.run",
+    "remove_report": "stretto.report.run",
+    "write_report": "stretto.report.run",
+    "plot_timeline": "stretto.report.timeline",
+    "Timeline": "stretto.train.observe.timeline",
+    "read_timeline": "stretto.train.observe.timeline",
+}
+__getattr__, __dir__ = attach(__name__, _HOMES, renamed={"Run": "RunRecord"})

@@ -97,7 +97,7 @@ def test_a_binary_file_in_a_folder_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"corpsu\.txt: no such file or folder: the nearest is .*corpus\.txt"):
+    with pytest.raises(ValueError, match=r"corpsu\.txt: no such file or folder; did you mean .*corpus\.txt"):
         open_dataset(str(tmp_path / "corpsu.txt"), seq_len=2)
     with pytest.raises(ValueError, match=r"nowhere/x: no such file or folder$"):
         open_dataset(str(tmp_path / "nowhere" / "x"), seq_len=2)
@@ -171,7 +171,7 @@ def test_an_empty_path_is_refused(path: str | list[str]) -> None:
         ({"seq_len": 0}, "seq_len=0 must be at least 1"),
         ({"vocab": 0}, "vocab=0 must be at least 1"),
         ({"vocab": 255}, "vocab=255 is less than the 256 ids of tokenizer='bytes': set it to 256"),
-        ({"format": "megtron"}, "format='megtron' is not one of .*: the nearest is 'megatron'"),
+        ({"format": "megtron"}, "format='megtron' is not one of .*; did you mean 'megatron'"),
         ({"format": "megatron"}, "Megatron-LM's data is a .bin with its .idx"),
         ({"token_dtype": "uint32"}, "token_dtype='uint32' is for nanogpt files, but .* is text"),
     ],

@@ -22,6 +22,7 @@ from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
 from stretto.bench.checkouts.report import Comparison, MeasuredCase, log, write_comparison
 from stretto.bench.checkouts.settings import AFTER, BEFORE, CheckoutsSetting
 from stretto.bench.mps import mps_daemon
+from stretto.cluster.detection import count_gpus
 
 _MOST_STARTS = 4
 _PREPARATION = 0.6  # share of the time limit after which no further case is prepared
@@ -188,9 +189,7 @@ def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, 
 
 
 def _require_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
+    if not count_gpus():
         raise ValueError("this bench takes a GPU, which all ranks share: torch sees none here; --cpu tries the command")
 
 

@@ -7,17 +7,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from stretto.bench.collectives.settings import COMPILED_CASES, count_case_ranks
 from stretto.bench.harness import Column, print_table, write_result
 from stretto.bench.pictures import draw_result
 from stretto.collectives import verify
 from stretto.collectives.algorithms import find
-
-CASES: tuple[tuple[str, dict[str, int]], ...] = (
-    *(("ring-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64, 128, 256)),
-    *(("hierarchical-all-reduce", {"nodes": nodes, "gpus": 8}) for nodes in (2, 4, 8, 16, 32, 64)),
-    *(("two-shot-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64)),
-    *(("recursive-halving-all-reduce", {"ranks": ranks}) for ranks in (16, 64, 256)),
-)
 
 COLUMNS = (
     Column("algorithm", "algorithm"),
@@ -33,14 +27,11 @@ COLUMNS = (
 def bench_compile(out: Path, largest: int | None = None) -> list[dict[str, Any]]:
     """Compile and verify each case in its own process, print the table, and write compile.json and compile.png.
 
-    largest: leave out cases with more ranks. Raises ValueError if none is left.
+    largest: leave out cases with more ranks.
     """
-    ranks_of = [sizes.get("ranks") or sizes["nodes"] * sizes["gpus"] for _, sizes in CASES]
-    if largest is not None and largest < min(ranks_of):
-        raise ValueError(f"the smallest case has {min(ranks_of)} ranks, more than {largest}")
     rows = []
-    for ranks, (name, sizes) in zip(ranks_of, CASES, strict=True):
-        if largest is None or ranks <= largest:
+    for name, sizes in COMPILED_CASES:
+        if largest is None or count_case_ranks(sizes) <= largest:
             with get_context("spawn").Pool(1) as pool:
                 rows.append(pool.apply(measure, (name, sizes)))
     print_table("Compile and verify, one process", COLUMNS, rows)

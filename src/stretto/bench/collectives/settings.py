@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the benches of collectives: `stretto bench collectives`, `ablations` and `compile`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -89,8 +90,26 @@ class AblationsSetting:
         return list_sizes(self.smallest, self.largest, self.step)
 
 
+COMPILED_CASES: tuple[tuple[str, dict[str, int]], ...] = (
+    *(("ring-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64, 128, 256)),
+    *(("hierarchical-all-reduce", {"nodes": nodes, "gpus": 8}) for nodes in (2, 4, 8, 16, 32, 64)),
+    *(("two-shot-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64)),
+    *(("recursive-halving-all-reduce", {"ranks": ranks}) for ranks in (16, 64, 256)),
+)
+
+
+def count_case_ranks(sizes: Mapping[str, int]) -> int:
+    """The ranks of a case of `stretto bench compile`."""
+    return sizes.get("ranks") or sizes["nodes"] * sizes["gpus"]
+
+
 @dataclass(frozen=True)
 class CompileSetting:
     """Which cases `stretto bench compile` measures."""
 
     largest: Annotated[int | None, Option("Leave out cases with more ranks.")] = None
+
+    def __post_init__(self) -> None:
+        smallest = min(count_case_ranks(sizes) for _, sizes in COMPILED_CASES)
+        if self.largest is not None and self.largest < smallest:
+            raise ValueError(f"the smallest case has {smallest} ranks, more than {self.largest}")

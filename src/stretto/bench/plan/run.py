@@ -17,9 +17,9 @@ import torch
 from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.plan.comparison import compare, summarize
-from stretto.bench.plan.settings import Planned
-from stretto.bench.training.runs import grids_of, make_grid, measure, stretto_run
-from stretto.bench.training.settings import TrainingWorkload
+from stretto.bench.plan.settings import Planned, read_predictions
+from stretto.bench.training.runs import make_grid, measure, stretto_run
+from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.cluster import Cluster, name_grid
 from stretto.parallel import Grid
 from stretto.planner import predict
@@ -111,20 +111,6 @@ def _predict(planned: Planned, variant: GridVariant, cluster: Cluster) -> dict[s
     except ValueError as error:
         return row | {"predicted_milliseconds": None, "predicted_gib": None, "reason": str(error)}
     return row | {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / 2**30}
-
-
-def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
-    """Read the predicted grids by workload. ValueError if the file lacks one, or predicts it for another model."""
-    remedy = f"write it before you measure: stretto bench plan --predict {file} --cluster CLUSTER.toml"
-    if not file.is_file():
-        raise ValueError(f"there is no file of predictions at {file}; {remedy}")
-    workloads = {entry["workload"]: entry for entry in json.loads(file.read_text())["workloads"]}
-    for one in planned:
-        if one.key not in workloads:
-            raise ValueError(f"{file} has no prediction for {one.key!r}, only for {sorted(workloads)}; {remedy}")
-        if workloads[one.key]["model"] != asdict(one.workload.model):
-            raise ValueError(f"{file} predicts {one.key!r} for a model of other sizes; {remedy}")
-    return {one.key: workloads[one.key]["grids"] for one in planned}
 
 
 def bench_plan(planned: Sequence[Planned], predictions: Path, out: Path, *, again: bool = False) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench plan` and `stretto bench published`."""
+"""Settings of `stretto bench plan` and `stretto bench published`, and the file of predictions that the first reads."""
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from stretto.bench.settings import Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, parse_number
 from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, model_config
+from stretto.planner.architecture import check_count
 
 DTYPES = ("bf16", "fp32")
 
@@ -84,3 +87,23 @@ class PublishedSetting:
     """The global batch that `stretto bench published` assumes."""
 
     batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 8192
+
+    def __post_init__(self) -> None:
+        check_count("batch", self.batch)
+
+
+def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
+    """Read the predicted grids by workload. ValueError if the file lacks one, or predicts it for another model."""
+    remedy = f"write it before you measure: stretto bench plan --predict {file} --cluster CLUSTER.toml"
+    if not file.is_file():
+        raise ValueError(f"there is no file of predictions at {file}; {remedy}")
+    try:
+        workloads = {entry["workload"]: entry for entry in json.loads(file.read_text())["workloads"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds no predictions: {error!r}; {remedy}") from error
+    for one in planned:
+        if one.key not in workloads:
+            raise ValueError(f"{file} has no prediction for {one.key!r}, only for {sorted(workloads)}; {remedy}")
+        if workloads[one.key]["model"] != asdict(one.workload.model):
+            raise ValueError(f"{file} predicts {one.key!r} for a model of other sizes; {remedy}")
+    return {one.key: workloads[one.key]["grids"] for one in planned}

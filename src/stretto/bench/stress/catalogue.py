@@ -7,10 +7,13 @@ import whether kernels are compiled or interpreted.
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stretto.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,17 +110,32 @@ def select(configurations: dict[str, Configuration], patterns: str | None) -> di
     """
     if patterns is None:
         return configurations
+    picked = select_names({name: one.family for name, one in configurations.items()}, patterns)
+    return {name: one for name, one in configurations.items() if name in picked}
+
+
+def select_names(families: Mapping[str, str], patterns: str) -> set[str]:
+    """The names that match one of the patterns, as `select` says. families: the family of each name."""
     picked: set[str] = set()
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        found = set(_pick(configurations, pattern))
+        found = set(_pick(families, pattern))
         if not found:
-            families = ", ".join(sorted({one.family for one in configurations.values()}))
+            near = did_you_mean(pattern, families)
             raise ValueError(
-                f"no configuration matches {pattern!r}: --list shows all {len(configurations)}, of the families "
-                f"{families}"
+                f"no configuration matches {pattern!r}{near or ':'} --list shows all {len(families)}, of the families "
+                f"{', '.join(sorted(set(families.values())))}"
             )
         picked |= found
-    return {name: one for name, one in configurations.items() if name in picked}
+    return picked
+
+
+def known_names() -> dict[str, str]:
+    """The family of each configuration of CATALOGUES by name, without importing these, and torch with them.
+
+    From a file that `python -m stretto.bench.stress.catalogue` writes; a test compares it with the catalogues.
+    """
+    lines = files(__package__).joinpath("configurations.txt").read_text(encoding="ascii").splitlines()
+    return dict(line.split("\t") for line in lines)
 
 
 def _pick(names: Iterable[str], pattern: str) -> list[str]:
@@ -125,3 +143,10 @@ def _pick(names: Iterable[str], pattern: str) -> list[str]:
         return [pattern]
     has_wildcard = any(character in pattern for character in "*?[")
     return [name for name in names if (fnmatch.fnmatchcase(name, pattern) if has_wildcard else pattern in name)]
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    listed = "".join(f"{name}\t{one.family}\n" for name, one in load_catalogue().items())
+    Path(__file__).with_name("configurations.txt").write_text(listed, encoding="ascii")

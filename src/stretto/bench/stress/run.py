@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs `stretto stress`: chooses the next batch of calls, keeps the results, and replaces ranks that hang."""
 
-import math
 import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stretto.bench.mps import has_mps, mps_daemon, share_for
-from stretto.bench.settings import require_least
-from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catalogue, select
+from stretto.bench.stress.catalogue import Configuration, load_catalogue, select
 from stretto.bench.stress.ledger import Account, Ledger
+from stretto.bench.stress.settings import StressSetting
 from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import CallBatch, Poison
 from stretto.bench.stress.worker_pool import Replies, WorkerPool
+from stretto.cluster.detection import count_gpus
 from stretto.memory.shared_gpus import SWITCH
 
-MOST_RANKS = 64
 RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
 FLOOR = 2_400  # results that every configuration gets before any gets more
 _SECONDS_OF_BATCH = 0.8
@@ -34,42 +32,6 @@ _POISONED = 0.3  # share of batches before which workspaces are poisoned; the se
 _BATCHES_APART = 5  # in a row, of a configuration whose ranks restart for another symmetric-memory backend
 _MOST_FAILURES = 2  # batches that hang or raise before the run leaves their configuration out
 _PROGRESS_SECONDS = 10.0  # between lines of progress
-
-
-@dataclass(frozen=True)
-class StressSetting:
-    """What a stress run calls, and when it ends. Raises ValueError for impossible settings.
-
-    minutes: no batch begins later. only: patterns of configurations' names. seed: None for a new one. results: the run
-    ends when each configuration has so many. resume: a file whose results the run continues. limit: seconds that a
-    batch may take (None: the defaults). calls: of a batch (None: by the number of ranks). stops_at_first: end at the
-    first finding. late_warps: insert random sleeps into the kernels, so that warps drift apart; takes a GPU.
-    """
-
-    ranks: int
-    minutes: float
-    only: str | None = None
-    seed: int | None = None
-    results: int | None = None
-    resume: Path | None = None
-    catalogues: tuple[str, ...] = CATALOGUES
-    limit: float | None = None
-    calls: int | None = None
-    stops_at_first: bool = False
-    late_warps: bool = False
-
-    def __post_init__(self) -> None:
-        require_least(2, ranks=self.ranks)
-        if self.ranks > MOST_RANKS:
-            raise ValueError(f"ranks is {self.ranks}, but must be at most {MOST_RANKS}")
-        if not 0 < self.minutes < math.inf:
-            raise ValueError(f"minutes is {self.minutes}, but must be more than 0")
-        if self.results is not None:
-            require_least(1, results=self.results)
-        if self.seed is not None:
-            require_least(0, seed=self.seed)
-        if self.resume is not None and not self.resume.parent.is_dir():
-            raise ValueError(f"{self.resume.parent} is not a folder: {self.resume} cannot be written there")
 
 
 @dataclass(frozen=True)
@@ -126,11 +88,7 @@ def stress(setting: StressSetting, say: Callable[[str], None] = print) -> Stress
     say: prints a line of progress. Raises ValueError for a pattern that matches nothing, RuntimeError if ranks cannot
     be started.
     """
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if setting.late_warps and not gpus:
-        raise ValueError("warps are late on a GPU only, and torch finds none here")
+    gpus = count_gpus()
     known = load_catalogue(setting.catalogues)
     chosen = {
         name: one

@@ -13,8 +13,8 @@ from typing import Any
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.training.exposed import profile_exposed
-from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure, parse_grids
-from stretto.bench.training.settings import TrainingWorkload
+from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure
+from stretto.bench.training.settings import TrainingWorkload, parse_grids
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 

@@ -24,14 +24,12 @@ from stretto.bench.training.runs import (
     Step,
     TrainingRun,
     captured,
-    grids_of,
     make_grid,
     measure,
-    parse_grids,
     stretto_run,
     whole_gpt,
 )
-from stretto.bench.training.settings import TrainingWorkload
+from stretto.bench.training.settings import TrainingWorkload, grids_of, parse_grids
 from stretto.bench.training.torch_peers import TorchSetup, build_torch
 from stretto.cluster import name_grid
 from stretto.parallel import Grid

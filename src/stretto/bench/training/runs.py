@@ -6,18 +6,15 @@ clipped at norm 1. Torch's runs use torch's fused AdamW, Stretto's use its own A
 """
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.axes import NAMES
 from stretto.bench.harness import (
     FAILURES,
     TORCH_DTYPES,
@@ -27,7 +24,6 @@ from stretto.bench.harness import (
     time_steps,
 )
 from stretto.bench.training.settings import TrainingWorkload
-from stretto.cluster import name_grid
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -39,7 +35,6 @@ from stretto.parallel import (
     gradient_norm,
     parallelize,
 )
-from stretto.planner.grids import every_grid
 
 MAX_NORM = 1.0
 
@@ -72,26 +67,6 @@ def captured(run: TrainingRun) -> TrainingRun:
         return lambda: Stepped(*step())
 
     return replace(run, name=f"{run.name}, captured", build=build)
-
-
-def grids_of(ranks: int) -> list[dict[str, int]]:
-    """Every factorization of `ranks` into data, x, y and z."""
-    return [grid.sizes() for grid in every_grid(ranks)]
-
-
-def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
-    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for what is no grid of that many ranks."""
-    grids = []
-    for part in text.split(","):
-        fields = re.split(r"[\s]+", part.strip())
-        pairs = [re.fullmatch(r"(data|x|y|z)=(\d+)", field) for field in fields]
-        if not all(pairs):
-            raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
-        sizes = dict.fromkeys(NAMES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
-        if prod(sizes.values()) != ranks:
-            raise ValueError(f"the grid {name_grid(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
-        grids.append(sizes)
-    return grids
 
 
 def make_grid(sizes: Mapping[str, int]) -> Grid:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the benches of training steps, and the workloads that are made from them."""
 
+import re
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Annotated, Any, Literal, cast, get_args
 
+from stretto.axes import NAMES, name_grid
 from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_least
 from stretto.models import DLRMConfig, GPTConfig
+from stretto.planner.grids import every_grid
 
 # The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
 LLAMA_7B = GPTConfig(
@@ -64,6 +68,26 @@ def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
     return GPTConfig.preset(name, max_seq_len=seq_len, vocab=PADDED_VOCAB, **overrides)
 
 
+def grids_of(ranks: int) -> list[dict[str, int]]:
+    """Every factorization of `ranks` into data, x, y and z."""
+    return [grid.sizes() for grid in every_grid(ranks)]
+
+
+def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
+    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for what is no grid of that many ranks."""
+    grids = []
+    for part in text.split(","):
+        fields = re.split(r"[\s]+", part.strip())
+        pairs = [re.fullmatch(r"(data|x|y|z)=(\d+)", field) for field in fields]
+        if not all(pairs):
+            raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
+        sizes = dict.fromkeys(NAMES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
+        if prod(sizes.values()) != ranks:
+            raise ValueError(f"the grid {name_grid(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
+        grids.append(sizes)
+    return grids
+
+
 @dataclass(frozen=True)
 class ThroughputSetting:
     """What `stretto bench train` trains and times."""
@@ -120,7 +144,12 @@ class PeersSetting:
     rounds: Rounds = 2
 
     def workloads(self, ranks: int) -> dict[str, list[TrainingWorkload]]:
-        """The workloads of so many ranks: for each model, one a batch size. ValueError for an unknown model."""
+        """The workloads of so many ranks: for each model, one a batch size.
+
+        ValueError for unknown models, and for what is no grid of so many ranks.
+        """
+        if self.grids is not None:
+            parse_grids(self.grids, ranks)
         sizes = self.batches or tuple(sorted({1, 2, ranks, 2 * ranks}))
         configs = {name: model_config(name, self.layers, self.seq_len) for name in self.models}
         timing = (self.seq_len, self.warm_up, self.repeats, self.rounds)
@@ -142,7 +171,8 @@ class OverlapSetting:
     rounds: Rounds = 3
 
     def workload(self, ranks: int) -> TrainingWorkload:
-        """The workload of so many ranks. Raises ValueError for an unknown model."""
+        """The workload of so many ranks. Raises ValueError for an unknown model or wrong grids."""
+        parse_grids(self.grids, ranks)
         config = model_config(self.model, self.layers, self.seq_len)
         batch = 2 * ranks if self.batch is None else self.batch
         return TrainingWorkload(config, batch, self.seq_len, self.warm_up, self.repeats, self.rounds)
@@ -153,6 +183,10 @@ class ParitySetting:
     """On how many ranks `stretto bench parity` trains."""
 
     ranks: Annotated[int, Option("Largest number of ranks; its powers of two below are run too.")] = 8
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"parity is shown on 1 rank or more, not {self.ranks}")
 
 
 @dataclass(frozen=True)

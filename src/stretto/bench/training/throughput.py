@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
-from stretto.bench.training.runs import Step, TrainingRun, grids_of, make_grid, measure, meta_gpt, stretto_run
-from stretto.bench.training.settings import TrainingWorkload
+from stretto.bench.training.runs import Step, TrainingRun, make_grid, measure, meta_gpt, stretto_run
+from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.bench.training.torch_peers import TorchSetup, build_torch
 from stretto.cluster import name_grid
 from stretto.parallel import Grid

@@ -26,6 +26,7 @@ from stretto.collectives.algorithms.recursive import (
     recursive_halving_reduce_scatter,
 )
 from stretto.collectives.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from stretto.suggestions import did_you_mean, did_you_mean_file, name_known
 
 ALGORITHMS: dict[str, Algorithm] = {
     each.name: each
@@ -57,7 +58,7 @@ def find(name: str) -> Algorithm:
     """The algorithm of this name, with dashes or underscores. ValueError, with all names, for any other."""
     found = ALGORITHMS.get(name.replace("_", "-"))
     if found is None:
-        raise ValueError(f"there is no algorithm {name!r}: there are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"there is no algorithm {name!r}{name_known(name, ALGORITHMS)}")
     return found
 
 
@@ -68,7 +69,7 @@ def load(file: Path, function: str) -> Algorithm:
     """
     spec = importlib.util.spec_from_file_location(f"{file.stem} of the user", file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise ValueError(f"{file} is no Python file")
+        raise ValueError(f"{file} is no Python file{'' if file.exists() else did_you_mean_file(file, ('.py',))}")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -78,5 +79,5 @@ def load(file: Path, function: str) -> Algorithm:
     if not isinstance(found, Algorithm):
         names = [name for name, value in vars(module).items() if isinstance(value, Algorithm)]
         has = f"it has {', '.join(names)}" if names else "decorate a function with @algorithm"
-        raise ValueError(f"{file} has no algorithm {function!r}: {has}")
+        raise ValueError(f"{file} has no algorithm {function!r}: {has}{did_you_mean(function, names)}")
     return found

@@ -315,7 +315,7 @@ class MSCCLProgram:
     def _rank(self, rank: int) -> int:
         number = _number(rank, "a rank")
         if not 0 <= number < self.num_ranks:
-            raise ScriptError(f"{script_line()}: there is no rank {rank}: there are {self.num_ranks}")
+            raise ScriptError(f"{script_line()}: there is no rank {rank}: there are 0 to {self.num_ranks - 1}")
         return number
 
     def _written(self, destination: Ref) -> Any:

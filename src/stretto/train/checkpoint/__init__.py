@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: the whole training state in `out/checkpoints/step-<step>/`, for any grid and number of ranks."""
+"""Checkpoints: the whole training state in `out/checkpoints/step-<step>/`, for any grid and number of ranks.
 
+`folders` and `metadata` need no torch; `state` is imported on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from stretto.lazy import attach
 from stretto.train.checkpoint.folders import (
     checkpoint_path,
     find_checkpoint,
     newest_checkpoint,
     prepare_folder,
     resolve_checkpoint,
-)
-from stretto.train.checkpoint.state import (
-    allocate_slots,
-    check_checkpoint,
-    load_checkpoint,
-    load_state,
-    save_checkpoint,
-    save_state,
-    training_state,
     unreadable,
 )
+
+if TYPE_CHECKING:
+    from stretto.train.checkpoint.state import (
+        allocate_slots,
+        check_checkpoint,
+        load_checkpoint,
+        load_state,
+        save_checkpoint,
+        save_state,
+        training_state,
+    )
 
 __all__ = [
     "allocate_slots",
@@ -34,3 +42,14 @@ __all__ = [
     "training_state",
     "unreadable",
 ]
+
+_NEEDING_TORCH = (
+    "allocate_slots",
+    "check_checkpoint",
+    "load_checkpoint",
+    "load_state",
+    "save_checkpoint",
+    "save_state",
+    "training_state",
+)
+__getattr__, __dir__ = attach(__name__, dict.fromkeys(_NEEDING_TORCH, "stretto.train.checkpoint.state"))

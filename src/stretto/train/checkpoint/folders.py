@@ -19,6 +19,11 @@ def checkpoint_path(out: Path, step: int) -> Path:
     return out / "checkpoints" / f"step-{step:08d}"
 
 
+def unreadable(path: Path) -> str:
+    """The beginning of the error message when the contents of a checkpoint are damaged."""
+    return f"the checkpoint {path} cannot be read"
+
+
 def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
     """Find the checkpoint that the option `train.resume` names. Needs no process group.
 

@@ -4,14 +4,19 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.cluster import read_bounded
+from stretto.models.gpt_config import GPTConfig
+from stretto.suggestions import did_you_mean_file
+
+if TYPE_CHECKING:
+    import torch
 
 METADATA_FILE = "metadata.json"
 FORMAT_VERSION = 1
@@ -20,7 +25,7 @@ MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 # learned positions, another max_seq_len changes a shape, which is checked anyway.
 FREE_MODEL_OPTIONS = ("dropout", "max_seq_len")
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes, by dtype
 _Index = Annotated[int, Field(ge=0)]
 
 
@@ -45,8 +50,15 @@ class TensorEntry(BaseModel):
     chunks: tuple[StoredBox, ...]
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
+    def torch_dtype(self) -> "torch.dtype":
+        import torch  # not at the module's import: indices are also checked where nothing is loaded
+
+        return getattr(torch, self.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return _ITEMSIZES[self.dtype]
 
     def fault(self) -> str | None:
         """Say what is wrong with the boxes, if anything: they must lie inside the shape and add up to it."""
@@ -55,7 +67,7 @@ class TensorEntry(BaseModel):
                 offset + size > end for offset, size, end in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
             ):
                 return f"has a piece outside of its shape {list(self.shape)}"
-            if chunk.bytes < prod(chunk.sizes) * self.torch_dtype.itemsize:
+            if chunk.bytes < prod(chunk.sizes) * self.itemsize:
                 return "has a piece that is too short for its size"
         if sum(prod(chunk.sizes) for chunk in self.chunks) != prod(self.shape):
             return "is not whole: its pieces do not add up to its shape"
@@ -97,7 +109,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     file = path / METADATA_FILE
     if not file.is_file():
         if not path.is_dir():
-            raise ValueError(f"there is no checkpoint at {path}")
+            raise ValueError(f"there is no checkpoint at {path}{did_you_mean_file(path)}")
         raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
     text = read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index")
     try:
@@ -140,6 +152,17 @@ def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
             )
         if total[name] > size:  # otherwise a small file could demand any amount of memory
             raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
+
+
+def check_description(path: Path, metadata: CheckpointMetadata, model: GPTConfig | None, optimizer: str | None) -> None:
+    """Raise ValueError unless a checkpoint is, by its index, of this GPT and this optimizer (None: any)."""
+    if model is not None and (difference := first_option_that_differs(metadata.model, asdict(model))):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
+    if optimizer not in (None, metadata.optimizer):
+        raise ValueError(
+            f"the checkpoint {path} was written with {metadata.optimizer}, and train.optimizer is "
+            f"{optimizer!r}: set train.optimizer={metadata.optimizer!r}"
+        )
 
 
 def first_option_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

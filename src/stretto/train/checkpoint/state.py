@@ -23,11 +23,11 @@ from stretto.axes import NAMES
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
 from stretto.parallel.layout import layout_of
-from stretto.train.checkpoint.folders import checkpoint_path, checkpoints_by_step
+from stretto.train.checkpoint.folders import checkpoint_path, checkpoints_by_step, unreadable
 from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
+    check_description,
     first_difference,
-    first_option_that_differs,
     read_metadata,
 )
 from stretto.train.checkpoint.storage import (
@@ -50,11 +50,17 @@ def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None)
     Needs no process group and allocates no weights. Raises ValueError that names the missing or truncated file, or the
     first option or parameter of the model that differs.
     """
+    metadata = read_metadata(path)
+    check_description(path, metadata, model, optimizer)
+    check_shapes(path, metadata, model)
+    return metadata
+
+
+def check_shapes(path: Path, metadata: CheckpointMetadata, model: GPTConfig) -> None:
+    """Raise ValueError unless a checkpoint has the parameters of this GPT. Allocates no weights."""
     with torch.device("meta"):
         shapes = _shapes(GPT(model))
-    metadata = read_metadata(path)
-    _check_matches(path, metadata, model, shapes, optimizer)
-    return metadata
+    _check_matches(path, metadata, model, shapes, None)
 
 
 def save_checkpoint(
@@ -160,11 +166,6 @@ def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, Sharde
         dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
 
 
-def unreadable(path: Path) -> str:
-    """The beginning of the error message when the contents of a checkpoint are damaged."""
-    return f"the checkpoint {path} cannot be read"
-
-
 @contextmanager
 def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
     """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error."""
@@ -233,12 +234,7 @@ def _check_matches(
     shapes: dict[str, tuple[int, ...]],
     optimizer: str | None,
 ) -> None:
-    if model is not None and (difference := first_option_that_differs(metadata.model, asdict(model))):
-        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
+    check_description(path, metadata, model, None)
     if difference := first_difference(metadata.parameter_shapes(), shapes):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
-    if optimizer not in (None, metadata.optimizer):
-        raise ValueError(
-            f"the checkpoint {path} was written with {metadata.optimizer}, and train.optimizer is "
-            f"{optimizer!r}: set train.optimizer={metadata.optimizer!r}"
-        )
+    check_description(path, metadata, None, optimizer)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports and imports weights as safetensors, which other libraries read, under the model's own names and shapes."""
+"""Exports and imports weights as safetensors, which other libraries read, under the model's own names and shapes.
+
+torch is imported once a checkpoint or a file has been found, so that a wrong path is refused at once.
+"""
 
 import json
 import os
@@ -7,17 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
 from stretto.train.checkpoint.folders import resolve_checkpoint
 from stretto.train.checkpoint.metadata import TensorEntry, first_difference, read_metadata
-from stretto.train.checkpoint.state import sharded_state_of
-from stretto.train.checkpoint.storage import read_tensor
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MAX_INDEX_BYTES = 1 << 26  # a tensor takes about 100
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16"}
@@ -53,15 +53,19 @@ def export_safetensors(checkpoint: Path, file: Path, *, max_file_bytes: int | No
     return [*(file.with_name(name) for name in names), index]
 
 
-@torch.no_grad()
-def import_safetensors(model: nn.Module, file: Path) -> None:
+def import_safetensors(model: "nn.Module", file: Path) -> None:
     """Fill the model's parameters from `file`: a .safetensors file, or the .index.json of several.
 
     `model` is plain or returned by `parallelize`: each rank reads only its own part, and converts it to the dtype of
     its parameters. A tied weight may have any of its names in the file. Raises ValueError, before anything is changed,
     for a file that is not safetensors, and for the first parameter that is missing, unexpected or of another shape.
     """
-    with ExitStack() as stack:
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    from stretto.train.checkpoint.state import sharded_state_of
+
+    with ExitStack() as stack, torch.no_grad():
         sources: dict[str, Any] = {}
         for part in _files_of(file):
             try:
@@ -81,7 +85,7 @@ def import_safetensors(model: nn.Module, file: Path) -> None:
                 held.values.copy_(sources[name_there][tuple(slice(start, start + length) for start, length in box)])
 
 
-def _names_in_file(model: nn.Module, sources: Mapping[str, Any]) -> dict[str, str]:
+def _names_in_file(model: "nn.Module", sources: Mapping[str, Any]) -> dict[str, str]:
     """Map the file's names of the model's parameters to the names that `named_parameters` gives them."""
     own_name = {parameter: name for name, parameter in model.named_parameters()}
     names = {}
@@ -123,6 +127,10 @@ def _write_file(checkpoint: Path, file: Path, entries: Mapping[str, TensorEntry]
 
     The library's own writer needs all tensors in memory at once.
     """
+    import torch
+
+    from stretto.train.checkpoint.storage import read_tensor
+
     header = json.dumps({"__metadata__": {"format": "pt"}} | dict(_header(entries))).encode()
     header += b" " * (-len(header) % 8)  # aligns the tensors' bytes
     unfinished = file.with_name(f".{file.name}.writing")
@@ -147,4 +155,4 @@ def _header(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, dict[str,
 
 
 def _num_bytes(entry: TensorEntry) -> int:
-    return prod(entry.shape) * entry.torch_dtype.itemsize
+    return prod(entry.shape) * entry.itemsize

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_RANKS,
     MAX_WIDTH,
@@ -71,10 +72,10 @@ class DLRMModelConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_shape(self) -> "DLRMModelConfig":
-        missing = [name for name in ("rows", "dim", "bottom", "top") if getattr(self, name) is None]
+        missing = [f"model.{name}" for name in ("rows", "dim", "bottom", "top") if getattr(self, name) is None]
         if self.name is None and missing:
             raise ValueError(
-                f"model.{missing[0]} is missing: give model.rows, model.dim, model.bottom and model.top, "
+                f"{are_missing(missing)}: give model.rows, model.dim, model.bottom and model.top, "
                 "or a preset such as model.name='small'"
             )
         self.to_dlrm()

@@ -2,6 +2,7 @@
 """The configuration of a GPT's training run, and the rules between its options. Imports no torch."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationInfo, model_validator
@@ -9,6 +10,7 @@ from pydantic import BeforeValidator, ValidationInfo, model_validator
 from stretto.axes import OUTER_TO_INNER, GridSizes
 from stretto.execution import ExecutionOptions, Overlap
 from stretto.planner.grids import divisors, every_grid
+from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_LAYERS,
     MAX_LENGTH,
@@ -91,10 +93,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_shape(self) -> "ModelConfig":
-        missing = [name for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
+        missing = [f"model.{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
         if self.name is None and missing:
             raise ValueError(
-                f"model.{missing[0]} is missing: give model.layers, model.hidden and model.heads, "
+                f"{are_missing(missing)}: give model.layers, model.hidden and model.heads, "
                 "or a preset such as model.name='gpt2-small'"
             )
         return self
@@ -284,12 +286,19 @@ def _contradictions_of_copies(config: TrainConfig) -> list[str]:
     ]
 
 
-def nearest_grid(grid: GridConfig, ranks: int) -> GridConfig:
-    """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios."""
+def nearest_grid(
+    grid: GridConfig, ranks: int, suits: Callable[[GridSizes], bool] = lambda sizes: True
+) -> GridConfig | None:
+    """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios.
+
+    suits: whether a grid will do; None if no grid will.
+    """
 
     def distance(sizes: GridSizes) -> tuple[float, ...]:
         ratios = [abs(math.log2(sizes[axis] / old)) for axis, old in grid.sizes().items()]
         # Of grids that are equally close, the one with the smallest sizes inside data.
         return sum(ratio > 0 for ratio in ratios), sum(ratios), *(sizes[axis] for axis in OUTER_TO_INNER[1:])
 
-    return GridConfig(**min(every_grid(ranks), key=distance))
+    suitable = filter(suits, every_grid(ranks))
+    nearest = min(suitable, key=distance, default=None)
+    return None if nearest is None else GridConfig(**nearest)

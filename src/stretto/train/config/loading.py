@@ -5,7 +5,6 @@ import json
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from stretto.cluster import read_bounded
+from stretto.suggestions import did_you_mean, did_you_mean_file
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.messages import describe_problems
@@ -34,7 +34,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """
     path = Path(path)
     if not path.is_file():  # also refuses pipes and devices, which may never end
-        raise ConfigError(f"there is no configuration file {path}{_similar_file(path)}")
+        raise ConfigError(f"there is no configuration file {path}{did_you_mean_file(path, ('.toml',))}")
     try:
         content = read_bounded(path, MAX_FILE_BYTES, "a configuration")
     except OSError as error:
@@ -74,10 +74,9 @@ def _kind_of(values: dict[str, Any], source: str) -> type[JobConfig]:
     model = values.get("model")
     name = model.get("kind", "gpt") if isinstance(model, dict) else "gpt"
     if not isinstance(name, str) or name not in KINDS:
-        near = get_close_matches(str(name), KINDS, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"{source} cannot be used:\n  model.kind is {name!r}, but must be one of {', '.join(KINDS)}; "
-            f"did you mean {near!r}?"
+            f"{source} cannot be used:\n  model.kind is {name!r}, but must be one of {', '.join(KINDS)}"
+            f"{did_you_mean(name, KINDS)}"
         )
     if name == "gpt" and isinstance(model, dict):
         model.pop("kind", None)
@@ -110,11 +109,6 @@ def options_by_key(kind: type[JobConfig] = TrainConfig) -> dict[str, FieldInfo]:
         else:
             fields[name] = field
     return fields
-
-
-def _similar_file(path: Path) -> str:
-    near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml") if file.is_file()], n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 # --- overrides

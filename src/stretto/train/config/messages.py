@@ -3,12 +3,14 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+
+from stretto.suggestions import did_you_mean
 
 
 def describe_problems(error: ValidationError, options: Mapping[str, FieldInfo]) -> list[str]:
@@ -37,8 +39,8 @@ def _explain(key: str, detail: ErrorDetails, options: Mapping[str, FieldInfo]) -
             return f"{key} is an unknown option; did you mean {_nearest(key, options)}?"
         case "literal_error":
             choices = _choices(field.annotation) if field else []
-            near = get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-            return f"{key} is {value!r}, but must be one of {', '.join(choices)}; did you mean {near!r}?"
+            near = did_you_mean(value, choices)
+            return f"{key} is {value!r}, but must be one of {', '.join(choices)}{near}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             (name, bound) = next(iter(context.items()))
             words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[name]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the files that a data path means, detects their format, and checks that they can be of that format."""
 
-import difflib
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from stretto.suggestions import did_you_mean, did_you_mean_file
 
 FORMATS = ("auto", "text", "nanogpt", "megatron")
 MAX_FILES = 1_000_000  # in one folder; more indicate a wrong path, such as "/"
@@ -55,8 +56,8 @@ def find_files(paths: Sequence[str], format: str) -> tuple[str, list[Path]]:
     named twice, and if `format` is "auto" and the files have several formats.
     """
     if format not in FORMATS:
-        nearest = difflib.get_close_matches(format, FORMATS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"format={format!r} is not one of {', '.join(FORMATS)}: the nearest is {nearest!r}")
+        near = did_you_mean(format, FORMATS)
+        raise ValueError(f"format={format!r} is not one of {', '.join(FORMATS)}{near}")
     if not paths or not all(paths):
         raise ValueError(f"the data path {list(paths)!r} is empty: name at least one file or folder")
     files = [file for path in paths for file in _expand(Path(os.path.expanduser(path)), format)]
@@ -78,7 +79,7 @@ def file_size(path: Path) -> int:
     with reading(path):
         status = path.stat() if path.exists() else None
     if status is None:
-        raise ValueError(f"{path}: no such file or folder{_nearest_name(path)}")
+        raise ValueError(f"{path}: no such file or folder{did_you_mean_file(path)}")
     if not stat.S_ISREG(status.st_mode):
         # Opening a pipe or a device could block forever.
         raise ValueError(f"{path}: is not a regular file")
@@ -168,13 +169,3 @@ def _megatron_data_file(file: Path) -> Path:
         file_size(file)  # a missing file is the likelier mistake
         raise ValueError(f"{file}: Megatron-LM's data is a .bin with its .idx: name one of them or their prefix")
     return file.with_suffix(".bin")
-
-
-def _nearest_name(path: Path) -> str:
-    """Suggest the name in the same folder that is most similar to the missing one, if any is similar."""
-    if not path.parent.is_dir():
-        return ""
-    with reading(path.parent):
-        names = [entry.name for entry in path.parent.iterdir()]
-    nearest = difflib.get_close_matches(path.name, names, n=1)
-    return f": the nearest is {path.with_name(nearest[0])}" if nearest else ""

@@ -4,10 +4,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from stretto.models import DLRM, DLRMConfig
-from stretto.parallel.recsys.pooled_exchange import choose_operators
+from stretto.models import DLRMConfig
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, first_difference, read_metadata
 from stretto.train.config.dlrm import DLRMTrainConfig, describe
@@ -16,7 +13,7 @@ from stretto.train.data.clicks.criteo import NUMBERS
 from stretto.train.host_memory import check_room
 from stretto.train.path_checks import check_outside_data
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_ITEMSIZE = {"fp32": 4, "fp64": 8}  # bytes of a number, by train.dtype
 
 
 @dataclass(frozen=True)
@@ -34,12 +31,20 @@ def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
     """Check what only DLRMs have. Returns the index of the checkpoint to resume, if any. Raises ValueError."""
     for paths in (config.data.path, config.data.evaluation_path):
         check_outside_data(config.out, paths or [])
-    model, dtype = config.model.to_dlrm(), DTYPES[config.train.dtype]
-    choose_operators(config.train.implementation, dtype, torch.device(config.device), [model.dim])
+    model = config.model.to_dlrm()
     open_clicks(config)
     _check_fits(config, model)
     checkpoint = find_checkpoint(config.out, config.train.resume)
-    return None if checkpoint is None else check_dlrm_checkpoint(checkpoint, config)
+    metadata = None if checkpoint is None else check_dlrm_checkpoint(checkpoint, config)
+
+    import torch
+
+    from stretto.parallel.recsys.pooled_exchange import choose_operators
+    from stretto.train.dlrm.task import DTYPES
+
+    dtype = DTYPES[config.train.dtype]
+    choose_operators(config.train.implementation, dtype, torch.device(config.device), [model.dim])
+    return metadata
 
 
 def open_clicks(config: DLRMTrainConfig) -> ClickData:
@@ -76,6 +81,10 @@ def optimizer_name(config: DLRMTrainConfig) -> str:
 
 def whole_shapes(model: DLRMConfig) -> dict[str, tuple[int, ...]]:
     """The whole shape of every parameter of the model, whichever rank has it."""
+    import torch
+
+    from stretto.models import DLRM
+
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in DLRM(model).named_parameters()}
 
@@ -91,14 +100,14 @@ def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMeta
                 f"the checkpoint {path} is of another model: model.{name} is {metadata.model.get(name)!r} there and "
                 f"{value!r} here"
             )
-    if difference := first_difference(metadata.parameter_shapes(), whole_shapes(config.model.to_dlrm())):
-        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
     if metadata.optimizer != optimizer_name(config):
         ours, theirs = (text.partition(", ")[::2] for text in (optimizer_name(config), metadata.optimizer))
         raise ValueError(
             f"the checkpoint {path} was written with {metadata.optimizer}, and this run has {', '.join(ours)}: set "
             f"train.optimizer={theirs[0]!r} and train.table_optimizer={theirs[1]!r}"
         )
+    if difference := first_difference(metadata.parameter_shapes(), whole_shapes(config.model.to_dlrm())):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
     return metadata
 
 
@@ -112,7 +121,7 @@ def _check_fits(config: DLRMTrainConfig, model: DLRMConfig) -> None:
     numbers = sum(rows * model.dim for rows in model.rows)
     state = sum(model.rows) if config.train.table_optimizer == "rowwise-adagrad" else 0
     check_room(
-        (numbers + state) * DTYPES[config.train.dtype].itemsize / config.ranks,
+        (numbers + state) * _ITEMSIZE[config.train.dtype] / config.ranks,
         config.ranks,
         f"a model with tables of {numbers:,} numbers",
         "model.max_rows",

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPT's run is made of, checked before any process starts: data, model, memory, prediction, checkpoint."""
+"""What a GPT's run is made of, checked before any process starts: data, model, memory, prediction, checkpoint.
+
+What can be checked without torch is checked first, so that a mistake shows at once.
+"""
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from stretto.axes import check_sizes, name_grid
 from stretto.cluster import Cluster
-from stretto.models import GPT, GPTConfig
-from stretto.parallel import validate
+from stretto.models import GPTConfig
 from stretto.planner import predict, read_architecture
-from stretto.train.checkpoint import check_checkpoint, find_checkpoint
-from stretto.train.checkpoint.metadata import CheckpointMetadata
+from stretto.planner.grids import why_impossible
+from stretto.train.checkpoint import find_checkpoint
+from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description, read_metadata
 from stretto.train.config import TrainConfig
+from stretto.train.config.gpt import nearest_grid
 from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
 from stretto.train.host_memory import check_room
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
@@ -25,11 +28,25 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     check_outside_data(config.out, config.data.path, reads_all=config.data.format not in ("nanogpt", "megatron"))
     model = build_model_config(config, open_data(config))
     _check_fits_machine(config, model)
-    with torch.device("meta"):
-        validate(GPT(model), config.grid.sizes())
+    _check_grid(config, model)
     predict_run(config, model)
     checkpoint = find_checkpoint(config.out, config.train.resume)
-    return None if checkpoint is None else check_checkpoint(checkpoint, model, config.train.optimizer)
+    metadata = None if checkpoint is None else read_metadata(checkpoint)
+    if checkpoint is not None and metadata is not None:
+        check_description(checkpoint, metadata, model, config.train.optimizer)
+
+    import torch
+
+    from stretto.models import GPT
+    from stretto.parallel import validate
+
+    with torch.device("meta"):
+        validate(GPT(model), config.grid.sizes())
+    if checkpoint is not None and metadata is not None:
+        from stretto.train.checkpoint.state import check_shapes
+
+        check_shapes(checkpoint, metadata, model)
+    return metadata
 
 
 def open_data(config: TrainConfig) -> TokenDataset:
@@ -101,6 +118,15 @@ def _check_fits_machine(config: TrainConfig, model: GPTConfig) -> None:
         else ("batch", f"a batch of train.batch={run.batch} x train.seq_len={run.seq_len} tokens")
     )
     check_room(state + tokens, config.ranks, what, kind)
+
+
+def _check_grid(config: TrainConfig, model: GPTConfig) -> None:
+    """Raise ValueError, with the nearest grid that would do, if the grid cannot hold the model."""
+    architecture, batch = read_architecture(model, config.train.seq_len), config.train.batch
+    if why := why_impossible(architecture, check_sizes(config.grid.sizes()), batch):
+        near = nearest_grid(config.grid, config.ranks, lambda sizes: why_impossible(architecture, sizes, batch) is None)
+        would = f"no grid of {config.ranks} ranks can: take fewer" if near is None else f"the grid {near} would do"
+        raise ValueError(f"the grid {name_grid(config.grid.sizes())} cannot hold the model: {why}; {would}")
 
 
 def _python_docs(out: Path) -> Path:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the ranks of a run, watch them, and stop them."""
+"""Start the ranks of a run, watch them, and stop them. `devices` needs no torch; the rest is imported on first use."""
 
-from stretto.train.launch.launcher import (
-    RankFailure,
-    allocator_environment,
-    check_started_ranks,
-    launch,
-    remove_traces,
-    resolve_device,
-)
+from typing import TYPE_CHECKING
+
+from stretto.lazy import attach
+from stretto.train.launch.devices import check_started_ranks, resolve_device
+
+if TYPE_CHECKING:
+    from stretto.train.launch.launcher import RankFailure, allocator_environment, launch, remove_traces
 
 __all__ = [
     "RankFailure",
@@ -18,3 +17,8 @@ __all__ = [
     "remove_traces",
     "resolve_device",
 ]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    dict.fromkeys(("RankFailure", "allocator_environment", "launch", "remove_traces"), "stretto.train.launch.launcher"),
+)

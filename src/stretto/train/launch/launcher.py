@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -30,11 +29,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from stretto.memory import shared_gpus
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
-from stretto.train.config.gpt import TrainConfig, nearest_grid
-from stretto.train.config.options import AnyConfig, JobConfig
+from stretto.train.config.options import JobConfig
+from stretto.train.launch.devices import check_started_ranks, is_rank
 from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
 from stretto.train.observe.metrics import DivergenceError
 
@@ -71,41 +69,6 @@ def launch(entry: Entry, config: JobConfig, timeouts: StopTimeouts | None = None
     if is_rank() or config.ranks == 1:
         return _run_here(entry, config)
     return _run_ranks(entry, config, timeouts or StopTimeouts())
-
-
-def is_rank() -> bool:
-    """Check whether torchrun, or something similar, has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def check_started_ranks(config: JobConfig) -> None:
-    """Raise ValueError when torchrun started another number of ranks than `config.ranks`."""
-    if is_rank() and (started := int(os.environ["WORLD_SIZE"])) != config.ranks:
-        grid = f", and a grid such as {nearest_grid(config.grid, started)}" if isinstance(config, TrainConfig) else ""
-        raise ValueError(f"ranks is {config.ranks}, but torchrun started {started}; ranks={started} would do{grid}")
-
-
-def resolve_device(config: AnyConfig) -> AnyConfig:
-    """Replace device "auto" by "cuda", if there is a GPU for each rank of this machine, or else by "cpu".
-
-    Raises ValueError if "cuda" was asked for and there are too few GPUs, and for options that need a GPU on a CPU.
-    """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
-    gpus = torch.cuda.device_count()
-    if gpus and shared_gpus.is_enabled():
-        gpus = max(gpus, ranks_here)  # any number of ranks may share the GPUs
-    if config.device == "cuda" and gpus < ranks_here:
-        remedy = f"ranks={gpus} or device='cpu'" if gpus else "device='cpu'"
-        raise ValueError(
-            f"device is 'cuda', which needs a GPU for each of {ranks_here} ranks, but there are {gpus}; "
-            f"{remedy} would do"
-        )
-    device = config.device if config.device != "auto" else "cuda" if gpus >= ranks_here else "cpu"
-    if isinstance(config, TrainConfig) and device != "cuda":
-        for name in ("cuda_graph", "writes_copies"):
-            if getattr(config.train, name):
-                raise ValueError(f"train.{name} is on, but this run's device is the CPU; train.{name}=false would do")
-    return config.model_copy(update={"device": device})
 
 
 def remove_traces(out: Path) -> None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of error messages: what a misspelt name or path was probably meant to be, and all that is missing."""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+MOST = 3  # suggestions of one message
+_SHORTEST_PART = 3  # letters of a name of which others may be longer forms
+
+
+def similar_names(given: str, known: Iterable[str]) -> list[str]:
+    """The known names that are spelt much like the given one, the most similar first; at most three.
+
+    Case, dashes, underscores and dots do not count. A name with other digits is another thing, not a misspelling:
+    "gpt3" is not "gpt-320b". A longer form of the given name is similar: "gpt2" and "gpt2-small".
+    """
+    by_letters = {_letters(name): name for name in known if _digits(name) == _digits(given)}
+    wanted = _letters(given)
+    close = get_close_matches(wanted, by_letters, n=MOST, cutoff=0.7)
+    if not close and len(wanted) >= _SHORTEST_PART:
+        close = [letters for letters in by_letters if wanted in letters][:MOST]
+    best = close[:1] if close and _is_certain(wanted, close) else close
+    return [by_letters[letters] for letters in best]
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """The end of an error message: "; did you mean 'this'?", or nothing where no known name is similar."""
+    return _ask([repr(name) for name in similar_names(str(given), known)])
+
+
+def name_known(given: object, known: Iterable[str], verb: str = "there are") -> str:
+    """The end of an error message: what was probably meant, if a known name is similar, and all known names."""
+    names = list(known)
+    near = did_you_mean(given, names)
+    return f"{near} {verb.capitalize()} {', '.join(names)}" if near else f": {verb} {', '.join(names)}"
+
+
+def did_you_mean_file(path: Path, suffixes: Collection[str] = ()) -> str:
+    """The end of an error message for a path that does not exist: the most similar one in its folder, if any.
+
+    suffixes: of the files that would do, such as ".toml" (none: all files and folders). Links to nothing do not count.
+    """
+    try:
+        there = [
+            each.name for each in path.parent.iterdir() if each.exists() and (not suffixes or each.suffix in suffixes)
+        ]
+    except OSError:  # no such folder, or none that may be read
+        return ""
+    close = get_close_matches(path.name, there, n=1, cutoff=0.6)
+    return _ask([str(path.parent / name) for name in close])
+
+
+def are_missing(names: Sequence[str]) -> str:
+    """The beginning of an error message: "a is missing", or "a, b are missing"."""
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+
+
+def _ask(shown: list[str]) -> str:
+    return f"; did you mean {' or '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))}?" if shown else ""
+
+
+def _is_certain(wanted: str, close: list[str]) -> bool:
+    """Whether the best match is so much like the name that the others would only distract."""
+    return bool(get_close_matches(wanted, close[:1], cutoff=0.85))
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-_.\s]", "", name.casefold())
+
+
+def _digits(name: str) -> list[str]:
+    return sorted(re.findall(r"[0-9]", name))

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU time (user and system, with child processes) of commands that only answer or refuse, in new processes.
+
+    python -m tests.cli.answers [LABEL=SRC ...] [--repeats 3] [--markdown]
+
+A column for each checkout's `src` (default: this one's), measured in turn; the smallest of the repeats counts, since
+whatever else the machine does only adds. The budget is half a second, as `stretto --help` has it.
+tests/cli/test_answers.py has the same commands, and checks which modules they import.
+"""
+
+import argparse
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+BUDGET = 0.5  # seconds
+DONE, FAILED, REFUSED = 0, 1, 2
+
+
+class Answer(NamedTuple):
+    """A command line, with its exit status and words that its output has."""
+
+    command: str
+    status: int
+    words: str
+
+    @property
+    def arguments(self) -> list[str]:
+        return self.command.split()
+
+
+ANSWERS = (
+    Answer("--help", DONE, "Usage"),
+    Answer("--version", DONE, "stretto"),
+    Answer("trian", REFUSED, "train"),
+    Answer("train --help", DONE, "CONFIG.toml"),
+    Answer("train", REFUSED, "CONFIG.toml"),
+    Answer("train missing.toml", REFUSED, "missing.toml"),
+    Answer("train broken.toml", REFUSED, "broken.toml"),
+    Answer("train run.toml --sett ranks=2", REFUSED, "No such option: --sett; did you mean --set?"),
+    Answer("train run.toml --set train.stesp=3", REFUSED, "did you mean train.steps"),
+    Answer("train run.toml --set train.dtype=fp7", REFUSED, "fp7"),
+    Answer("train run.toml --set ranks=4", REFUSED, "the grid data=1 x=1 y=1 z=1 has 1"),
+    Answer("train run.toml --set grid.x=8 --set ranks=8", REFUSED, "heads"),
+    Answer("train run.toml --set model.hidden=18", REFUSED, "4 heads do not divide"),
+    Answer("train run.toml --set data.path=txet.txt", REFUSED, "text.txt"),
+    Answer("train run.toml --set out=/dev/null/run", REFUSED, "/dev/null is not a folder"),
+    Answer("train run.toml --set train.resume=nowhere", REFUSED, "there is no checkpoint at nowhere"),
+    Answer("train run.toml --set train.resume=broken-checkpoint", REFUSED, "is damaged"),
+    Answer("train run.toml --set cluster=perlmuter", REFUSED, "did you mean 'perlmutter'"),
+    Answer("train run.toml --set model.layers=4000 --set model.hidden=1048576", REFUSED, "but this machine has"),
+    Answer("train dlrm.toml --set data.path=nowhere.txt", REFUSED, "nowhere.txt"),
+    Answer("train dlrm.toml --set model.nmae=small", REFUSED, "did you mean model.name"),
+    Answer("demo --out /dev/null/demo", REFUSED, "/dev/null is not a folder"),
+    Answer("demo --otu here", REFUSED, "did you mean --out?"),
+    Answer("plan", REFUSED, "--model, --batch, --seq-len, --cluster are missing"),
+    Answer("plan missing.toml --cluster perlmutter", REFUSED, "missing.toml"),
+    Answer("plan --model gpt3 --cluster perlmutter --batch 8 --seq-len 128", REFUSED, "named 'gpt3'. Known: gpt2"),
+    Answer("plan --model gpt-5b --cluster perlmuter --batch 8 --seq-len 128", REFUSED, "did you mean 'perlmutter'"),
+    Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --dtype fp7", REFUSED, "fp7"),
+    Answer("plan --model gpt-5b --cluster perlmutter --gpus 4 --batch 8 --seq-len 2048", DONE, "memory fits"),
+    Answer("collective list", DONE, "ring-all-reduce"),
+    Answer("collective compile rong-all-reduce --ranks 4", REFUSED, "did you mean 'ring-all-reduce'"),
+    Answer("collective compile hierarchical-all-reduce", REFUSED, "needs 'nodes' and 'gpus'"),
+    Answer("collective compile ring-all-reduce --ranks 4 --protocol LL3", REFUSED, "LL3"),
+    Answer("collective compile missing.py:f --ranks 4", REFUSED, "missing.py"),
+    Answer("collective verify missing.xml", REFUSED, "missing.xml: No such file"),
+    Answer("collective verify rinf.xml", REFUSED, "did you mean ring.xml"),
+    Answer("collective verify ring-all-reduce --ranks 4", DONE, "verified"),
+    Answer("collective verify broken.xml", REFUSED, "not XML"),
+    Answer("collective verify ring.xml --limits nccl", REFUSED, "nccl"),
+    Answer("collective verify ring.xml", DONE, "verified"),
+    Answer("collective show missing.xml", REFUSED, "missing.xml"),
+    Answer("collective show rong-all-reduce --ranks 6", REFUSED, "did you mean 'ring-all-reduce'"),
+    Answer("collective show ring.xml --only 6", REFUSED, "the schedule has ranks 0 to 5"),
+    Answer("collective show ring.xml -o ring.pdf", REFUSED, ".png"),
+    Answer("collective run ring-all-reduce --ranks 4 --set chanels=2", REFUSED, "did you mean 'channels'"),
+    Answer("collective run ring-all-reduce --ranks 4 --bytes 1X", REFUSED, "is no size"),
+    Answer("collective run ring-all-reduce --ranks 4 --dtype fp8", REFUSED, "the dtypes are"),
+    Answer("collective import-msccl missing.py", REFUSED, "missing.py"),
+    Answer("collective import-msccl script.py 8", REFUSED, "with your rights"),
+    Answer("bench", REFUSED, "This machine has no GPU. Without GPUs these run"),
+    Answer("bench tarin", REFUSED, "train"),
+    Answer("bench train", REFUSED, "Without GPUs these run"),
+    Answer("bench train --ranks -1", REFUSED, "--ranks is -1"),
+    Answer("bench train --ranks 2 --model gpt3", REFUSED, "gpt3"),
+    Answer("bench parity --ranks 0", REFUSED, "0"),
+    Answer("bench peers --ranks 2 --batches few", REFUSED, "--batches has 'few'"),
+    Answer("bench overlap --ranks 2 --grids q=2", REFUSED, "q"),
+    Answer("bench plan --dtype fp7", REFUSED, "--dtype is bf16 or fp32"),
+    Answer("bench plan --ranks 2", REFUSED, "predictions.json"),
+    Answer("bench compile --largest 4", REFUSED, "the smallest case has 8 ranks"),
+    Answer("bench published --batch 0", REFUSED, "0"),
+    Answer("bench collectives", REFUSED, "Without GPUs these run"),
+    Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
+    Answer("bench ablations --step 1", REFUSED, "by a factor of 1"),
+    Answer("bench ops --ranks 99", REFUSED, "GPU"),
+    Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
+    Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
+    Answer("bench dlrm --tables 0", REFUSED, "--tables is 0"),
+    Answer("bench two-level --nodes 1", REFUSED, "1"),
+    Answer("bench checkouts --before missing", REFUSED, "missing"),
+    Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
+    Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),
+    Answer("probe --ranks 1", REFUSED, "1"),
+    Answer("probe --ranks 2 --model gpt3 --batch 8", REFUSED, "gpt3"),
+    Answer("doctor --jsno", REFUSED, "did you mean --json?"),
+    Answer("export nowhere --to model.safetensors", REFUSED, "nowhere"),
+    Answer("export broken-checkpoint --to model.safetensors", REFUSED, "is damaged"),
+    Answer("export nowhere --to model.pt", REFUSED, "model.safetensors would do"),
+    Answer("export", REFUSED, "Missing argument 'RUN_OR_CHECKPOINT' and option '--to'"),
+    Answer("stress --only nonsense", REFUSED, "no configuration matches 'nonsense'"),
+    Answer("stress --ranks 0", REFUSED, "0"),
+    Answer("stress --resume broken.json", REFUSED, "broken.json"),
+    Answer("cluster list", DONE, "perlmutter"),
+    Answer("cluster show perlmuter", REFUSED, "did you mean 'perlmutter'"),
+    Answer("cluster show missing.toml", REFUSED, "missing.toml"),
+    Answer("cluster show broken.toml", REFUSED, "broken.toml"),
+)
+
+RUN = """
+out = "out"
+[model]
+layers = 1
+hidden = 16
+heads = 4
+[data]
+path = "text.txt"
+[train]
+steps = 2
+batch = 8
+seq_len = 8
+"""
+DLRM = """
+out = "out"
+[model]
+kind = "dlrm"
+name = "kaggle"
+max_rows = 10
+[data]
+format = "criteo"
+path = "clicks.txt"
+[train]
+steps = 2
+batch = 8
+"""
+
+
+def write_files(folder: Path) -> None:
+    """Write the small files that the command lines name."""
+    from stretto.collectives import write_schedule
+    from stretto.collectives.algorithms import find
+
+    (folder / "text.txt").write_text("a text to train on, long enough for a sequence or two" * 20)
+    (folder / "run.toml").write_text(RUN)
+    (folder / "dlrm.toml").write_text(DLRM)
+    (folder / "broken.toml").write_text("[train\nsteps = 2\n")
+    (folder / "broken.xml").write_text("no schedule")
+    (folder / "script.py").write_text("raise SystemExit('it has been run')\n")
+    (folder / "broken.json").write_text("{}")
+    (folder / "broken-checkpoint").mkdir()
+    (folder / "broken-checkpoint" / "metadata.json").write_text('{"format": ')
+    write_schedule(find("ring-all-reduce").compile(ranks=6), folder / "ring.xml")
+
+
+def environment(source: Path) -> dict[str, str]:
+    """The environment of a command from `source`: no GPU, wide lines, a cache of its own."""
+    return os.environ | {
+        "PYTHONPATH": str(source),
+        "CUDA_VISIBLE_DEVICES": "",
+        "STRETTO_CACHE": os.path.join(tempfile.gettempdir(), "stretto-answers-cache"),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def measure(answer: Answer, source: Path, folder: Path) -> tuple[float, int, str]:
+    """Run a command in a new process. Returns its seconds of CPU time, its exit status and its output."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", *answer.arguments],
+        cwd=folder,
+        env=environment(source),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, done.returncode, plain(done.stderr + done.stdout)
+
+
+def plain(output: str) -> str:
+    """A command's output in one line, without the frames of rich's panels."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", output).split())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", default=[f"here={Path(__file__).parents[2] / 'src'}"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="commands that contain this")
+    options = parser.parse_args()
+    checkouts = {
+        label: Path(source).resolve() for label, _, source in (one.partition("=") for one in options.checkouts)
+    }
+    answers = [answer for answer in ANSWERS if options.only in answer.command]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_files(folder)
+        print("| command |", " | ".join(f"{label}, s" for label in checkouts), "| exit | says |")
+        print("|---|", "---:|" * len(checkouts), "---:|---|", sep="")
+        over = dict.fromkeys(checkouts, 0)
+        for answer in answers:
+            columns = []
+            for label, source in checkouts.items():
+                runs = [measure(answer, source, folder) for _ in range(options.repeats)]
+                seconds, status, output = min(runs)
+                over[label] += seconds >= BUDGET
+                columns.append(f"{seconds:.2f}" if status == answer.status else f"{seconds:.2f} (exit {status})")
+            words = output if len(output) <= 110 else output[:110] + " ..."
+            shown = words.replace("|", "\\|")
+            print(f"| `{answer.command}` |", " | ".join(columns), f"| {status} | {shown} |", flush=True)
+    for label, count in over.items():
+        print(f"\n{label}: {count} of {len(answers)} take {BUDGET} s or more", end="")
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that only answer or refuse import neither torch nor Triton nor matplotlib, and say what they should.
+
+A new interpreter imports `stretto.cli` and forks for each of the command lines of tests.cli.answers.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.answers import ANSWERS, Answer, environment, plain, write_files
+
+HEAVY = {"torch", "triton", "matplotlib", "transformers"}
+SOURCE = Path(__file__).parents[2] / "src"
+
+FORK = """
+import json, os, sys
+import numpy, pydantic, rich.console  # once, not in each fork
+import stretto.cli
+from pathlib import Path
+
+heavy = set({heavy!r})
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+for number, arguments in enumerate({commands!r}):
+    pid = os.fork()
+    if pid == 0:
+        output = open(f"output-{{number}}", "wb")
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.argv[1:] = arguments
+        status = 0
+        try:
+            stretto.cli.main()
+        except SystemExit as end:
+            status = end.code or 0
+        sys.stdout.flush()
+        Path(f"imported-{{number}}").write_text(json.dumps([status, sorted(heavy & sys.modules.keys())]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list[str], str]]:
+    """Of each command line its exit status, what it imported of HEAVY, and its output."""
+    folder = tmp_path_factory.mktemp("answers")
+    write_files(folder)
+    program = FORK.format(heavy=sorted(HEAVY), commands=[answer.arguments for answer in ANSWERS])
+    variables = environment(SOURCE) | {"STRETTO_CACHE": str(folder / "cache")}
+    subprocess.run([sys.executable, "-c", program], cwd=folder, env=variables, check=True, stdin=subprocess.DEVNULL)
+    found: dict[str, tuple[int, list[str], str]] = {}
+    for number, answer in enumerate(ANSWERS):
+        status, imported = json.loads((folder / f"imported-{number}").read_text())
+        output = (folder / f"output-{number}").read_text(errors="replace")
+        found[answer.command] = status, imported, plain(output)
+    return found
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.command)
+def test_an_answer_comes_without_heavy_imports(answered: dict[str, Any], answer: Answer) -> None:
+    status, imported, output = answered[answer.command]
+    assert (status, answer.words in output) == (answer.status, True), output
+    assert imported == []
+    assert "Traceback" not in output
+
+
+def test_every_command_has_an_answer_in_the_table(answered: dict[str, Any]) -> None:
+    """The words of `--help`, and of the groups' `--help`, that are commands."""
+    from stretto.cli import app, bench, cluster, collective
+
+    names = {name_of(each) for each in app.registered_commands}
+    for prefix, group in (("bench", bench), ("cluster", cluster), ("collective", collective)):
+        names |= {f"{prefix} {name_of(each)}" for each in group.registered_commands}
+    asked = {" ".join(answer.arguments[:2]) for answer in ANSWERS} | {answer.arguments[0] for answer in ANSWERS}
+    assert names - asked == {"cluster detect"}  # it reads the machine
+
+
+def name_of(command: Any) -> str:
+    return command.name or command.callback.__name__.rstrip("_").replace("_", "-")
+
+
+def test_importing_stretto_imports_nothing_heavy_and_finds_submodules_on_first_use() -> None:
+    program = (
+        "import sys, stretto; names = dir(stretto); "
+        f"assert not {HEAVY!r} & sys.modules.keys(); assert 'numpy' not in sys.modules; "
+        "assert stretto.planner.plan is stretto.plan; assert 'torch' not in sys.modules; "
+        "print(stretto.ops.all_gather_matmul.__name__, 'torch' in sys.modules, 'ops' in names, 'Grid' in names)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["all_gather_matmul", "True", "True", "True"], done.stderr

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages whose public names are imported on first use."""
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+
+from stretto.lazy import attach
+
+LAZY = ("stretto", "stretto.parallel", "stretto.report", "stretto.train.checkpoint", "stretto.train.launch",
+        "stretto.tuning")  # fmt: skip
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package with a lazy name, a lazy submodule and a renamed name."""
+    made = ModuleType("made")
+    made.__path__ = []
+    made.__all__ = ["sqrt"]
+    monkeypatch.setitem(sys.modules, "made", made)
+    monkeypatch.setitem(sys.modules, "made.inner", inner := ModuleType("made.inner"))
+    inner.value = 7
+    made.__getattr__, made.__dir__ = attach(
+        "made", {"sqrt": "math"}, submodules=["inner"], renamed={"root": "math.sqrt"}
+    )
+    return made
+
+
+def test_names_are_found_once_and_then_are_the_packages_own(package):
+    assert "sqrt" not in vars(package)
+    assert package.sqrt(4) == 2
+    assert "sqrt" in vars(package)
+    assert package.inner.value == 7
+    assert dir(package) == ["inner", "sqrt"]
+
+
+def test_an_old_name_warns_and_an_unknown_one_is_no_attribute(package):
+    with pytest.warns(DeprecationWarning, match=r"made\.root is now math\.sqrt"):
+        assert package.root(9) == 3
+    with pytest.raises(AttributeError, match="module 'made' has no attribute 'nothing'"):
+        _ = package.nothing
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_every_public_name_of_a_lazy_package_can_be_imported(name):
+    package = importlib.import_module(name)
+    assert set(package.__all__) <= set(dir(package))
+    for each in dir(package):
+        assert getattr(package, each) is not None

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a misspelt name or path was probably meant to be."""
+
+from pathlib import Path
+
+import pytest
+
+from stretto.collectives.algorithms import ALGORITHMS
+from stretto.models.gpt_config import PRESETS
+from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file, name_known, similar_names
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "similar"),
+    [
+        ("gpt3", PRESETS, []),  # other digits are another model
+        ("gpt-30b", PRESETS, []),
+        ("gpt-5", PRESETS, ["gpt-5b"]),
+        ("GPT_20B", PRESETS, ["gpt-20b"]),
+        ("gpt2", PRESETS, ["gpt2-small"]),
+        ("rong-all-reduce", ALGORITHMS, ["ring-all-reduce"]),
+        ("ring-allreduce", ALGORITHMS, ["ring-all-reduce"]),
+        ("ring", ALGORITHMS, ["ring-all-reduce", "ring-all-gather", "ring-reduce-scatter"]),
+        ("nonsense", ALGORITHMS, []),
+        ("bf61", ["fp32", "bf16", "fp64"], ["bf16"]),
+        ("fp7", ["fp32", "bf16", "fp64"], []),
+        ("", ["x", "y"], []),
+    ],
+)
+def test_similar_names_are_those_that_a_misspelling_may_have_meant(given, known, similar):
+    assert similar_names(given, known) == similar
+
+
+def test_messages_name_what_was_meant_and_what_there_is():
+    assert did_you_mean("gpt-5", PRESETS) == "; did you mean 'gpt-5b'?"
+    assert did_you_mean("gpt3", PRESETS) == ""
+    assert did_you_mean("ring", ["ring-all-gather", "ring-all-reduce"]) == (
+        "; did you mean 'ring-all-gather' or 'ring-all-reduce'?"
+    )
+    assert name_known("gahter", ["gather", "scatter"]) == "; did you mean 'gather'? There are gather, scatter"
+    assert name_known("x", ["gather", "scatter"], "it takes") == ": it takes gather, scatter"
+    assert are_missing(["a"]) == "a is missing"
+    assert are_missing(["a", "b"]) == "a, b are missing"
+
+
+def test_a_missing_file_is_compared_with_those_of_its_folder(tmp_path: Path):
+    for name in ("ring.xml", "ring.toml", "else.xml"):
+        (tmp_path / name).touch()
+    (tmp_path / "rinh.xml").symlink_to(tmp_path / "gone.xml")  # a link to nothing would not do either
+    assert did_you_mean_file(tmp_path / "rimg.xml", (".xml",)) == f"; did you mean {tmp_path / 'ring.xml'}?"
+    assert did_you_mean_file(tmp_path / "ring.tmol") == f"; did you mean {tmp_path / 'ring.toml'}?"
+    assert did_you_mean_file(tmp_path / "nothing-like-it.xml", (".xml",)) == ""
+    assert did_you_mean_file(tmp_path / "nowhere" / "ring.xml") == ""
