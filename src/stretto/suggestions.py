@@ -18,7 +18,7 @@ def similar_names(given: str, known: Iterable[str]) -> list[str]:
     """
     by_letters = {_letters(name): name for name in known if _digits(name) == _digits(given)}
     wanted = _letters(given)
-    close = get_close_matches(wanted, by_letters, n=MOST, cutoff=0.7)
+    close = get_close_matches(wanted, by_letters, n=MOST, cutoff=0.6)
     if not close and len(wanted) >= _SHORTEST_PART:
         close = [letters for letters in by_letters if wanted in letters][:MOST]
     best = close[:1] if close and _is_certain(wanted, close) else close

@@ -77,8 +77,6 @@ ANSWERS = (
     Answer("collective verify ring.xml", DONE, "verified"),
     Answer("collective show missing.xml", REFUSED, "missing.xml"),
     Answer("collective show rong-all-reduce --ranks 6", REFUSED, "did you mean 'ring-all-reduce'"),
-    Answer("collective show ring.xml --only 6", REFUSED, "the schedule has ranks 0 to 5"),
-    Answer("collective show ring.xml -o ring.pdf", REFUSED, ".png"),
     Answer("collective run ring-all-reduce --ranks 4 --set chanels=2", REFUSED, "did you mean 'channels'"),
     Answer("collective run ring-all-reduce --ranks 4 --bytes 1X", REFUSED, "is no size"),
     Answer("collective run ring-all-reduce --ranks 4 --dtype fp8", REFUSED, "the dtypes are"),
