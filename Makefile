@@ -106,7 +106,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		else \
 			echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; \
 		fi; }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
 	@touch $@
 
 docs: $(VENV)/.docs-installed

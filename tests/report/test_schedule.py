@@ -4,7 +4,8 @@
 import pytest
 
 from stretto.collectives.algorithms import one_shot_all_reduce, ring_all_reduce
-from stretto.report.schedule import MAX_ROWS, plot_schedule
+from stretto.report.schedule import plot_schedule
+from stretto.report.schedule_layout import MAX_ROWS
 
 
 def texts(file):

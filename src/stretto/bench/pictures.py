@@ -10,6 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from stretto.report.pictures import can_draw, require_drawing
+from stretto.suggestions import did_you_mean_file
+
 # Of file names to functions; the first pattern that matches counts. Imported on use: they import matplotlib.
 _PLOTS = {
     "train.json": "training.plot:plot_train",
@@ -30,11 +33,16 @@ _PLOTS = {
 }
 
 
-def draw_result(result: Path) -> Path:
-    """Draw a bench's JSON. Returns the picture's path. Raises ValueError for a file that has no picture."""
+def draw_result(result: Path) -> Path | None:
+    """Draw a bench's JSON. Returns the picture's path, or None without matplotlib, and then says how to get pictures.
+
+    Raises ValueError for a file that has no picture.
+    """
     plot = _find_plot(result)
     if plot is None:
         raise ValueError(f"{result} has no picture: {', '.join(_PLOTS)} have one")
+    if not can_draw():
+        return None
     picture = result.with_suffix(".png")
     module, name = plot.split(":")
     draw: Callable[[Path, Path], None] = getattr(import_module(f"stretto.bench.{module}"), name)
@@ -46,11 +54,13 @@ def redraw(folder: Path) -> list[Path]:
     """Draw every result in a folder and its subfolders again, and the loss of every run. Returns the pictures' paths.
 
     A run (a folder with config.toml and metrics.jsonl) is drawn beside the run in its subfolder `one-rank`, as the
-    demo's is. Raises ValueError if there is no such folder, or nothing in it to draw.
+    demo's is. Raises ValueError if there is no such folder, nothing in it to draw, or nothing to draw with.
     """
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
-    pictures = [draw_result(path) for path in sorted(folder.rglob("*.json")) if _find_plot(path) is not None]
+        raise ValueError(f"there is no folder {folder}{did_you_mean_file(folder)}")
+    require_drawing()
+    results = [path for path in sorted(folder.rglob("*.json")) if _find_plot(path) is not None]
+    pictures = [picture for path in results if (picture := draw_result(path)) is not None]
     for config in sorted(folder.rglob("config.toml")):
         out = config.parent
         if (out / "metrics.jsonl").is_file() and out.name != "one-rank":

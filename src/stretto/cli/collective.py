@@ -262,9 +262,15 @@ def show(
             name, Compilation(count, nodes, gpus, in_place, set_, instances, protocol, slots), max_file_bytes
         )
 
-        from stretto.report.schedule import plot_schedule
+        from stretto.report.pictures import require_drawing
+        from stretto.report.schedule_layout import lay_out
 
-        plot_schedule(schedule, picture, shown)
+        layout = lay_out(schedule, picture, shown)
+        require_drawing()
+
+        from stretto.report.schedule import draw_schedule  # imports matplotlib
+
+        draw_schedule(layout, picture)
         print(picture)
 
 

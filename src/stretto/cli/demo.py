@@ -132,4 +132,5 @@ def _show(run: "RunRecord", other: "RunRecord | None", sample: str) -> None:
         console.print(table)
     console.print()
     console.print(Panel(Text(sample), title="What the model writes now", title_align="left"))
-    print(f"\nThe loss curve: {run.out / 'loss.png'}    All of it: {run.out / 'summary.md'}")
+    curve = f"The loss curve: {run.out / 'loss.png'}    " if (run.out / "loss.png").is_file() else ""
+    print(f"\n{curve}All of it: {run.out / 'summary.md'}")

@@ -148,6 +148,7 @@ def _places() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for name, without in (
+        ("matplotlib", "no pictures are drawn (pip install 'stretto[plots]')"),
         ("tokenizers", "text is read as bytes (pip install 'stretto[tokenizers]')"),
         ("transformers", "Hugging Face's models are not there (pip install 'stretto[huggingface]')"),
         ("tensorboard", "train.tensorboard is refused (pip install 'stretto[tensorboard]')"),

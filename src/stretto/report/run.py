@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.cluster import name_grid, read_bounded
+from stretto.report.pictures import can_draw
 from stretto.train.checkpoint import newest_checkpoint
 from stretto.train.config import DLRMTrainConfig, JobConfig, TrainConfig, load_config
 from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
@@ -76,17 +77,22 @@ def largest_difference(run: RunRecord, other: RunRecord) -> float:
 def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> RunRecord:
     """Write loss.png and summary.md to `out`, and timeline.png if the run was traced. Returns the run.
 
+    Without matplotlib there are no pictures, and a line on stderr says how to get them.
+
     beside: the folder of another run, whose loss is plotted and compared. sample: generated text for the summary.
     Raises ValueError as `read_run` does.
     """
     run = read_run(out)
-    (out / TIMELINE_PLOT).unlink(missing_ok=True)  # it may be an earlier run's
-    if (out / TRACE_FILE).is_file():
+    for picture in (LOSS_PLOT, TIMELINE_PLOT):
+        (out / picture).unlink(missing_ok=True)  # it may be an earlier run's
+    draws = can_draw()
+    if draws and (out / TRACE_FILE).is_file():
         from stretto.report.timeline import plot_timeline
 
         plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT)
     other = None if beside is None else read_run(beside)
-    draw_loss(run, other)
+    if draws:
+        draw_loss(run, other)
     sections = [
         *(_overview(run), _loss(run, other), _timeline(run), _measured(run)),
         *(_bytes_sent(run), _configuration(run), _checkpoint(run)),
@@ -150,7 +156,9 @@ def _overview(run: RunRecord) -> str:
 
 
 def _loss(run: RunRecord, other: RunRecord | None) -> str:
-    text = f"## Loss\n\n![loss by step]({LOSS_PLOT})"
+    has_picture = (run.out / LOSS_PLOT).is_file()
+    shown = f"![loss by step]({LOSS_PLOT})" if has_picture else f"Each step's is in [{METRICS_FILE}]({METRICS_FILE})."
+    text = f"## Loss\n\n{shown}"
     if other is not None:
         text += (
             f"\n\nThe same training on {other.label} (`{other.out}`): the losses of a step differ by at most "
@@ -160,12 +168,11 @@ def _loss(run: RunRecord, other: RunRecord | None) -> str:
 
 
 def _timeline(run: RunRecord) -> str:
-    if not (run.out / TIMELINE_PLOT).is_file():
+    if not (run.out / TRACE_FILE).is_file():
         return ""
-    return (
-        f"## Timeline\n\n![computation and communication by axis]({TIMELINE_PLOT})\n\n"
-        f"All of it is in [{TRACE_FILE}]({TRACE_FILE}), which https://ui.perfetto.dev shows."
-    )
+    has_picture = (run.out / TIMELINE_PLOT).is_file()
+    shown = f"![computation and communication by axis]({TIMELINE_PLOT})\n\n" if has_picture else ""
+    return f"## Timeline\n\n{shown}All of it is in [{TRACE_FILE}]({TRACE_FILE}), which https://ui.perfetto.dev shows."
 
 
 def _measured(run: RunRecord) -> str:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots a schedule: a row for each thread block, a box for each step, an arrow for each message."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import FancyArrowPatch
 
 from stretto.collectives.schedule import Schedule, StepType
-from stretto.collectives.verifier.graph import Graph, build_graph, linear_order
+from stretto.collectives.verifier.graph import Graph
+from stretto.report.schedule_layout import MAX_STEPS, Places, ScheduleLayout, lay_out
 from stretto.report.style import BLUE, GREEN, INK, LIGHT, ORANGE, PURPLE, SKY, SMALL, VERMILION, YELLOW, drawing
 
-MAX_ROWS = 256
-MAX_STEPS = 20_000
 ARROWS_WITH_HEADS = 600
 BOX = 0.62
 COLUMN, ROW = 0.72, 0.36  # inches of a step and of a thread block
@@ -45,36 +43,15 @@ NAMES = {
 
 DARK = {StepType.RECEIVE, StepType.RECEIVE_COPY_SEND, StepType.RECEIVE_REDUCE_SEND}
 
-Places = Mapping[int, tuple[int, int]]  # of a step's number: its column and its row
-
 
 def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) -> None:
-    """Plot a schedule, or some ranks of it, into a PNG or SVG.
+    """Plot a schedule, or some ranks of it, into a PNG or SVG. Raises ValueError as `lay_out` does."""
+    draw_schedule(lay_out(schedule, file, ranks), file)
 
-    A step's horizontal position is the length of the longest path of steps before it. Raises ValueError for more than
-    MAX_ROWS thread blocks or MAX_STEPS steps, for ranks that do not exist, for a schedule that cannot run to its end,
-    and for another file format.
-    """
-    if file.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"a picture is a .png or .svg file, not {file.name!r}")
-    shown = range(schedule.collective.ranks) if ranks is None else ranks
-    if not shown or shown[0] < 0 or shown[-1] >= schedule.collective.ranks:
-        raise ValueError(f"the schedule has ranks 0 to {schedule.collective.ranks - 1}")
-    graph, times = _times(schedule)
-    rows = {
-        (rank, block): row
-        for row, (rank, block) in enumerate(
-            (rank, block) for rank in shown for block in range(len(schedule.ranks[rank].thread_blocks))
-        )
-    }
-    drawn = [number for number, (rank, block, _) in enumerate(graph.places) if (rank, block) in rows]
-    if len(rows) > MAX_ROWS or len(drawn) > MAX_STEPS:
-        raise ValueError(
-            f"{len(rows)} thread blocks and {len(drawn)} steps are too many for a picture (at most {MAX_ROWS} and "
-            f"{MAX_STEPS}): show fewer ranks"
-        )
-    columns = max((times[number] for number in drawn), default=0) + 1
-    places = {number: (times[number], rows[graph.places[number][:2]]) for number in drawn}
+
+def draw_schedule(layout: ScheduleLayout, file: Path) -> None:
+    """Draw a schedule that has been laid out into a PNG or SVG."""
+    schedule, graph, rows, columns, places = layout
     with drawing(file, min(40.0, max(6.5, 2.8 + COLUMN * columns)), min(60.0, 0.6 + ROW * len(rows))) as picture:
         axes = picture.panels(1, 1)[0, 0]
         _draw_steps(axes, graph, places)
@@ -134,20 +111,6 @@ def _draw_messages(axes: Axes, graph: Graph, places: Places) -> None:
     }
     for start, end in arrows:
         axes.add_patch(FancyArrowPatch(start, end, shrinkB=0, **style))
-
-
-def _times(schedule: Schedule) -> tuple[Graph, list[int]]:
-    """Build the schedule's graph, and compute the length of the longest path to each step."""
-    errors: list[str] = []
-    graph = build_graph(schedule, errors)
-    order, left = linear_order(graph)
-    if left or errors:
-        why = errors[0] if errors else f"{graph.name(left[0])} never begins"
-        raise ValueError(f"the schedule cannot run to its end: {why}")
-    times = [0] * len(graph.steps)
-    for number in order:
-        times[number] = max((times[other] + 1 for other in graph.before(number)), default=0)
-    return graph, times
 
 
 def _label(graph: Graph, number: int) -> str:
