@@ -5,7 +5,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 
-HOW_TO_GET = "pictures take matplotlib, which is not installed: pip install 'stretto[plots]'"
+HOW_TO_GET = "matplotlib is not installed: pip install 'stretto[plots]'"
 
 
 def can_draw() -> bool:
@@ -22,7 +22,7 @@ def can_draw() -> bool:
 def require_drawing() -> None:
     """Raise ValueError that says how to get pictures, if they cannot be drawn."""
     if not _has_matplotlib():
-        raise ValueError(HOW_TO_GET)
+        raise ValueError(f"pictures are drawn by matplotlib: {HOW_TO_GET}")
 
 
 def _has_matplotlib() -> bool:
@@ -34,4 +34,4 @@ def _has_matplotlib() -> bool:
 
 @cache
 def _say_how_to_get() -> None:
-    print(f"stretto: no pictures: {HOW_TO_GET}", file=sys.stderr, flush=True)
+    print(f"stretto: no pictures are drawn: {HOW_TO_GET}", file=sys.stderr, flush=True)
