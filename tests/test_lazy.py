@@ -9,7 +9,7 @@ import pytest
 
 from stretto.lazy import attach
 
-LAZY = ("stretto", "stretto.parallel", "stretto.report", "stretto.train.checkpoint", "stretto.train.launch",
+LAZY = ("stretto", "stretto.parallel", "stretto.planner", "stretto.report", "stretto.train.checkpoint", "stretto.train.launch",
         "stretto.tuning")  # fmt: skip
 
 

@@ -30,7 +30,6 @@ from stretto.bench.training.settings import (
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
-from stretto.cluster.detection import count_gpus, may_have_gpus
 
 app = typer.Typer(help="Measure what the README claims, peers beside it in the same run.")
 
@@ -50,6 +49,8 @@ _BENCHES: dict[Needs, list[str]] = {each: [] for each in Needs}
 @app.callback(invoke_without_command=True)
 def _about(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
+        from stretto.cluster.detection import may_have_gpus
+
         print(context.get_help())
         if not may_have_gpus():
             print(f"This machine has no GPU. {describe_cpu_benches()}")
@@ -166,6 +167,8 @@ def _count_ranks(ranks: int | None) -> int:
     """The number of ranks to start: as given, else the machine's GPUs. Raises ValueError if there are none."""
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks is {ranks}, but must be at least 1")
+    from stretto.cluster.detection import count_gpus
+
     count = ranks or count_gpus()
     if not count:
         raise ValueError(f"this machine has no GPU: say how many CPU --ranks to use. {describe_cpu_benches()}")
@@ -174,6 +177,8 @@ def _count_ranks(ranks: int | None) -> int:
 
 def _count_gpus(ranks: int | None) -> int:
     """The number of ranks of a bench that needs a GPU a rank. Raises ValueError for more ranks than GPUs."""
+    from stretto.cluster.detection import count_gpus
+
     there = count_gpus()
     if not there:
         raise ValueError(

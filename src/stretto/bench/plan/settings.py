@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from stretto.bench.settings import Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, parse_number
+from stretto.bench.settings import Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, parse_number, require_least
 from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, model_config
-from stretto.planner.architecture import check_count
 
 DTYPES = ("bf16", "fp32")
 
@@ -89,7 +88,7 @@ class PublishedSetting:
     batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 8192
 
     def __post_init__(self) -> None:
-        check_count("batch", self.batch)
+        require_least(1, batch=self.batch)
 
 
 def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, cast, get_args
 from stretto.axes import NAMES, name_grid
 from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_least
 from stretto.models import DLRMConfig, GPTConfig
-from stretto.planner.grids import every_grid
 
 # The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
 LLAMA_7B = GPTConfig(
@@ -70,6 +69,8 @@ def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
 
 def grids_of(ranks: int) -> list[dict[str, int]]:
     """Every factorization of `ranks` into data, x, y and z."""
+    from stretto.planner.grids import every_grid  # not for `stretto bench --help`
+
     return [grid.sizes() for grid in every_grid(ranks)]
 
 
