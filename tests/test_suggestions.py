@@ -22,6 +22,7 @@ from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file, na
         ("ring-allreduce", ALGORITHMS, ["ring-all-reduce"]),
         ("ring", ALGORITHMS, ["ring-all-reduce", "ring-all-gather", "ring-reduce-scatter"]),
         ("nonsense", ALGORITHMS, []),
+        ("all-reduce", ALGORITHMS, ["ring-all-reduce", "two-shot-all-reduce", "one-shot-all-reduce"]),
         ("bf61", ["fp32", "bf16", "fp64"], ["bf16"]),
         ("fp7", ["fp32", "bf16", "fp64"], []),
         ("", ["x", "y"], []),

@@ -62,8 +62,9 @@ def _ask(shown: list[str]) -> str:
 
 
 def _is_certain(wanted: str, close: list[str]) -> bool:
-    """Whether the best match is so much like the name that the others would only distract."""
-    return bool(get_close_matches(wanted, close[:1], cutoff=0.85))
+    """Whether the best match is the name misspelt, not one of its longer forms: the others would only distract."""
+    is_longer_form = wanted in close[0] and wanted != close[0]
+    return not is_longer_form and bool(get_close_matches(wanted, close[:1], cutoff=0.8))
 
 
 def _letters(name: str) -> str:
