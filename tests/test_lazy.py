@@ -9,8 +9,15 @@ import pytest
 
 from stretto.lazy import attach
 
-LAZY = ("stretto", "stretto.parallel", "stretto.planner", "stretto.report", "stretto.train.checkpoint", "stretto.train.launch",
-        "stretto.tuning")  # fmt: skip
+LAZY = (
+    "stretto",
+    "stretto.parallel",
+    "stretto.planner",
+    "stretto.report",
+    "stretto.train.checkpoint",
+    "stretto.train.launch",
+    "stretto.tuning",
+)
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ ANSWERS = (
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
     Answer("bench dlrm --tables 0", REFUSED, "--tables is 0"),
-    Answer("bench redraw nowhere", REFUSED, "nowhere has no result of a bench"),
+    Answer("bench redraw nowhere", REFUSED, "there is no folder nowhere"),
     Answer("bench two-level --nodes 1", REFUSED, "1"),
     Answer("bench checkouts --before missing", REFUSED, "missing"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
