@@ -172,7 +172,7 @@ def draw_channels(path: Path) -> None:
         for channel, tile in ((16, 0), (40, 1), (64, 1), (64, 2), (88, 2)):
             axes.annotate("", (9.3, -32 * tile - 16), (7.5, -channel), arrowprops=ARROW)
         hide_frame(axes)
-        axes.set(xlim=(-0.2, 12.6), ylim=(-97, 13))
+        axes.set(xlim=(-0.2, 12.6), ylim=(-97, 16))
         axes.set_yticks([-24, -72], ["rows of\nrank 0", "rows of\nrank 1"])
         axes.tick_params(length=0)
         picture.title = "From tiles to channels to tiles: two ranks of 48 rows"

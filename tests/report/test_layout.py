@@ -2,6 +2,7 @@
 """Every kind of picture, drawn from made-up results: no label covers another, and legends name what is drawn."""
 
 import json
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,13 @@ def test_labels_of_a_schedule_are_clear_of_each_other(
     tmp_path: Path, drawn: list[Figure], ranks: int, instances: int
 ) -> None:
     plot_schedule(ring_all_reduce.compile(ranks=ranks, instances=instances), tmp_path / "ring.png")
+    assert find_faults(drawn[0]) == []
+
+
+@pytest.mark.parametrize("name", ["grid", "two_level", "fused_kernel", "channels", "timeline"])
+def test_labels_of_the_docs_pictures_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str) -> None:
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"), run_name="figures")
+    figures[f"draw_{name}"](tmp_path / "picture.png")
     assert find_faults(drawn[0]) == []
 
 
