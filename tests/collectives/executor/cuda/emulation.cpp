@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the emulation runs a kernel's CUDA threads: see emulation.h.
 #include <algorithm>
 #include <atomic>

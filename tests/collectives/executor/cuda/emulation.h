@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's words in C++, and what ptx.cu has, so that the kernels' own source runs on a CPU. A block of eight CUDA threads,
 // which are its one warp, is a thread of the system's; within it the CUDA threads take turns, in random order, wherever one
 // waits, looks at what others write, or tells others. A line of LL128 is whole for eight threads.
