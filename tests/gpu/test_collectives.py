@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules as kernels on real GPUs: right numbers, same bits, any size and place, stragglers, graphs, lost peers."""
 
+import itertools
 import json
 import random
 import re
@@ -161,6 +162,25 @@ def run_once(
     return None
 
 
+def reduce_short_tensors(folder: Path, seed: int) -> None:
+    """Tensors of a few elements, whose ends are read element by element, four vectors a thread."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    Grid(data=world, device="cuda")
+    communicator = CudaCommunicator(timeout=LIMIT)
+    rng, wrong = random.Random(seed), []
+    torch.manual_seed(seed + rank)
+    for protocol, dtype in itertools.product(PROTOCOLS, ("int8", "int16", "float32", "int64")):
+        schedule = ALGORITHMS["ring-all-reduce"].compile(ranks=world, in_place=False)
+        kernel = communicator.load(schedule, Variant(dtype, "sum", protocol, 4), in_place=False)
+        for _ in range(10):
+            problem = run_once(kernel, rng, (1, 2, 3, 7, 31), dtype, "sum", in_place=False)
+            if problem:
+                wrong.append(f"rank {rank} {protocol} {dtype}: {problem}")
+    communicator.workspace.check()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+    dist.destroy_process_group()
+
+
 def same_bits_and_graphs(folder: Path, seed: int) -> None:
     world = dist.get_world_size()
     Grid(data=world, device="cuda")
@@ -260,6 +280,13 @@ def lose_peers(folder: Path) -> None:
         (folder / f"lost-{protocol}-{rank}.txt").write_text(said)
         dist.barrier()
     dist.destroy_process_group()
+
+
+@pytest.mark.ranks(3, 5)
+def test_short_tensors_of_every_size_of_element_are_summed_right(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, reduce_short_tensors, tmp_path, SEED)
+    found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(world)]
+    assert found == [[]] * world, SEED
 
 
 @pytest.mark.ranks(3, 8)

@@ -4,8 +4,9 @@
 CPU ranks run the same schedules on the host executor, since these kernels are CUDA C++.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -245,33 +246,49 @@ def list_configurations() -> list[Configuration]:
         forms.append((algorithm, "interpreted", PROTOCOLS[index % len(PROTOCOLS)]))
     forms += [("two-shot-all-reduce", "interpreted", protocol) for protocol in PROTOCOLS]
     forms += [(algorithm, "copy", "Copy") for algorithm in BY_COPIES]
-    return [_configure(number, *variant) for number, variant in enumerate(dict.fromkeys(forms))]
+    configurations = [_configure(number, *variant) for number, variant in enumerate(dict.fromkeys(forms))]
+    # How the ends of tensors are read and written depends on the dtype, and what a thread holds at once on the unroll.
+    every_dtype = itertools.product(PROTOCOLS, DTYPES)
+    return configurations + [_configure_dtype(number, *form) for number, form in enumerate(every_dtype)]
 
 
 def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Configuration:
-    dtype, reduction = DTYPES[number % len(DTYPES)], REDUCTIONS[number % len(REDUCTIONS)]
-    if reduction == "avg" and not getattr(torch, dtype).is_floating_point:
-        reduction = "sum"
-    in_place = number % 2 == 0 and algorithm != "all-to-next"
+    """The number-th configuration: dtype, reduction and so on change from one to the next."""
     variant = CollectiveVariant(
         algorithm,
         executor,
         protocol,
-        dtype,
-        reduction,
+        DTYPES[number % len(DTYPES)],
+        REDUCTIONS[number % len(REDUCTIONS)],
         UNROLLS[number % len(UNROLLS)],
-        in_place,
+        number % 2 == 0 and algorithm != "all-to-next",
         1 + number % 4 // 2,
     )
+    return _describe(f"{executor}/{algorithm}/{protocol}", variant)
+
+
+def _configure_dtype(number: int, protocol: str, dtype: str) -> Configuration:
+    """A ring all-reduce of a dtype, with the most vectors a thread."""
+    reduction, in_place = REDUCTIONS[number % len(REDUCTIONS)], number % 2 == 0
+    variant = CollectiveVariant(
+        "ring-all-reduce", "fused", protocol, dtype, reduction, max(UNROLLS), in_place, 1 + number % 4 // 2
+    )
+    return _describe(f"fused/ring-all-reduce/{protocol}/{dtype}", variant)
+
+
+def _describe(name: str, variant: CollectiveVariant) -> Configuration:
+    if variant.reduction == "avg" and not getattr(torch, variant.dtype).is_floating_point:
+        variant = replace(variant, reduction="sum")
+    executor, algorithm = variant.executor, variant.algorithm
     kernels = {"fused": (FUSED_KERNEL,), "interpreted": (INTERPRETER_KERNEL,)}.get(executor, COPY_KERNELS)
     if executor == "copy" and "reduce" in algorithm:
         kernels = (*kernels, "collectives.executor.cuda.fused.codegen:run/2")
-    place = "in place" if in_place else "out of place"
+    place = "in place" if variant.in_place else "out of place"
     return Configuration(
-        f"{executor}/{algorithm}/{protocol}",
+        name,
         FAMILY,
         kernels,
-        f"{variant.instances}x, {dtype}, {reduction}, {place}",
+        f"{variant.instances}x, {variant.dtype}, {variant.reduction}, {place}",
         partial(CollectiveCase, variant),
         suits=partial(_suits, algorithm),
     )

@@ -128,15 +128,41 @@ __device__ __forceinline__ Wide complete(Wide sum) {
   return sum;
 }
 
+// An element is read in parts of up to 32 bits.
+#define PART ((int)sizeof(ELEMENT) < 4 ? (int)sizeof(ELEMENT) : 4)
+__device__ __forceinline__ u32 load_part(const char* from) {
+  return PART == 1 ? *(const unsigned char*)from : PART == 2 ? *(const unsigned short*)from : *(const u32*)from;
+}
+
 // The user's tensors begin and end anywhere: whole, aligned vectors take one access, others one for each element.
+//
+// Elements past the end are read from the first one's place and masked, in 32-bit words. The plain way, zeros that
+// conditional loads overwrite, is miscompiled: ptxas 13.0 to 13.5 forgets that zeroing a pair of registers (CS2R) takes
+// its time if a write under a predicate follows, and sums got what the registers held before
+// (docs/decisions/017-zeros-that-come-late.md).
 __device__ __noinline__ Pack load_slowly(const char* from, int bytes) {
-  PackedElements packed;
+  Pack pack;
+  const int count = bytes / (int)sizeof(ELEMENT);
+  if (count <= 0) {
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) packed.pack.words[i] = 0;
+    for (int i = 0; i < WORDS; ++i) pack.words[i] = 0;
+    return pack;
+  }
+  u32 halves[2 * WORDS];
 #pragma unroll
-  for (int i = 0; i < ELEMENTS; ++i)
-    if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) packed.elements[i] = ((const ELEMENT*)from)[i];
-  return packed.pack;
+  for (int half = 0; half < 2 * WORDS; ++half) {
+    u32 bits = 0;
+#pragma unroll
+    for (int byte = 0; byte < 4; byte += PART) {
+      const int at = half * 4 + byte, element = at / (int)sizeof(ELEMENT), within = at % (int)sizeof(ELEMENT);
+      const u32 mask = element < count ? 0xffffffffu >> (32 - 8 * PART) : 0;
+      bits |= (load_part(from + (element < count ? element : 0) * (int)sizeof(ELEMENT) + within) & mask) << 8 * byte;
+    }
+    halves[half] = bits;
+  }
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) pack.words[i] = (u64)halves[2 * i + 1] << 32 | halves[2 * i];
+  return pack;
 }
 
 __device__ __noinline__ void store_slowly(char* to, Pack pack, int bytes) {
