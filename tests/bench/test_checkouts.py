@@ -145,15 +145,26 @@ def test_a_case_that_one_checkout_cannot_prepare_is_left_out_and_the_others_are_
 
 
 @pytest.mark.usefixtures("fake_worker")
-def test_ranks_that_are_lost_while_they_measure_leave_what_was_measured_and_status_1(monkeypatch, tmp_path):
+def test_a_case_that_loses_ranks_while_it_is_measured_is_left_out_and_the_others_are_measured(monkeypatch, tmp_path):
     before = children()
     # The first look at a case's time is part of preparing it, so a rank dies there only in a later command.
-    monkeypatch.setattr(checkouts, "_prepare", lambda *_: {"first": 1, "dies in after run": 1})
-    cases = [case("first"), case("dies in after run")]
+    monkeypatch.setattr(checkouts, "_prepare", lambda *_: {"first": 1, "dies in after run": 1, "last": 1})
+    cases = [case("first"), case("dies in after run"), case("last")]
     found = run(monkeypatch, tmp_path / "out", cases, seed=3)
-    assert "rank 1 of after died at: run dies in after run" in str(found["failure"])
-    assert json.loads((tmp_path / "out" / "checkouts.json").read_text())["failure"] == found["failure"]
+    assert [(row["case"], row["rounds"] >= 8) for row in found["rows"]] == [("first", True), ("last", True)]
+    assert "rank 1 of after died at: run dies in after run" in found["refused"]["dies in after run"]
+    assert found["failure"] is None
     assert children() == before
+
+
+@pytest.mark.usefixtures("fake_worker")
+def test_ranks_that_are_lost_again_and_again_leave_what_was_measured_and_status_1(monkeypatch, tmp_path):
+    names = ["first", *(f"dies in after run {number}" for number in range(5))]
+    monkeypatch.setattr(checkouts, "_prepare", lambda *_: dict.fromkeys(names, 1))
+    found = run(monkeypatch, tmp_path / "out", [case(name) for name in names], seed=3)
+    assert "ranks were lost 4 times: rank 1 of after died at: run dies in after run" in str(found["failure"])
+    assert len(found["refused"]) == 4
+    assert json.loads((tmp_path / "out" / "checkouts.json").read_text())["failure"] == found["failure"]
     arguments = ["--before", str(SOURCE), "--cpu", "--ranks", "2", "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(app, ["bench", "checkouts", *arguments]).exit_code == 1
 

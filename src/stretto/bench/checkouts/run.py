@@ -56,9 +56,10 @@ def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
 
 def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], deadline: float) -> Comparison:
     """Start both sets of ranks, prepare and measure the cases; restart without any case that killed the ranks."""
-    outcome, began = Comparison(), time.monotonic()
-    prepare_until = began + _PREPARATION * (deadline - began)
+    outcome = Comparison()
     for attempt in range(_MOST_STARTS):
+        began = time.monotonic()
+        prepare_until = began + _PREPARATION * (deadline - began)
         with contextlib.ExitStack() as stack:
             # A new daemon for each start: ranks killed in the middle of a kernel may have broken the last one.
             variables = environment | ({} if setting.on_cpu else stack.enter_context(mps_daemon(setting.share)))
@@ -72,12 +73,9 @@ def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], d
                 continue
             seconds = time.monotonic() - began
             log(f"{len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
-            try:
-                _measure(setting, sets, times, outcome, deadline)
-            except RanksFailed as error:
-                outcome.failure = str(error)
-            return outcome
-    outcome.failure = f"ranks were lost {_MOST_STARTS} times while they prepared cases"
+            if _measure(setting, sets, times, outcome, deadline):
+                return outcome
+    outcome.failure = f"ranks were lost {_MOST_STARTS} times: {list(outcome.refused.values())[-1]}"
     return outcome
 
 
@@ -125,7 +123,8 @@ def _prepare(
         if case.name in outcome.refused:
             continue
         if time.monotonic() > until:
-            outcome.refused[case.name] = "there was no time left to prepare it"
+            if case.name not in outcome.measured:
+                outcome.refused[case.name] = "there was no time left to prepare it"
             continue
         command = {"do": "prepare", "case": case.name, **case.describe()}
         try:
@@ -156,28 +155,38 @@ def _measure(
     times: Mapping[str, int],
     outcome: Comparison,
     deadline: float,
-) -> None:
-    """Measure in rounds over all cases, then over the undecided ones. On RanksFailed, `outcome` keeps what there is."""
+) -> bool:
+    """Measure in rounds over all cases, then over the undecided ones.
+
+    Returns whether that is done: not if a case has lost ranks, which is refused then. `outcome` keeps the others.
+    """
     order = random.Random(setting.seed)
-    cases = [case for case in setting.cases() if case.name in times]
+    cases = [case for case in setting.cases() if case.name in times and case.name not in outcome.refused]
     began = time.monotonic()
     for number in range(setting.round_limit):
         if number >= setting.rounds:
             cases = [case for case in cases if not outcome.measured[case.name].is_decided()]
         if not cases:
-            return
+            return True
         if number in (1, setting.rounds):
             log(f"after {time.monotonic() - began:.0f} s of measuring: round {number + 1}, of {len(cases)} cases")
         for case in order.sample(cases, len(cases)):
             if time.monotonic() > deadline:
                 log(f"the time is over in round {number + 1}, of {len(cases)} cases")
-                return
+                return True
             pair = {each.name: (0.0, 0.0) for each in sets}
-            for each in order.sample(sets, len(sets)):
-                pair[each.name] = _time(each, case, times[case.name])
+            try:
+                for each in order.sample(sets, len(sets)):
+                    pair[each.name] = _time(each, case, times[case.name])
+            except RanksFailed as error:
+                log(f"{case.name}: {error}")
+                outcome.refused[case.name] = str(error)
+                outcome.measured.pop(case.name, None)
+                return False
             found = outcome.measured.setdefault(case.name, MeasuredCase())
             found.device.append((pair[BEFORE][0], pair[AFTER][0]))
             found.host.append((pair[BEFORE][1], pair[AFTER][1]))
+    return True
 
 
 def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, float]:
