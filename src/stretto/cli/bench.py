@@ -365,7 +365,8 @@ def dlrm(setting: DlrmSetting, out: Path) -> Any:
 def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
     """Collectives, tiles, embeddings and operators of two checkouts, interleaved, all ranks on one GPU under MPS.
 
-    A case that loses ranks is left out. Ends with 1 where that happened four times; what was measured until then is written.
+    A case that loses ranks is left out. Ends with 1 where that happened four times; what was measured until then is
+    written.
     """
     from stretto.bench.checkouts.run import bench_checkouts
 
