@@ -56,7 +56,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[_POOL] = pool = Pool()
     is_run = sys.platform == "linux" and not session.config.getoption("collectonly")
     if is_run and any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what ranks print belongs to the test that runs meanwhile
         pool.fork_server()
+        capture.suspend_global_capture()
 
 
 @pytest.fixture(scope="session")
