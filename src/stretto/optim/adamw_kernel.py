@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.tiles.launches import launch_kernel
+
 BLOCK = 2048
 
 
@@ -75,7 +77,9 @@ def launch(
     if not numbers:
         return
     beta1, beta2 = options["betas"]
-    _adamw[(triton.cdiv(numbers, BLOCK),)](
+    launch_kernel(
+        _adamw,
+        triton.cdiv(numbers, BLOCK),
         _Moments(parameter, gradient, first, second),
         corrections,
         corrections if scale is None else scale,

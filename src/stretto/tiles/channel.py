@@ -14,7 +14,7 @@ from stretto.memory import MAX_SIGNALS, SymmetricMemory, allocate, failures, fin
 from stretto.tiles.call_state import HEADER
 from stretto.tiles.calls import begin_call
 from stretto.tiles.intrinsics import INTERPRETED, register_record
-from stretto.tiles.launches import Launches
+from stretto.tiles.launches import Launches, launch_kernel
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
 from stretto.tiles.streams import SideStream
 from stretto.tiles.waits import OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER
@@ -201,7 +201,7 @@ class BlockChannel:
         if launches and key is not None:
             self.launch(begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
         elif launches:
-            begin_call[(1,)](*arguments, num_warps=4)
+            launch_kernel(begin_call, 1, *arguments, num_warps=4)
         return channel
 
     def enter(self, operator: str, mode: str) -> Channel:

@@ -11,6 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import DependenciesFinder, JITFunction, create_function_from_signature
 
+from stretto.tiles.launches import FIXED_OPTIONS
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -41,7 +43,7 @@ def _compile(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], t
     backend = make_backend(TARGETS[target])
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     # A driver would fill in these defaults; without a GPU there is none.
-    named = {"debug": False, "sanitize_overflow": False, **options}
+    named = {"debug": False, "sanitize_overflow": False, **FIXED_OPTIONS, **options}
     bound, specialization, rest = bind(*arguments, **named)
     parsed, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, rest)
     source = ASTSource(kernel, signature, constants, attributes)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stretto.memory.host import find_fence
 from stretto.tiles.channel import BlockChannel
+from stretto.tiles.launches import launch_kernel
 from stretto.tiles.signals import wait_for_all, wait_for_channel
 from stretto.tiles.streams import find_driver, find_handle
 
@@ -125,14 +126,14 @@ def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
     channel's time limit; `BlockChannel.check` raises if it has run out.
     """
     _require_inside(channel, index, rank)
-    wait_for_channel[(1,)](channel.current, rank, index, num_warps=1)
+    launch_kernel(wait_for_channel, 1, channel.current, rank, index, num_warps=1)
 
 
 def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
     """Wait as `rank_wait` does, for all other ranks at once: for rank r's signals of channel r * stride + index."""
     _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
     _require_inside(channel, index, 0)
-    wait_for_all[(1,)](channel.current, index, stride, num_warps=1)
+    launch_kernel(wait_for_all, 1, channel.current, index, stride, num_warps=1)
 
 
 def rank_await_count(counters: Tensor, index: int, count: int) -> None:

@@ -2,7 +2,7 @@
 """Patches to Triton's interpreter, so that it runs kernels whose programs and processes wait for each other.
 
 With TRITON_INTERPRET=1, `@triton.jit` makes functions that Triton runs on NumPy arrays, with real atomics on real
-memory, so that processes which share memory run the kernels that GPUs run. Stock Triton (3.6 to 3.9) needs four changes
+memory, so that processes which share memory run the kernels that GPUs run. Stock Triton (3.6 to 3.9) needs five changes
 for that, which `install` makes:
 
 - Stock Triton runs the programs of a launch one after another, so a program that waits for a later one never ends. Here
@@ -11,6 +11,8 @@ for that, which `install` makes:
   are computed in fp32 and rounded to the nearest, ties to even, after each operation.
 - Stock Triton patches all of triton.language at every call of a device function. Here it is patched once a launch.
 - `range` over a scalar fails with Triton 3.6 and NumPy 2.4. Here every scalar is an index.
+- Stock Triton gives a comparison's result the dtype of what was compared, so a broadcast makes it int32, which 3.9 no
+  longer takes for a mask. Here it is int1.
 
 Integers wrap around, as in compiled kernels (the check for overflow took half of the time), and `tl.device_assert`
 checks.
@@ -46,6 +48,7 @@ def install() -> None:
         return
     _installed = True
     _compute_bf16_in_fp32()
+    _compare_to_int1()
     _run_programs_concurrently()
     _patch_language_once()
     _accept_any_scalar_as_index()
@@ -277,14 +280,22 @@ def _narrow(data: np.ndarray, *, truncate: bool = False) -> Any:
     return _Handle(np.where(np.isnan(numbers), np.uint16(0x7FC0), upper).reshape(data.shape), tl.bfloat16)
 
 
+def _compare_to_int1() -> None:
+    stock = _Builder.binary_op
+
+    def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        result = stock(self, left, right, operation)
+        return _Handle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
+
+    _Builder.binary_op = binary_op
+
+
 def _compute_bf16_in_fp32() -> None:
     def in_fp32(stock: Callable[..., Any]) -> Callable[..., Any]:
         def compute(self: Any, *arguments: Any) -> Any:
             if not any(_is_bf16(argument) for argument in arguments):
                 return stock(self, *arguments)
             result = stock(self, *map(_widen, arguments))
-            if result.data.dtype == np.bool_:
-                return _Handle(result.data, tl.int1)
             return _narrow(result.data) if result.data.dtype == np.float32 else result
 
         return compute

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch cache: launch a known kernel again without Triton's inspection of every argument."""
+"""Launches of kernels: with fixed options, and again without Triton's inspection of every argument."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -12,6 +12,18 @@ from stretto.tiles.descriptors import remember_descriptors
 
 _MOST_KEPT = 1024
 _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
+
+# Triton may round a * b + c once (fma) or twice. Its default for this is an environment variable's, true up to 3.9, where
+# it warns that a later version will make it false. Fixed here, so that results keep their bits with every version.
+FIXED_OPTIONS = {"enable_fp_fusion": True}
+
+
+def launch_kernel(kernel: Any, programs: int, *arguments: Any, **options: Any) -> Any:
+    """Launch a kernel on so many programs, as kernel[programs,](*arguments, **options) does, with `FIXED_OPTIONS`.
+
+    Returns the compiled kernel, None if it is interpreted. All of Stretto's launches come through here.
+    """
+    return kernel[(programs,)](*arguments, **(FIXED_OPTIONS | options))
 
 
 class Launches:
@@ -38,14 +50,15 @@ class Launches:
 
         key: everything that Triton compiles the kernel for, since it is not inspected the second time: sizes, dtypes,
         what is None, constants, and `kind_of` each pointer and number that changes. arguments: one for each parameter,
-        in order, constants as well. kept: objects whose id is in the key. options: num_warps, num_stages.
+        in order, constants as well. kept: objects whose id is in the key. options: num_warps, num_stages and others,
+        beside `FIXED_OPTIONS`.
         """
         known = self._known.get((id(kernel), key))
         if known is not None:
             compiled, _ = known
             launch_compiled(compiled, programs, arguments)
             return
-        compiled = kernel[(programs,)](*arguments, **options)
+        compiled = launch_kernel(kernel, programs, *arguments, **options)
         if compiled is not None:  # an interpreted kernel is not compiled
             if len(self._known) == _MOST_KEPT:
                 self._known.clear()

@@ -33,6 +33,7 @@ from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.gemm.config import limit_waiting
 from stretto.ops.workspace import find_kept
+from stretto.tiles.launches import launch_kernel
 
 
 class _ForwardLaunch(NamedTuple):
@@ -210,7 +211,9 @@ def look_up_alone(
         config = find_tuned_config(shape, device) or choose_launch_config(shape, device)
     tasks = world * len(tables) * -(-local_batch // config.slice)
     programs = max(min(config.programs * count_multiprocessors(device), tasks), 1)
-    pool_alone[(programs,)](
+    launch_kernel(
+        pool_alone,
+        programs,
         kernel_tables,
         describe_pooling(config.check(), mode, checks),
         Bags(indices, offsets, weights),

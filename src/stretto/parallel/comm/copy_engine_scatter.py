@@ -23,6 +23,7 @@ from stretto.execution import SCATTERS_IN_FLIGHT
 from stretto.parallel.comm.collectives import Pending, collective, start_scatter_rows
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
 from stretto.tiles.call_state import may_publish
+from stretto.tiles.launches import launch_kernel
 from stretto.tiles.signals import set_slot
 from stretto.tiles.waits import OF_PEER, await_slot
 
@@ -122,7 +123,7 @@ class CopyEngineReduceScatter:
         gradient = gradient.contiguous()
         chunk = -(-gradient.shape[0] // world)
         word = self._words[slot : slot + 1]
-        begin_scatter[(1,)](self._description, self._started, word, lag, num_warps=1)
+        launch_kernel(begin_scatter, 1, self._description, self._started, word, lag, num_warps=1)
         with collective("reduce_scatter"), copy_engine(channel):
             for distance in range(1, world):
                 peer = (rank - distance) % world
@@ -150,7 +151,9 @@ class CopyEngineReduceScatter:
         if pending.pushed is not None:
             torch.cuda.current_stream(own.device).wait_event(pending.pushed)
         programs = max(1, min(triton.cdiv(count, _BLOCK), _PROGRAMS))
-        sum_parts[(programs,)](
+        launch_kernel(
+            sum_parts,
+            programs,
             self._description,
             self._words[pending.slot : pending.slot + 1],
             self._tickets,

@@ -25,6 +25,7 @@ from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import INTERPRETED, Channel
 from stretto.tiles.call_state import HEADER
+from stretto.tiles.launches import launch_kernel
 from stretto.tiles.waits import OF_BEGIN
 
 NAME = "embedding_all_to_all_put"
@@ -109,7 +110,9 @@ def _launch(
                 f"{NAME}: {STAGING_BYTES} bytes of staging hold no tile of a config with {config.bags} bags"
             )
     exchange = slots.describe(placement.dtype, reach)
-    begin_putting[(1,)](
+    launch_kernel(
+        begin_putting,
+        1,
         slots.channel,
         exchange,
         counts,
@@ -118,7 +121,9 @@ def _launch(
         num_warps=1,
     )
     out = slots.take((placement.local_batch, placement.width), placement.dtype)
-    pool_and_put[(programs,)](
+    launch_kernel(
+        pool_and_put,
+        programs,
         slots.channel,
         exchange,
         kernel_tables,

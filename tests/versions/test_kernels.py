@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton kernel of the library, compiled once for sm_90 by the installed Triton, with its products and sums fused.
+
+Other tests look at the machine code of each kernel in many configurations; this one is for versions that CI only tries.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton.language as tl
+from tests.ops import test_embedding_machine_code as embedding
+from tests.ops import test_machine_code as operators
+from tests.ops import test_put as put
+from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
+from tests.tiles.machine_code import make_channel
+
+from stretto import tiles
+from stretto.bench.stress.kernels import list_kernels
+from stretto.ops.embedding import backward_kernel, forward_kernel
+from stretto.ops.matmul_reduce_scatter_copies import add_tiles
+from stretto.optim import adamw_kernel
+from stretto.parallel.comm import copy_engine_scatter
+from stretto.tiles import begin_call, signals
+from stretto.tiles.compile_only import compile_kernel
+
+FLOATS = torch.zeros(256)
+WORDS = torch.zeros(256, dtype=torch.int32)
+LONGS = torch.zeros(64, dtype=torch.int64)
+
+
+class Launch(NamedTuple):
+    """A kernel with its arguments and options, as a launch gives them."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def launch_operator(name: str, blocks: Any, **sizes: Any) -> Launch:
+    kernel, arguments = operators.find_kernel(name, **sizes), operators.KERNELS[name][1]
+    return Launch(kernel, arguments(blocks, **sizes), {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
+
+
+def launch_gradients(name: str) -> Launch:
+    return Launch(getattr(backward_kernel, name), embedding.backward_launches()[name], {"num_warps": 4})
+
+
+def launch_adamw() -> Launch:
+    moments = adamw_kernel._Moments(FLOATS, FLOATS, FLOATS, FLOATS)
+    decays = adamw_kernel._Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
+    arguments = moments, FLOATS, FLOATS, WORDS, FLOATS.bfloat16(), 4096, decays, True, adamw_kernel.BLOCK
+    return Launch(adamw_kernel._adamw, arguments, {})
+
+
+def launch_sum_of_parts() -> Launch:
+    arguments = make_channel("p2p"), WORDS, WORDS, FLOATS, FLOATS, FLOATS, 4096, 8192, 2048
+    return Launch(copy_engine_scatter.sum_parts, arguments, {"num_warps": 8})
+
+
+def launch_added_tiles() -> Launch:
+    blocks = operators.WIDE
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    return Launch(add_tiles, operators.sums_arguments(blocks), options)
+
+
+def launch_begin_of_pooling() -> Launch:
+    tables = tiles.look_up_tiles(*[WORDS] * 5)
+    return Launch(
+        forward_kernel.begin_pooling, (make_channel("p2p"), tables, WORDS, LONGS, WORDS, 4096, 12345, 16), {}
+    )
+
+
+def launch_pooling_alone() -> Launch:
+    arguments = (
+        embedding.look_up(), embedding.pooling(), embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, embedding.REPORT,
+        4, "mixed",
+    )  # fmt: skip
+    return Launch(forward_kernel.pool_alone, arguments, {"num_warps": 1})
+
+
+def launch_begin_of_a_call() -> Launch:
+    producer = tiles.shard_tiles(1024, 4, 128, channels=2)
+    return Launch(begin_call, (make_channel(), producer, None, 0, True, 32), {"num_warps": 4})
+
+
+LAUNCHES: dict[str, Callable[[], Launch]] = {
+    "ops.all_gather_matmul.all_gather_gemm_by_copies": lambda: launch_operator("gather", operators.WIDE),
+    "ops.all_gather_matmul.all_gather_gemm_by_programs": lambda: launch_operator(
+        "gather", operators.WIDE, transfer="programs"
+    ),
+    **{
+        f"ops.embedding.backward_kernel.{name}": lambda name=name: launch_gradients(name)
+        for name in embedding.backward_launches()
+    },
+    "ops.embedding.forward_kernel.begin_pooling": launch_begin_of_pooling,
+    "ops.embedding.forward_kernel.pool_alone": launch_pooling_alone,
+    "ops.embedding.forward_kernel.pool_and_send": lambda: Launch(
+        forward_kernel.pool_and_send, embedding.forward_arguments(weighted=True), {"num_warps": 1, "num_stages": 1}
+    ),
+    "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
+    "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
+    "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
+    "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
+    "optim.adamw_kernel._adamw": launch_adamw,
+    "parallel.comm.copy_engine_scatter.begin_scatter": lambda: Launch(
+        copy_engine_scatter.begin_scatter, (make_channel("p2p"), WORDS, WORDS, 3), {"num_warps": 1}
+    ),
+    "parallel.comm.copy_engine_scatter.sum_parts": launch_sum_of_parts,
+    "tiles.calls.begin_call": launch_begin_of_a_call,
+    "tiles.signals.wait_for_all": lambda: Launch(signals.wait_for_all, (make_channel(), 2, 9), {"num_warps": 1}),
+    "tiles.signals.wait_for_channel": lambda: Launch(
+        signals.wait_for_channel, (make_channel(), 1, 2), {"num_warps": 1}
+    ),
+}
+PUT = "ops.embedding.put.kernel."
+FUSED = ("ops.embedding.forward_kernel.pool_and_send", "ops.embedding.forward_kernel.pool_alone", "optim.adamw_kernel._adamw")
+
+
+def compile_ptx(name: str) -> str:
+    kernel, arguments, options = LAUNCHES[name]()
+    forms = compile_kernel(kernel, arguments, options, "sm_90")
+    assert forms["cubin"]
+    return forms["ptx"]
+
+
+def test_no_kernel_is_left_out():
+    put_kernels = {PUT + name for name in ("begin_putting", "pool_and_put")}
+    assert LAUNCHES.keys() | put_kernels == {name for name in list_kernels() if ":" not in name}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_kernel_compiles(name):
+    assert name.rpartition(".")[2] in compile_ptx(name)
+
+
+def test_the_kernels_that_put_compile(kernels, stubs):  # noqa: F811
+    """With stubs for NVSHMEM's functions, as in tests/ops/test_put.py."""
+    assert put.compile_pool(kernels, stubs)["cubin"]
+    arguments = make_channel("p2p"), put.exchange(kernels), LONGS, 12345, 64
+    assert compile_kernel(kernels.begin_putting, arguments, {"num_warps": 1, "extern_libs": stubs}, "sm_90")["cubin"]
