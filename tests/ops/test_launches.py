@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches that are known are those that Triton itself would make."""
+"""Launches fix what Triton's versions do differently, and those that are known are those that Triton would make."""
 
+import ast
 import os
 import random
 import subprocess
@@ -9,8 +10,15 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+from tests.ops.test_embedding_machine_code import backward_launches, forward_arguments
+from tests.test_structure import parse_files
 
+from stretto.bench.stress.kernels import list_kernels
+from stretto.ops.embedding.backward_kernel import reduce_chunks
+from stretto.ops.embedding.forward_kernel import pool_and_send
 from stretto.tiles import Launches, kind_of
+from stretto.tiles.compile_only import compile_kernel
+from stretto.tiles.launches import launch_kernel
 
 SEED = random.randrange(2**31)
 
@@ -29,10 +37,12 @@ class Kernel:
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, ...]] = []
+        self.options: list[dict[str, int]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., "Kernel"]:
-        def launch(*_: object, **_options: int) -> Kernel:
+        def launch(*_: object, **options: int) -> Kernel:
             self.launched.append(grid)
+            self.options.append(options)
             return self
 
         return launch
@@ -58,3 +68,41 @@ def test_what_triton_compiles_apart_is_of_another_kind() -> None:
     numbers = [1, 2, 16, 1 << 32, (1 << 32) + 1, 1 << 63, True, False, None]
     assert len({kind_of(number) for number in numbers}) == len(numbers)
     assert kind_of(2) == kind_of(3)
+
+
+def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
+    launches, kernel = Launches(), Kernel()
+    launches(kernel, "key", 3, (1, 2), num_warps=4)
+    launch_kernel(kernel, 3, 1, 2, num_warps=4)
+    assert kernel.options == [{"num_warps": 4, "enable_fp_fusion": True}] * 2
+
+
+def test_no_module_of_the_library_launches_a_kernel_past_launch_kernel() -> None:
+    """That is, none has kernel[grid](...) with one of the library's kernels. Benches have kernels of their own."""
+    names = {name.rpartition(".")[2] for name in list_kernels() if ":" not in name}
+    launched = [
+        f"{path}:{node.lineno}"
+        for path, tree in parse_files().items()
+        for node in ast.walk(tree)
+        if not {"bench", "cli"} & set(path.parts)
+        and isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and ast.unparse(node.func.value).rpartition(".")[2] in names
+    ]
+    assert len(names) > 20
+    assert launched == []
+
+
+@pytest.mark.parametrize("default", ["0", "1"])
+def test_products_and_sums_are_fused_whatever_tritons_default_is(monkeypatch: pytest.MonkeyPatch, default: str) -> None:
+    """The variable stands for versions of Triton whose default is another."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", default)
+    options = {"num_warps": 1, "num_stages": 1}
+    for kernel, arguments in (
+        (pool_and_send, forward_arguments(weighted=True)),
+        (reduce_chunks, backward_launches("adagrad")["reduce_chunks"]),
+    ):
+        assert "fma.rn.f32" in compile_kernel(kernel, arguments, options, "sm_90")["ptx"]
+        apart = compile_kernel(kernel, arguments, options | {"enable_fp_fusion": False}, "sm_90")["ptx"]
+        assert "fma.rn.f32" not in apart
+        assert "mul.rn.f32" in apart

@@ -21,7 +21,7 @@ FIXED_OPTIONS = {"enable_fp_fusion": True}
 def launch_kernel(kernel: Any, programs: int, *arguments: Any, **options: Any) -> Any:
     """Launch a kernel on so many programs, as kernel[programs,](*arguments, **options) does, with `FIXED_OPTIONS`.
 
-    Returns the compiled kernel, None if it is interpreted. All of Stretto's launches come through here.
+    Returns the compiled kernel, None if it is interpreted. All kernels of the library are launched here.
     """
     return kernel[(programs,)](*arguments, **(FIXED_OPTIONS | options))
 

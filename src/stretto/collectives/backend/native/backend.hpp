@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,6 +68,19 @@ class StrettoBackend : public Backend {
         split_(std::move(split)),
         options_(std::move(options)) {
     init();
+  }
+
+  // gloo's destructor joins threads that take the GIL to drop the last reference to a tensor (torch 2.15), so the inner
+  // backends are dropped without it, and after the Python objects that refer to them.
+  ~StrettoBackend() override {
+    dispatch_.drop();
+    split_.drop();
+    std::optional<py::gil_scoped_release> release;
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      release.emplace();
+    }
+    cuda_.reset();
+    cpu_.reset();
   }
 
   // With the GIL held.

@@ -28,6 +28,9 @@ class OwnedPyObject {
   OwnedPyObject(const OwnedPyObject&) = delete;
   OwnedPyObject& operator=(const OwnedPyObject&) = delete;
   ~OwnedPyObject() {
+    drop();
+  }
+  void drop() {
     if (!Py_IsInitialized()) {
       object_.release();
       return;

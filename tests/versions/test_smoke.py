@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user does first, for versions of Python, torch and Triton that CI only tries: `make test-versions`.
+
+It imports everything, runs a collective as a program, operators, training on a grid and the backend. The whole suite
+runs with the versions of constraints.txt.
+"""
+
+import importlib
+import json
+import math
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.training import PRECISIONS, Case, disagreements, train_plainly
+from tests.pool import Pool
+
+import stretto
+from stretto.models import GPT, GPTConfig
+
+PACKAGES = ("", ".cluster", ".collectives", ".models", ".ops", ".optim", ".parallel", ".planner", ".tiles", ".tuning")
+NEEDS_NVSHMEM = "stretto.ops.embedding.put.kernel"
+
+
+@pytest.fixture(scope="module")
+def two_interpreted_ranks():
+    pool = Pool(2, {"TRITON_INTERPRET": "1"})
+    yield lambda function, *arguments: pool.run(2, function, *arguments, timeout=120.0)
+    pool.close()
+
+
+def test_every_module_is_imported_and_every_public_name_is_there():
+    modules = {module.name for module in pkgutil.walk_packages(stretto.__path__, "stretto.")}
+    for name in modules - {"stretto.__main__", NEEDS_NVSHMEM}:
+        importlib.import_module(name)
+    for package in PACKAGES:
+        module = importlib.import_module(f"stretto{package}")
+        assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
+
+
+def sum_by_a_schedule():
+    """This rank's sum of all ranks' numbers, by a ring that is compiled and verified here."""
+    from stretto.collectives import verify
+    from stretto.collectives.algorithms import find
+    from stretto.collectives.executor import run_on_host
+
+    schedule = find("ring-all-reduce").compile(ranks=dist.get_world_size(), instances=2)
+    assert verify(schedule).ok
+    given = torch.arange(1001.0) * (dist.get_rank() + 1)
+    return run_on_host(schedule, given, None)
+
+
+def test_a_collective_is_compiled_verified_and_run(ranks):
+    for found in ranks(4).run(sum_by_a_schedule):
+        assert torch.equal(found, torch.arange(1001.0) * (1 + 2 + 3 + 4))
+
+
+def multiply_what_is_gathered(plan):
+    """(the product by the kernel, the one by torch, what ran)."""
+    from stretto import ops
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = [torch.randn(32, 64, generator=torch.Generator().manual_seed(peer)) for peer in range(world)]
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(world + rank))
+    blocks = ops.Blocks(m=16, n=16, k=16, group_rows=2, num_warps=4, num_stages=2, programs=4)
+    config = ops.KernelConfig(blocks=blocks, transfer=plan)
+    out = ops.all_gather_matmul(shards[rank], weight, implementation=config)
+    return out, torch.cat(shards) @ weight.T, dict(ops.counts())
+
+
+@pytest.mark.parametrize("transfer", ["copies", "programs"])
+def test_an_operators_kernel_is_interpreted(two_interpreted_ranks, transfer):
+    for out, expected, ran in two_interpreted_ranks(multiply_what_is_gathered, transfer):
+        assert torch.allclose(out, expected, atol=1e-4)
+        assert ("all_gather_matmul", "kernel") in ran
+
+
+def pool_bags():
+    """(this rank's pooled rows of all ranks' tables, those by torch)."""
+    from stretto import ops
+
+    rank, world, batch = dist.get_rank(), dist.get_world_size(), 8
+    tables = [torch.randn(10, 4, generator=torch.Generator().manual_seed(peer)) for peer in range(world)]
+    indices = torch.arange(2 * batch) % 10
+    offsets = torch.arange(0, 2 * batch + 1, 2)
+    out = ops.embedding_all_to_all(indices, offsets, [tables[rank]], mode="sum", batch=batch)
+    pooled = [torch.nn.functional.embedding_bag(indices, table, offsets[:-1], mode="sum") for table in tables]
+    own = slice(rank * batch // world, (rank + 1) * batch // world)
+    return out, torch.cat(pooled, 1)[own]
+
+
+def test_the_embedding_is_interpreted(two_interpreted_ranks):
+    for out, expected in two_interpreted_ranks(pool_bags):
+        assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_training_on_a_grid_of_2_x_2_equals_training_on_one_rank(ranks):
+    case, precision = Case(GPT, (GPTConfig(layers=2, hidden=32, heads=8, vocab=61, max_seq_len=16),)), "fp64-adamw"
+    expected = train_plainly(case, PRECISIONS[precision])
+    assert ranks(4).run(disagreements, (1, 2, 1, 2), case, PRECISIONS[precision], expected) == [{}] * 4
+
+
+def test_the_command_trains_3_steps_writes_a_checkpoint_and_resumes_it_on_another_grid(tmp_path):
+    def train(*options):
+        command = [sys.executable, "-m", "stretto", "train", "configs/demo.toml"]
+        for option in (f"out={tmp_path / 'run'}", *options):
+            command += ["--set", option]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+
+    losses = train("ranks=4", "grid.x=2", "grid.z=2", "train.steps=3")
+    assert sorted(losses) == [1, 2, 3]
+    again = train("ranks=2", "grid.x=1", "grid.z=2", "train.steps=4", "train.resume=latest")
+    assert sorted(again) == [1, 2, 3, 4]
+    assert all(math.isfinite(loss) for loss in again.values())
+    assert again[3] == losses[3]
+
+
+def sum_by_the_backend():
+    """(this rank's sum of all ranks' numbers, what ran)."""
+    from stretto.collectives import call_counts, install
+    from stretto.collectives.algorithms import find
+
+    group = dist.new_group(backend="stretto")
+    install(find("ring-all-reduce").compile(ranks=dist.get_world_size()), group)
+    found = torch.full((1001,), float(dist.get_rank() + 1))
+    dist.all_reduce(found, group=group)
+    return found, call_counts(group)
+
+
+def test_the_backend_runs_a_schedule_by_its_name(ranks):
+    for found, ran in ranks(2).run(sum_by_the_backend, timeout=240.0):  # the first call compiles its C++ part
+        assert torch.equal(found, torch.full((1001,), 3.0))
+        assert ran == {("allreduce", "schedule ring-all-reduce"): 1}
