@@ -3,15 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-exhaustive test-oldest-triton nightly gpu-test gpu-test-exhaustive gpu-sanitize lint format
-.PHONY: docs docs-figures clean help
+.PHONY: demo test test-exhaustive test-versions test-versions-exhaustive nightly gpu-test gpu-test-exhaustive
+.PHONY: gpu-sanitize lint format docs docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
 	@echo "make test      tests of everything that needs no GPU"
 	@echo "make test-exhaustive  the cases that make test leaves out"
-	@echo "make test-oldest-triton  kernels by the oldest Triton that is supported"
+	@echo "make test-versions  the oldest and the newest Python, torch and Triton that are tried"
 	@echo "make nightly   all of these, and make lint"
 	@echo "make docs      the documentation as a site, in build/site; a broken link, anchor or picture is an error"
 	@echo "make lint      formatting, linter, types, import layers"
@@ -24,7 +24,8 @@ demo: $(VENV)/.installed
 
 # Compiled modules are kept, whatever this shell says: tests start hundreds of processes. A process that has run all its
 # tests takes over some of the other's.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests \
+	--ignore=tests/gpu --ignore=tests/versions --numprocesses 2 --dist worksteal
 
 test: $(VENV)/.installed
 	$(PYTEST) --durations 20
@@ -32,18 +33,15 @@ test: $(VENV)/.installed
 test-exhaustive: $(VENV)/.installed
 	$(PYTEST) --durations 20 -m exhaustive
 
-nightly: test lint test-oldest-triton test-exhaustive
+nightly: test lint docs test-versions-exhaustive test-exhaustive
 
-# torch 2.11 brings Triton 3.6, which refuses what newer ones take: kernels are compiled and interpreted by both.
-OLDEST_TRITON := build/triton-3.6
-test-oldest-triton: $(OLDEST_TRITON)/.installed
-	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton'
-	PYTHONPATH=$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
-		tests/tiles tests/ops/test_machine_code.py tests/ops/test_embedding_machine_code.py tests/ops/test_put.py
+# Each set of versions has a virtual environment in this folder, some 5 GB; .venv has the versions of constraints.txt.
+VERSIONS_FOLDER ?= build/versions
+test-versions: $(VENV)/.installed
+	$(PYTHON) tests/versions/run.py --folder $(VERSIONS_FOLDER)
 
-$(OLDEST_TRITON)/.installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0
-	@touch $@
+test-versions-exhaustive: $(VENV)/.installed
+	$(PYTHON) tests/versions/run.py --folder $(VERSIONS_FOLDER) --exhaustive
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
 # GPUs have many CPUs. On one GPU each process takes a shard, whose files' ranks stay together, and has an MPS daemon,

@@ -149,7 +149,9 @@ def find_newer() -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="of virtual environments")
-    parser.add_argument("--exhaustive", action="store_true", help="more tests: kernels' machine code, the backend, grids")
+    parser.add_argument(
+        "--exhaustive", action="store_true", help="more tests: kernels' machine code, the backend, grids"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()

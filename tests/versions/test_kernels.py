@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton kernel of the library, compiled once for sm_90 by the installed Triton, with its products and sums fused.
+"""Every Triton kernel of the library, compiled once for sm_90 by the installed Triton.
 
 Other tests look at the machine code of each kernel in many configurations; this one is for versions that CI only tries.
 """
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import triton.language as tl
 from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
@@ -71,9 +66,7 @@ def launch_added_tiles() -> Launch:
 
 def launch_begin_of_pooling() -> Launch:
     tables = tiles.look_up_tiles(*[WORDS] * 5)
-    return Launch(
-        forward_kernel.begin_pooling, (make_channel("p2p"), tables, WORDS, LONGS, WORDS, 4096, 12345, 16), {}
-    )
+    return Launch(forward_kernel.begin_pooling, (make_channel("p2p"), tables, WORDS, LONGS, WORDS, 4096, 12345, 16), {})
 
 
 def launch_pooling_alone() -> Launch:
@@ -119,7 +112,6 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     ),
 }
 PUT = "ops.embedding.put.kernel."
-FUSED = ("ops.embedding.forward_kernel.pool_and_send", "ops.embedding.forward_kernel.pool_alone", "optim.adamw_kernel._adamw")
 
 
 def compile_ptx(name: str) -> str:

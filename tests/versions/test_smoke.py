@@ -16,20 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.parallel.training import PRECISIONS, Case, disagreements, train_plainly
-from tests.pool import Pool
 
 import stretto
 from stretto.models import GPT, GPTConfig
 
 PACKAGES = ("", ".cluster", ".collectives", ".models", ".ops", ".optim", ".parallel", ".planner", ".tiles", ".tuning")
 NEEDS_NVSHMEM = "stretto.ops.embedding.put.kernel"
-
-
-@pytest.fixture(scope="module")
-def two_interpreted_ranks():
-    pool = Pool(2, {"TRITON_INTERPRET": "1"})
-    yield lambda function, *arguments: pool.run(2, function, *arguments, timeout=120.0)
-    pool.close()
 
 
 def test_every_module_is_imported_and_every_public_name_is_there():
@@ -72,8 +64,8 @@ def multiply_what_is_gathered(plan):
 
 
 @pytest.mark.parametrize("transfer", ["copies", "programs"])
-def test_an_operators_kernel_is_interpreted(two_interpreted_ranks, transfer):
-    for out, expected, ran in two_interpreted_ranks(multiply_what_is_gathered, transfer):
+def test_an_operators_kernel_is_interpreted(interpret, transfer):
+    for out, expected, ran in interpret(2, multiply_what_is_gathered, transfer):
         assert torch.allclose(out, expected, atol=1e-4)
         assert ("all_gather_matmul", "kernel") in ran
 
@@ -92,8 +84,8 @@ def pool_bags():
     return out, torch.cat(pooled, 1)[own]
 
 
-def test_the_embedding_is_interpreted(two_interpreted_ranks):
-    for out, expected in two_interpreted_ranks(pool_bags):
+def test_the_embedding_is_interpreted(interpret):
+    for out, expected in interpret(2, pool_bags):
         assert torch.allclose(out, expected, atol=1e-5)
 
 
