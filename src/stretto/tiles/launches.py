@@ -13,8 +13,8 @@ from stretto.tiles.descriptors import remember_descriptors
 _MOST_KEPT = 1024
 _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
 
-# Triton may round a * b + c once (fma) or twice. The default, an environment variable's, is to round once, and 3.9 warns
-# that a later version will change it. The choice is fixed here, so that results keep their bits with every version.
+# Triton may round a * b + c once (fma) or twice. By default it rounds once unless an environment variable says otherwise,
+# and 3.9 warns that a later version will round twice. Fixed here, so that results keep their bits with every version.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 
 
