@@ -13,7 +13,7 @@ from stretto.tiles.descriptors import remember_descriptors
 _MOST_KEPT = 1024
 _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
 
-# Triton may round a * b + c once (fma) or twice. By default it rounds once unless an environment variable says otherwise,
+# Triton may round a * b + c once (fma) or twice. By default, which an environment variable can change, it rounds once,
 # and 3.9 warns that a later version will round twice. Fixed here, so that results keep their bits with every version.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 
