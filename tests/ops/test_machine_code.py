@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from tests.tiles.machine_code import (
     ACQUIRE,
@@ -23,6 +24,7 @@ from tests.tiles.machine_code import (
     follows_acquire,
     make_channel,
 )
+from torch.torch_version import TorchVersion
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.ops.all_gather_matmul import all_gather_gemm_by_copies, all_gather_gemm_by_programs
@@ -57,6 +59,11 @@ ROWS, N, K = 1024, 2048, 1024
 TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared\S*\.global"
 NVIDIA = ["sm_90", "sm_100"]
 WORDS = torch.empty(1, dtype=torch.int32)
+
+
+def fails_by_triton_3_9(reason):
+    """A mark for what Triton 3.9 does worse than 3.6 to 3.8; the test fails if that is mended."""
+    return pytest.mark.xfail(TorchVersion(triton.__version__) >= "3.9", strict=True, reason=reason)
 
 
 def matrices(rows, n, k, transposed, dtype, out_dtype=None):
@@ -328,8 +335,15 @@ def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_t
     assert count_shared_bytes(gemm_reduce_scatter, arguments, options, "sm_90") <= 227 << 10
 
 
-@pytest.mark.parametrize("blocks", [WIDE, NARROW])
-@pytest.mark.parametrize("name", ["scatter", "copied"])
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("scatter", WIDE),
+        pytest.param("scatter", NARROW, marks=fails_by_triton_3_9("spills 12 bytes")),
+        ("copied", WIDE),
+        ("copied", NARROW),
+    ],
+)
 def test_sums_in_fp32_of_16_bit_operands_are_stored_by_tma_beside_the_loads(name, blocks, tmp_path):
     kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks, sums=torch.float32)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
@@ -548,7 +562,18 @@ def test_as_many_programs_fit_on_a_multiprocessor_as_blocks_are_made_for(name, b
     assert shares * (size + 1024) <= 228 << 10  # a block takes 1 KB more than it asks for
 
 
-@pytest.mark.parametrize("blocks", [WIDE, NARROW])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        WIDE,
+        pytest.param(
+            NARROW,
+            marks=fails_by_triton_3_9(
+                "two programs take 512 bytes more, and begin_call would need 56 more than are left"
+            ),
+        ),
+    ],
+)
 def test_a_gather_by_copies_leaves_room_on_every_multiprocessor_for_the_beginning_of_another_call(blocks, tmp_path):
     """Its programs fill the GPU and wait for copies of peers, which begin once the peer's `begin_call` has run."""
     kernel, arguments = KERNELS["gather"][0], KERNELS["gather"][1](blocks)

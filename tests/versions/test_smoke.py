@@ -125,6 +125,21 @@ def sum_by_the_backend():
     return found, call_counts(group)
 
 
+def make_and_destroy_groups(count):
+    """Groups of the backend whose last call gloo runs: its threads may still drop tensors when the group ends."""
+    for _ in range(count):
+        group = dist.new_group(backend="stretto")
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, dist.get_rank(), group=group)
+        assert found == list(range(dist.get_world_size()))
+        dist.destroy_process_group(group)
+        del group
+
+
+def test_groups_of_the_backend_end_while_gloos_threads_still_drop_tensors(ranks):
+    ranks(2).run(make_and_destroy_groups, 40, timeout=240.0)
+
+
 def test_the_backend_runs_a_schedule_by_its_name(ranks):
     for found, ran in ranks(2).run(sum_by_the_backend, timeout=240.0):  # the first call compiles its C++ part
         assert torch.equal(found, torch.full((1001,), 3.0))
