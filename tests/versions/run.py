@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")  # those that torch's builds are for, from pyproject.toml's oldest on
-TOOLS = ("triton", "pytest", "pytest-timeout", "hypothesis")
+TOOLS = ("triton", "matplotlib", "pytest", "pytest-timeout", "hypothesis")  # all that modules and tests import
 GIGABYTES = 8  # of a virtual environment while it is installed: torch's builds for CUDA bring their libraries
 SMOKE = ("tests/versions", "tests/ops/test_launches.py")
 MORE = (
