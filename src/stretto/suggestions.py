@@ -62,8 +62,11 @@ def _ask(shown: list[str]) -> str:
 
 
 def _is_certain(wanted: str, close: list[str]) -> bool:
-    """Whether the best match is the name misspelt, not one of its longer forms: the others would only distract."""
-    is_longer_form = wanted in close[0] and wanted != close[0]
+    """Whether the best match is the name misspelt, not one of its longer forms: the others would only distract.
+
+    One letter more, as in a plural, is a misspelling.
+    """
+    is_longer_form = wanted in close[0] and len(close[0]) > len(wanted) + 1
     return not is_longer_form and bool(get_close_matches(wanted, close[:1], cutoff=0.8))
 
 
