@@ -519,7 +519,7 @@ def test_a_copy_needs_a_link(refused: Callable[..., str]) -> None:
         ("chunk(0, Buffer.output, 0).copy(1)", "(chunk() gives None for a place that holds nothing)"),
         ("chunk(0, 'nowhere', 0)", "rank 0's scratch 'nowhere'[0] holds nothing yet"),
         ("c = chunk(0, Buffer.input, 0); c.copy(1, 'x', 0).group(c.copy(1, 'x', 2)).copy(0)", "'x'[1] holds nothing"),
-        ("chunk(5, Buffer.input, 0)", "there is no rank 5: there are 2"),
+        ("chunk(5, Buffer.input, 0)", "there is no rank 5: there are 0 to 1"),
         ("chunk(0.5, Buffer.input, 0)", "a rank is a whole number, not 0.5"),
         ("chunk(0, Buffer.input, 1, 2)", "rank 0's input[1..2] is out of bounds: there are 2 chunks"),
         ("chunk(0, Buffer.input, -1)", "chunks are counted from 0"),
