@@ -118,9 +118,12 @@ def try_set(name: str, version: str, python: str, folder: Path, tests: tuple[str
     """Install a set and run the tests with it."""
     title = f"{name}: Python {version}, {', '.join(read_pins(name))}"
     try:
-        no_room = install(name, python, folder)
-        if no_room:
-            return Outcome(True, f"{title}: not run: {no_room}")
+        missing = install(name, python, folder)
+    except StepError as error:  # an index that does not have these versions, or none
+        missing = f"its packages cannot be installed here: {str(error).splitlines()[-1]}"
+    if missing:
+        return Outcome(True, f"{title}: not run: {missing}")
+    try:
         python = str(folder / "bin" / "python")
         title = f"{name}: {check_versions(name, python)}"
         log = run(
