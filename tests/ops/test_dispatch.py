@@ -203,3 +203,14 @@ def test_a_call_passes_few_modules_to_its_kernels_launch(interpret, plan):
     for found in interpret(2, list_modules_of_a_launch, plan):
         assert {"stretto.ops.all_gather_matmul", "stretto.ops.dispatch"} <= set(found)
         assert len(found) <= 4, found
+
+
+def test_a_kernel_that_waits_for_copies_leaves_them_room_where_ranks_share_a_gpu(monkeypatch):
+    """A copy within a GPU may need a multiprocessor of its rank, which 8 of 16 programs leave; others have all."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(config, "count_processors", lambda index: 16)
+    for is_shared, programs in ((False, 132), (True, 8)):
+        monkeypatch.setattr(config.shared_gpus, "is_enabled", lambda is_shared=is_shared: is_shared)
+        config.leave_room_for_copies.cache_clear()
+        assert config.leave_room_for_copies(132, device) == programs
+    config.leave_room_for_copies.cache_clear()
