@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two checkouts in turn: the whole command on CPU ranks, and with ranks that fail, what it says and what it ends."""
 
+import contextlib
+import gc
 import json
 import os
 import random
@@ -8,9 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import stretto
@@ -18,6 +23,7 @@ from stretto import ops
 from stretto.bench.checkouts import ranks as checkouts_ranks
 from stretto.bench.checkouts import run as checkouts
 from stretto.bench.checkouts import settings as checkouts_settings
+from stretto.bench.checkouts import worker
 from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
 from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
 from stretto.bench.checkouts.report import find_interval, judge
@@ -288,3 +294,31 @@ def test_a_machine_without_mps_is_told_so(tmp_path, monkeypatch):
 def test_bad_input_is_refused_before_any_rank_starts(arguments, words):
     result = CliRunner().invoke(app, ["bench", "checkouts", *arguments], env={"COLUMNS": "200"})
     assert (result.exit_code, words in result.output) == (2, True), result.output
+
+
+def test_the_tensors_of_a_captured_case_stay_as_long_as_its_graph(monkeypatch):
+    rank = worker._WorkerRank.__new__(worker._WorkerRank)
+    rank.rank, rank.world, rank.device, rank._cases = 0, 2, torch.device("cpu"), {}
+    tensors = []
+
+    def make(case: str) -> Any:
+        tensor = torch.zeros(4)
+        tensors.append(weakref.ref(tensor))
+        return worker._CaseCall(lambda: tensor.add_(1), 1, lambda: None)
+
+    class Graph:
+        """A graph that was captured knows addresses alone, so replays call nothing."""
+
+        def replay(self) -> None:
+            pass
+
+    monkeypatch.setattr(rank, "_tiles", make, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    rank.prepare("prepare", "case", "tiles", "graph", {})
+    gc.collect()
+    assert tensors[0]() is not None
+    rank._cases.clear()
+    gc.collect()
+    assert tensors[0]() is None

@@ -41,11 +41,16 @@ _TILE_ROWS = 16
 
 
 class _PreparedCase(NamedTuple):
-    """A case that is ready to time: `row` makes `calls` calls; `check` raises if one of their waits timed out."""
+    """A case that is ready to time: `row` makes `calls` calls; `check` raises if one of their waits timed out.
+
+    `call` holds the tensors of the calls. A CUDA graph has only their addresses, which other tensors get, or nothing
+    has any more, when the last reference is gone.
+    """
 
     row: Callable[[], Any]
     calls: int
     check: Callable[[], Any]
+    call: Callable[[], Any]
 
 
 class _CaseCall(NamedTuple):
@@ -142,12 +147,12 @@ class _WorkerRank:
         replay()
         self._synchronize()
         made.check()
-        self._cases[case] = _PreparedCase(replay, made.calls, made.check)
+        self._cases[case] = _PreparedCase(replay, made.calls, made.check, made.call)
         return {}
 
     def run(self, do: str, case: str, times: int) -> dict[str, float]:
         """Time `times` rows of calls; returns seconds a call, on the device and for the host to issue."""
-        row, calls, check = self._cases[case]
+        row, calls, check, _ = self._cases[case]
         count = times * calls
         row()  # not timed: here ranks that got the command earlier wait for the others
         if self.device.type == "cuda":
