@@ -3,6 +3,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -214,3 +215,10 @@ def test_a_kernel_that_waits_for_copies_leaves_them_room_where_ranks_share_a_gpu
         config.leave_room_for_copies.cache_clear()
         assert config.leave_room_for_copies(132, device) == programs
     config.leave_room_for_copies.cache_clear()
+
+
+@pytest.mark.parametrize(("transfer", "programs"), [("copies", 132), ("programs", 99)])
+def test_only_a_gather_whose_programs_wait_has_fewer_programs_than_multiprocessors(transfer, programs):
+    given = KernelConfig(transfer=transfer).encode()
+    chosen, _ = dispatch._choose(SimpleNamespace(obstacle=None), call_of("all_gather_matmul", 512), HOPPER, given)
+    assert chosen.blocks.programs == programs

@@ -340,7 +340,7 @@ def _choose(
         if config.implementation == "kernel":
             _require_kernel(known, problem)
         if config.blocks is None and config != LIBRARY:
-            config = config._replace(blocks=default_blocks(problem, machine))
+            config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
         return config, "it was asked for"
     if implementation == "library":
         return LIBRARY, "it was asked for"
@@ -351,7 +351,7 @@ def _choose(
             return measured
         config, _ = default_config(problem, machine)
         if config == LIBRARY:
-            config = KernelConfig(blocks=default_blocks(problem, machine))
+            config = KernelConfig(blocks=default_blocks(problem, machine, KernelConfig().transfer))
         return config, "a kernel was asked for"
     if known.obstacle:
         return LIBRARY, known.obstacle

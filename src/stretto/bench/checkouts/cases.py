@@ -15,7 +15,8 @@ _COLLECTIVES = {
     "alltoall": "direct-all-to-all",
 }
 _UNROLLS = {"LL": 1, "LL128": 1, "Simple": 4, "Copy": 4}
-_FILLING = 1 << 20  # bytes from which a fused schedule fills all multiprocessors, with about 1024 threads a block
+_FILLING = 64 << 10  # bytes from which a fused schedule has blocks for all multiprocessors of a rank's share
+_LARGE = 1 << 20  # bytes beyond which a call is long enough to be timed by itself
 _N, _K = 4096, 1024
 _PACKETS = {"exchange": "packets"}
 _PLANS: tuple[tuple[str, str, dict[str, Any], tuple[int, ...]], ...] = (
@@ -37,8 +38,8 @@ class CheckoutCase:
     """One call to time, in one mode ("graph": replays of a CUDA graph; "eager": calls from the host).
 
     kind and options: what `checkouts.worker` builds it from; options["calls"]: calls in a row, or in a graph.
-    is_bounded: whether its kernel fills the GPU and waits for other ranks. Such cases are listed apart, since a change
-    may bound how many blocks their kernels take.
+    is_bounded: whether its kernel fills the GPU and waits for other ranks, where ranks share the GPU. Such cases are
+    listed apart, since a change may bound how many blocks their kernels take.
     """
 
     name: str
@@ -69,7 +70,7 @@ def _list_collectives() -> Iterator[CheckoutCase]:
                         "protocol": protocol,
                         "unroll": unroll,
                         "size": size,
-                        "calls": 4 if size <= _FILLING else 1,
+                        "calls": 4 if size <= _LARGE else 1,
                     }
                     is_bounded = protocol != "Copy" and size >= _FILLING
                     yield CheckoutCase(
@@ -91,7 +92,9 @@ def _list_embeddings() -> Iterator[CheckoutCase]:
         for mode in MODES:
             if part != "backward" or mode == "eager":  # autograd is called by the host
                 options = {"part": part, **shape, "calls": 2}
-                yield CheckoutCase(f"embedding {part} {mode}", "embedding", mode, options)
+                # Programs that push gradients wait for room at their owners.
+                is_bounded = part != "forward"
+                yield CheckoutCase(f"embedding {part} {mode}", "embedding", mode, options, is_bounded)
 
 
 def _list_operators() -> Iterator[CheckoutCase]:
@@ -99,9 +102,8 @@ def _list_operators() -> Iterator[CheckoutCase]:
         for m in rows:
             for mode in MODES:
                 options = {"operator": operator, "m": m, "n": _N, "k": _K, "dtype": "bfloat16", "plan": plan}
-                is_bounded = (operator, name) != ("all_gather_matmul", "copies")  # copies: waits for copy engines
                 title = f"{operator} {name} m={m} {mode}"
-                yield CheckoutCase(title, "operator", mode, options | {"calls": 4}, is_bounded)
+                yield CheckoutCase(title, "operator", mode, options | {"calls": 4}, is_bounded=True)
 
 
 CPU_CASES = [

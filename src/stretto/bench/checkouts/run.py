@@ -29,6 +29,7 @@ _PREPARATION = 0.6  # share of the time limit after which no further case is pre
 _START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device times out after 30
 _TARGET_SECONDS = 4e-3  # of a measurement
 _MOST_REPLAYS = 64
+_CONNECTIONS = 32  # queues to the GPU, of all ranks; with the few that MPS gives, streams of a rank wait for each other
 
 
 def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
             "STRETTO_CACHE": str(Path(folder) / "cache"),
             "STRETTO_SHARE_GPUS": "1",
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(max(2, _CONNECTIONS // (2 * setting.ranks))),
         }
         if setting.on_cpu:
             environment["TRITON_INTERPRET"] = "1"

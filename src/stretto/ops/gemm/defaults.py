@@ -90,14 +90,14 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
     return config, f"nothing was measured for {weight_bytes} bytes of weight, and it is the default"
 
 
-def default_blocks(problem: GemmProblem, machine: Machine) -> Blocks:
-    """Tile sizes where nothing was measured."""
+def default_blocks(problem: GemmProblem, machine: Machine, transfer: str | None = None) -> Blocks:
+    """Tile sizes where nothing was measured. transfer: what moves a gather's rows (None: the default for its rows)."""
     if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
         return Blocks(16 if problem.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
     itemsize = problem.dtype.itemsize
     is_gather = problem.operator == "all_gather_matmul"
     shards = problem.world if problem.operator == "matmul_reduce_scatter" else 1
-    processors = count_usable(problem, machine)
+    processors = count_usable(problem, machine, transfer)
     m = problem.m // shards
     if problem.m <= SMALL_M_ROWS:
         blocks = small_m_blocks(problem.m, problem.n, itemsize, machine.by_tma, processors)
@@ -108,7 +108,7 @@ def default_blocks(problem: GemmProblem, machine: Machine) -> Blocks:
         if is_gather and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
         most = MOST_GATHERED_ROWS if is_gather and itemsize > 1 else blocks.group_rows
-        most = min(blocks.group_rows, most, count_grouped_rows(problem) // blocks.m)
+        most = min(blocks.group_rows, most, count_grouped_rows(problem, transfer) // blocks.m)
         blocks = blocks._replace(group_rows=max(1, most))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
 
@@ -143,9 +143,9 @@ def _deepen_for_fp8(blocks: Blocks, itemsize: int) -> Blocks:
     return blocks._replace(k=2 * blocks.k) if itemsize == 1 else blocks
 
 
-def count_usable(problem: GemmProblem, machine: Machine) -> int:
+def count_usable(problem: GemmProblem, machine: Machine, transfer: str | None = None) -> int:
     """The multiprocessors for a default's programs: fewer where programs occupy one while they wait for other ranks."""
-    waits = problem.m <= SMALL_M_ROWS or _is_moved_by_programs(problem)
+    waits = problem.m <= SMALL_M_ROWS or _is_moved_by_programs(problem, transfer)
     return bound_programs(machine.processors) if waits else machine.processors
 
 
@@ -154,17 +154,18 @@ def find_gather_transfer(m: int) -> tuple[str, int]:
     return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
 
 
-def _is_moved_by_programs(problem: GemmProblem) -> bool:
-    return problem.operator == "all_gather_matmul" and find_gather_transfer(problem.m)[0] == "programs"
+def _is_moved_by_programs(problem: GemmProblem, transfer: str | None) -> bool:
+    transfer = transfer or find_gather_transfer(problem.m)[0]
+    return problem.operator == "all_gather_matmul" and transfer == "programs"
 
 
-def count_grouped_rows(problem: GemmProblem) -> int:
+def count_grouped_rows(problem: GemmProblem, transfer: str | None = None) -> int:
     """Rows whose tiles may be visited together: as a rule one rank's, or the first tile would wait for all ranks.
 
     Rows that programs push arrive from all ranks at about one time, and the weight is read once where tiles of all
     ranks are visited together.
     """
-    return problem.m if _is_moved_by_programs(problem) else problem.m // problem.world
+    return problem.m if _is_moved_by_programs(problem, transfer) else problem.m // problem.world
 
 
 def _estimate(problem: GemmProblem, shards: int, blocks: Blocks) -> float:

@@ -134,7 +134,8 @@ __device__ __forceinline__ u32 load_part(const char* from) {
   return PART == 1 ? *(const unsigned char*)from : PART == 2 ? *(const unsigned short*)from : *(const u32*)from;
 }
 
-// The user's tensors begin and end anywhere: whole, aligned vectors take one access, others one for each element.
+// The user's tensors begin and end anywhere: whole, aligned vectors take one or two accesses, others one for each
+// element.
 //
 // Elements past the end are read from the first one's place and masked, in 32-bit words. The plain way, zeros that
 // conditional loads overwrite, is miscompiled: ptxas 13.0 to 13.5 forgets that zeroing a pair of registers (CS2R) takes
@@ -173,14 +174,34 @@ __device__ __noinline__ void store_slowly(char* to, Pack pack, int bytes) {
     if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) ((ELEMENT*)to)[i] = packed.elements[i];
 }
 
+// LL128 has 120 bytes of data a line, so every other line of an aligned tensor begins 8 bytes beside a multiple of 16, and
+// every line's last vector has 8 bytes: all of these take words of 8 bytes. (The second word is loaded in any case, from
+// an address that is valid: a load under a predicate would overwrite a zero, see above.)
+__device__ __forceinline__ bool is_in_words(const char* at, int bytes) {
+  return PROTOCOL == LL128 && !((u64)at & 7) && (bytes == 16 || bytes == 8);
+}
+
 __device__ __forceinline__ Pack load(const char* from, int bytes) {
-  if (bytes == PACK_BYTES && !((u64)from & (PACK_BYTES - 1))) return *(const Pack*)__builtin_assume_aligned(from, PACK_BYTES);
+  if (is_in_words(from, bytes)) {
+    Pack pack;
+    pack.words[0] = *(const u64*)from;
+    pack.words[WORDS - 1] = *(const u64*)(from + (bytes == 16 ? 8 : 0));
+    return pack;
+  }
+  if (PROTOCOL != LL128 && bytes == PACK_BYTES && !((u64)from & (PACK_BYTES - 1)))
+    return *(const Pack*)__builtin_assume_aligned(from, PACK_BYTES);
   return load_slowly(from, bytes);
 }
 
 __device__ __forceinline__ void store(char* to, const Pack& pack, int bytes) {
-  if (bytes == PACK_BYTES && !((u64)to & (PACK_BYTES - 1))) *(Pack*)__builtin_assume_aligned(to, PACK_BYTES) = pack;
-  else store_slowly(to, pack, bytes);
+  if (is_in_words(to, bytes)) {
+    *(u64*)to = pack.words[0];
+    if (bytes == 16) *(u64*)(to + 8) = pack.words[WORDS - 1];
+  } else if (PROTOCOL != LL128 && bytes == PACK_BYTES && !((u64)to & (PACK_BYTES - 1))) {
+    *(Pack*)__builtin_assume_aligned(to, PACK_BYTES) = pack;
+  } else {
+    store_slowly(to, pack, bytes);
+  }
 }
 
 // The length of a chunk: the last one of a block is shorter where the elements do not divide evenly.
