@@ -84,6 +84,8 @@ class OperatorCase(StressCase):
     def __init__(self, call: OperatorVariant, team: Team) -> None:
         self._call = call if team.is_cuda else call.shrunk()
         self._team = team
+        # The programs of two groups would hold all of a share while copies, where ranks share a GPU, need a part of it.
+        self.leaves_room = call.plan is None or call.plan.blocks != FILLING
         self._run = getattr(ops, call.operator)
         for density in _DENSITIES:
             if self._prepare(density):
@@ -270,6 +272,8 @@ ODD_FEW = FEW._replace(n=48)
 SHARED = ops.Blocks(16, 32, 32, 1, 4, 3, 11)  # a number of programs that does not divide the tiles
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
+FILLING = ops.Blocks(128, 128, 128, 2, 8, 3, 132)  # more programs than places, each of a whole multiprocessor
+
 COPIES = ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)
 PUSH = ops.KernelConfig(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096)
 PULL = PUSH._replace(direction="pull")
@@ -293,6 +297,10 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
     "copies-one-piece": (
         "a shard in one piece",
         OperatorVariant("", 64, 192, 128, COPIES._replace(piece_bytes=1 << 20)),
+    ),
+    "copies-filling": (
+        "a GEMM that would fill the GPU while it waits for copies",
+        OperatorVariant("", 128, 512, 256, COPIES._replace(blocks=FILLING)),
     ),
     "push": ("programs push rows before they multiply", OperatorVariant("", 64, 192, 128, PUSH)),
     "push-fp32": ("the same in fp32, with a bias", OperatorVariant("", 64, 192, 128, PUSH, FP32, has_bias=True)),
