@@ -593,6 +593,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         "pushed/scatter*",
+        equivalent=_BEFORE_ATOMICS,
     ),
     Mutation(
         "pushed",
