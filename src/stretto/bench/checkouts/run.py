@@ -194,8 +194,8 @@ def _measure(
 def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, float]:
     """Run a case; returns seconds a call on the slowest rank, on the device and for the host to issue it."""
     answers = ranks.ask({"do": "run", "case": case.name, "times": times}, _RUN_LIMIT)
-    if "error" in answers[0]:
-        raise RanksFailed(f"{ranks.name} at {case.name}: {answers[0]['error']}")
+    if errors := dict.fromkeys(answer["error"] for answer in answers if "error" in answer):  # each rank's, once
+        raise RanksFailed(f"{ranks.name} at {case.name}: {'; '.join(errors)}")
     return max(answer["seconds"] for answer in answers), max(answer["host"] for answer in answers)
 
 

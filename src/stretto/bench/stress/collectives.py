@@ -37,6 +37,7 @@ UNROLLS = (1, 2, 4)
 
 SIZES = (1, 31, 255, 1000, 4097, 30_011, 64, 7)  # elements of a block, of each input
 SMALL_SIZES = (1, 7, 64, 255)
+LARGE_SIZES = (524_288, 65_536, 300_001)  # with as many blocks of a kernel as there may be
 OFFSETS = (0, 1, 0, 3)  # elements from an aligned address
 REGIONS = {
     "LL": 1 << 20,
@@ -61,6 +62,7 @@ class CollectiveVariant:
     unroll: int
     in_place: bool
     instances: int
+    is_large: bool = False
 
 
 class CollectiveCase(StressCase):
@@ -84,7 +86,7 @@ class CollectiveCase(StressCase):
         self.leaves_room = variant.executor != "interpreted" or self._kernel is None or self._kernel.leaves_room
         self._dtype: torch.dtype = getattr(torch, variant.dtype)
         self._blocks = _Blocks.find(self._collective)
-        sizes = SIZES if team.is_cuda else SMALL_SIZES
+        sizes = SMALL_SIZES if not team.is_cuda else LARGE_SIZES if variant.is_large else SIZES
         self.entries = len(sizes)
         self._inputs: list[tuple[Tensor, Tensor | None]] = []
         self._templates: list[Tensor] = []
@@ -249,7 +251,8 @@ def list_configurations() -> list[Configuration]:
     configurations = [_configure(number, *variant) for number, variant in enumerate(dict.fromkeys(forms))]
     # How the ends of tensors are read and written depends on the dtype, and what a thread holds at once on the unroll.
     every_dtype = itertools.product(PROTOCOLS, DTYPES)
-    return configurations + [_configure_dtype(number, *form) for number, form in enumerate(every_dtype)]
+    configurations += [_configure_dtype(number, *form) for number, form in enumerate(every_dtype)]
+    return configurations + [_configure_large(algorithm) for algorithm in BY_COPIES]
 
 
 def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Configuration:
@@ -274,6 +277,12 @@ def _configure_dtype(number: int, protocol: str, dtype: str) -> Configuration:
         "ring-all-reduce", "fused", protocol, dtype, reduction, max(UNROLLS), in_place, 1 + number % 4 // 2
     )
     return _describe(f"fused/ring-all-reduce/{protocol}/{dtype}", variant)
+
+
+def _configure_large(algorithm: str) -> Configuration:
+    """Copy engines with large tensors: their kernels fill half of the multiprocessors while copies are on their way."""
+    variant = CollectiveVariant(algorithm, "copy", "Copy", "bfloat16", "sum", 4, False, 1, is_large=True)
+    return _describe(f"copy/{algorithm}/Copy/large", variant)
 
 
 def _describe(name: str, variant: CollectiveVariant) -> Configuration:
