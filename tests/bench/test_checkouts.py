@@ -26,7 +26,7 @@ from stretto.bench.checkouts import settings as checkouts_settings
 from stretto.bench.checkouts import worker
 from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
 from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
-from stretto.bench.checkouts.report import find_interval, judge
+from stretto.bench.checkouts.report import MeasuredCase, find_interval
 from stretto.bench.checkouts.run import bench_checkouts
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.mps import mps_daemon
@@ -62,6 +62,8 @@ for line in sys.stdin:
         answer()
     else:
         slower = 1.5 if name == "after" and "slow" in words else 1.0
+        first = "before" if settings["store"].split("-")[-3] == "0" else "after"
+        slower *= 1.2 if name != first and "placed" in words else 1.0
         answer(seconds=slower * (1 + rank) * 1e-3, host=1e-6)
 """
 
@@ -122,6 +124,16 @@ def test_the_slowest_rank_counts_and_a_slower_checkout_is_named(monkeypatch, tmp
     text = (tmp_path / "out" / "checkouts.md").read_text()
     assert "cases: 1 of 2 medians within 2%" in text
     assert "slower: slow bounded" in text
+
+
+@pytest.mark.usefixtures("fake_worker")
+def test_what_a_place_on_the_gpu_is_worth_cancels(monkeypatch, tmp_path):
+    cases = [case("placed"), case("placed slow")]
+    found = run(monkeypatch, tmp_path / "two", cases, placements=2, rounds=16, most_rounds=16)
+    assert [row["ratio"] for row in found["rows"]] == pytest.approx([1.0, 1.5])
+    assert [(row["rounds"], row["placements"]) for row in found["rows"]] == [(16, 2)] * 2
+    found = run(monkeypatch, tmp_path / "one", cases, placements=1)
+    assert [row["ratio"] for row in found["rows"]] == pytest.approx([1.2, 1.8])
 
 
 @pytest.mark.usefixtures("fake_worker")
@@ -194,6 +206,11 @@ def test_a_case_is_undecided_until_its_interval_leaves_the_bounds():
     assert find_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     # The binomial distribution gives the 10th and 21st of 30 (95.7%).
     assert find_interval(random.Random(0).sample(range(1, 31), 30)) == (10, 21)
+
+    def judge(ratios: list[float]) -> str:
+        rounds = len(ratios)
+        return MeasuredCase([(1.0, ratio) for ratio in ratios], [(0.0, 0.0)] * rounds, [0] * rounds).estimate().judge()
+
     assert judge([1.0] * 30) == "same"
     assert judge([1.0] * 16 + [1.5] * 14) == "same"  # the median is within, whatever the interval is
     assert judge([1.0] * 14 + [1.5] * 16) == "unclear"
@@ -289,6 +306,7 @@ def test_a_machine_without_mps_is_told_so(tmp_path, monkeypatch):
         (["--before", str(SOURCE), "--rounds", "1"], "rounds is 1, but must be at least 2"),
         (["--before", str(SOURCE), "--percentage", "30"], "4 ranks with 30% of the multiprocessors each: up to 25%"),
         (["--before", str(SOURCE), "--only", "LL64"], "no case has LL64 in its name"),
+        (["--before", str(SOURCE), "--placements", "3"], "--placements is 3, but two sets of ranks have 1 or 2"),
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(arguments, words):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.bench.checkouts.cases import CheckoutCase
 from stretto.bench.checkouts.settings import CheckoutsSetting
@@ -35,19 +35,54 @@ COLUMNS = (
 )
 
 
+class RatioEstimate(NamedTuple):
+    """The ratio after / before of a case and its 95% confidence interval. rounds: the fewest of any placement."""
+
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+
+    def judge(self) -> str:
+        """The verdict on a case: "same", "slower" or "faster" by more than the bound, or "unclear".
+
+        A case is slower or faster if its whole confidence interval lies beyond the bound, and the same if its ratio
+        lies within. Fewer than six rounds have no such interval.
+        """
+        if abs(self.ratio - 1) <= BOUND:
+            return "same"
+        if self.rounds < _LEAST_RATIOS or (self.low <= 1 + BOUND and self.high >= 1 - BOUND):
+            return "unclear"
+        return "slower" if self.low > 1 + BOUND else "faster"
+
+
 @dataclass
 class MeasuredCase:
-    """Seconds a call, (before, after) of each round: on the device, and for the host to issue it."""
+    """Seconds a call, (before, after) of each round: on the device, and for the host to issue it.
+
+    placements: which of the placements of the ranks on the GPU each round was measured with.
+    """
 
     device: list[tuple[float, float]] = field(default_factory=list)
     host: list[tuple[float, float]] = field(default_factory=list)
+    placements: list[int] = field(default_factory=list)
 
-    def ratios(self) -> list[float]:
-        return [after / before for before, after in self.device]
+    def estimate(self) -> RatioEstimate:
+        """The geometric mean of the placements' medians, in which cancels what a place on the GPU is worth."""
+        ratios: dict[int, list[float]] = {}
+        for (before, after), placement in zip(self.device, self.placements, strict=True):
+            ratios.setdefault(placement, []).append(after / before)
+        intervals = [find_interval(found) for found in ratios.values()]
+        return RatioEstimate(
+            statistics.geometric_mean(statistics.median(found) for found in ratios.values()),
+            statistics.geometric_mean(low for low, _ in intervals),
+            statistics.geometric_mean(high for _, high in intervals),
+            min(map(len, ratios.values())),
+        )
 
     def is_decided(self) -> bool:
         """Whether the confidence interval of the ratio lies inside the bounds, or outside of them."""
-        low, high = find_interval(self.ratios())
+        _, low, high, _ = self.estimate()
         return (low >= 1 - BOUND and high <= 1 + BOUND) or low > 1 + BOUND or high < 1 - BOUND
 
 
@@ -71,20 +106,6 @@ def find_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[below], ordered[len(ordered) - 1 - below]
 
 
-def judge(ratios: Sequence[float]) -> str:
-    """The verdict on a case: "same", "slower" or "faster" by more than the bound, or "unclear".
-
-    A case is slower or faster if its whole confidence interval lies beyond the bound, and the same if its median lies
-    within. Fewer than six ratios have no such interval.
-    """
-    low, high = find_interval(ratios)
-    if abs(statistics.median(ratios) - 1) <= BOUND:
-        return "same"
-    if len(ratios) < _LEAST_RATIOS or (low <= 1 + BOUND and high >= 1 - BOUND):
-        return "unclear"
-    return "slower" if low > 1 + BOUND else "faster"
-
-
 def write_comparison(setting: CheckoutsSetting, outcome: Comparison, out: Path) -> dict[str, Any]:
     rows = [_row(case, outcome.measured[case.name]) for case in setting.cases() if case.name in outcome.measured]
     summary = {name: _summarize(part) for name, part in _split(rows).items()}
@@ -100,6 +121,7 @@ def write_comparison(setting: CheckoutsSetting, outcome: Comparison, out: Path) 
         "percentage": setting.share,
         "processors": outcome.processors,
         "rounds": setting.rounds,
+        "placements": len(setting.orders),
         "seed": setting.seed,
         "bound": BOUND,
         "checkouts": {name: _digest(source) for name, source in setting.sources.items()},
@@ -125,20 +147,20 @@ def _split(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _row(case: CheckoutCase, found: MeasuredCase) -> dict[str, Any]:
-    ratios = found.ratios()
-    low, high = find_interval(ratios)
+    estimate = found.estimate()
     row = {
         "case": case.name,
         "kind": case.kind,
         "mode": case.mode,
         "is_bounded": case.is_bounded,
-        "rounds": len(ratios),
+        "rounds": len(found.device),
+        "placements": len(set(found.placements)),
         "before": 1e6 * statistics.median(before for before, _ in found.device),
         "after": 1e6 * statistics.median(after for _, after in found.device),
-        "ratio": statistics.median(ratios),
-        "low": low,
-        "high": high,
-        "verdict": judge(ratios),
+        "ratio": estimate.ratio,
+        "low": estimate.low,
+        "high": estimate.high,
+        "verdict": estimate.judge(),
     }
     if case.mode == "eager":
         row |= {

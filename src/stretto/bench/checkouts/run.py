@@ -5,6 +5,9 @@ Each checkout has its own set of ranks: processes that import Stretto from that 
 time. A round measures every case once with each checkout, in random order and without a pause between the two. The
 result of a case is the median over the rounds of the ratio of the pair, in which the machine's drift cancels.
 
+After half of the time both sets start again in the other order, and so get each other's multiprocessors: calls of
+microseconds may take 5% longer in one place than in the other. The two medians' geometric mean counts.
+
 All ranks share one GPU under MPS, so the times are good for comparing two checkouts and for nothing else.
 """
 
@@ -57,8 +60,27 @@ def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
 
 
 def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], deadline: float) -> Comparison:
-    """Start both sets of ranks, prepare and measure the cases; restart without any case that killed the ranks."""
+    """Measure with each placement of the two sets of ranks, each in an equal part of the time."""
     outcome = Comparison()
+    for placement, order in enumerate(setting.orders):
+        now = time.monotonic()
+        until = now + (deadline - now) / (len(setting.orders) - placement)
+        _measure_placement(setting, folder, environment, until, outcome, placement, order)
+        if outcome.failure is not None:
+            break
+    return outcome
+
+
+def _measure_placement(
+    setting: CheckoutsSetting,
+    folder: Path,
+    environment: dict[str, str],
+    deadline: float,
+    outcome: Comparison,
+    placement: int,
+    order: Sequence[str],
+) -> None:
+    """Start both sets of ranks, prepare and measure the cases; restart without any case that killed the ranks."""
     for attempt in range(_MOST_STARTS):
         began = time.monotonic()
         prepare_until = began + _PREPARATION * (deadline - began)
@@ -66,37 +88,39 @@ def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], d
             # A new daemon for each start: ranks killed in the middle of a kernel may have broken the last one.
             variables = environment | ({} if setting.on_cpu else stack.enter_context(mps_daemon(setting.share)))
             try:
-                sets = _start(setting, folder / f"store-{attempt}", variables, deadline, stack, outcome)
+                store = folder / f"store-{placement}-{attempt}"
+                sets = _start(setting, order, store, variables, deadline, stack, outcome)
             except RanksFailed as error:
                 outcome.failure = str(error)
-                return outcome
+                return
             times = _prepare(setting, sets, outcome, prepare_until)
             if times is None:
                 continue
             seconds = time.monotonic() - began
-            log(f"{len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
-            if _measure(setting, sets, times, outcome, deadline):
-                return outcome
+            log(f"{order[0]} first: {len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
+            if _measure(setting, sets, times, outcome, deadline, placement):
+                return
     outcome.failure = f"ranks were lost {_MOST_STARTS} times: {list(outcome.refused.values())[-1]}"
-    return outcome
 
 
 def _start(
     setting: CheckoutsSetting,
+    order: Sequence[str],
     store: Path,
     environment: Mapping[str, str],
     deadline: float,
     stack: contextlib.ExitStack,
     outcome: Comparison,
 ) -> list[CheckoutRanks]:
-    """Start both sets of ranks, "before" and "after".
+    """Start both sets of ranks, "before" and "after", in that order or the other.
 
     On a GPU the second set starts once the first has its share of the multiprocessors, so that MPS places the ranks of
     one set side by side.
     """
     device = "cpu" if setting.on_cpu else "cuda"
     sets: list[CheckoutRanks] = []
-    for name, source in setting.sources.items():
+    for name in order:
+        source = setting.sources[name]
         path = store.with_name(f"{store.name}-{name}")
         sets.append(stack.enter_context(CheckoutRanks(name, source, setting.ranks, path, device, environment)))
         if not setting.on_cpu:
@@ -157,6 +181,7 @@ def _measure(
     times: Mapping[str, int],
     outcome: Comparison,
     deadline: float,
+    placement: int,
 ) -> bool:
     """Measure in rounds over all cases, then over the undecided ones.
 
@@ -165,12 +190,13 @@ def _measure(
     order = random.Random(setting.seed)
     cases = [case for case in setting.cases() if case.name in times and case.name not in outcome.refused]
     began = time.monotonic()
-    for number in range(setting.round_limit):
-        if number >= setting.rounds:
+    rounds = -(-setting.rounds // len(setting.orders))
+    for number in range(-(-setting.round_limit // len(setting.orders))):
+        if number >= rounds:
             cases = [case for case in cases if not outcome.measured[case.name].is_decided()]
         if not cases:
             return True
-        if number in (1, setting.rounds):
+        if number in (1, rounds):
             log(f"after {time.monotonic() - began:.0f} s of measuring: round {number + 1}, of {len(cases)} cases")
         for case in order.sample(cases, len(cases)):
             if time.monotonic() > deadline:
@@ -186,6 +212,7 @@ def _measure(
                 outcome.measured.pop(case.name, None)
                 return False
             found = outcome.measured.setdefault(case.name, MeasuredCase())
+            found.placements.append(placement)
             found.device.append((pair[BEFORE][0], pair[AFTER][0]))
             found.host.append((pair[BEFORE][1], pair[AFTER][1]))
     return True

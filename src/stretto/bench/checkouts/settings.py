@@ -41,6 +41,9 @@ class CheckoutsSetting:
     percentage: Annotated[
         int | None, Option("Share of the GPU's multiprocessors for a rank (default: 100 / ranks).")
     ] = None
+    placements: Annotated[
+        int | None, Option("2: exchange the checkouts' places on the GPU after half of the time (default).")
+    ] = None
     seed: Annotated[int, Option("Seed of the order of measurements (default: random).")] = field(
         default_factory=lambda: random.randrange(2**31)
     )
@@ -50,6 +53,8 @@ class CheckoutsSetting:
         require_least(2, ranks=self.ranks, rounds=self.rounds)
         require_least(self.rounds, most_rounds=self.round_limit)
         require_least(1, seconds=self.seconds)
+        if self.placements not in (None, 1, 2):
+            raise ValueError(f"--placements is {self.placements}, but two sets of ranks have 1 or 2")
         if self.share * self.ranks > 100 or self.share < 1:
             least = 100 // self.ranks
             raise ValueError(
@@ -65,6 +70,12 @@ class CheckoutsSetting:
     def round_limit(self) -> int:
         """The most rounds of a case."""
         return 10 * self.rounds if self.most_rounds is None else self.most_rounds
+
+    @property
+    def orders(self) -> tuple[tuple[str, str], ...]:
+        """In which order the two sets of ranks start, for each placement."""
+        placements = self.placements or (1 if self.on_cpu else 2)
+        return ((BEFORE, AFTER), (AFTER, BEFORE))[:placements]
 
     @property
     def share(self) -> int:
