@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-exhaustive test-versions test-versions-exhaustive nightly gpu-test gpu-test-exhaustive
+.PHONY: demo test test-docs test-exhaustive test-versions test-versions-exhaustive nightly gpu-test gpu-test-exhaustive
 .PHONY: gpu-sanitize lint format docs docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
 	@echo "make test      tests of everything that needs no GPU"
+	@echo "make test-docs the code blocks of README and docs"
 	@echo "make test-exhaustive  the cases that make test leaves out"
 	@echo "make test-versions  the oldest and the newest Python, torch and Triton that are tried"
 	@echo "make nightly   all of these, and make lint"
@@ -24,16 +25,19 @@ demo: $(VENV)/.installed
 
 # Compiled modules are kept, whatever this shell says: tests start hundreds of processes. A process that has run all its
 # tests takes over some of the other's.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests \
-	--ignore=tests/gpu --ignore=tests/versions --numprocesses 2 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+CODE_TESTS := tests --ignore=tests/gpu --ignore=tests/versions --ignore=tests/test_pages.py
 
 test: $(VENV)/.installed
-	$(PYTEST) --durations 20
+	$(PYTEST) $(CODE_TESTS) --durations 20
+
+test-docs: $(VENV)/.installed
+	$(PYTEST) tests/test_pages.py
 
 test-exhaustive: $(VENV)/.installed
-	$(PYTEST) --durations 20 -m exhaustive
+	$(PYTEST) $(CODE_TESTS) --durations 20 -m exhaustive
 
-nightly: test lint docs test-versions-exhaustive test-exhaustive
+nightly: test test-docs lint docs test-versions-exhaustive test-exhaustive
 
 # Each set of versions has a virtual environment in this folder, some 5 GB; .venv has the versions of constraints.txt.
 VERSIONS_FOLDER ?= build/versions

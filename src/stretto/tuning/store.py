@@ -87,11 +87,10 @@ def read_times(path: Path) -> dict[str, dict[str, tuple[float, ...]]]:
 
 
 def cache_folder() -> Path:
-    """Where Stretto keeps what was measured or compiled: $STRETTO_CACHE, or ~/.cache/stretto."""
+    """Where Stretto keeps what can be measured, compiled or computed again: $STRETTO_CACHE, or ~/.cache/stretto."""
     if given := os.environ.get(FOLDER_VARIABLE):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "stretto"
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 from stretto.axes import LOSS, REPLICAS, group_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
+from stretto.suggestions import did_you_mean, name_known
 
 KINDS = {
     "colwise": "linear, input over y and output over x (column-parallel)",
@@ -54,8 +54,7 @@ class Role:
             warnings.warn(f"the role {self.role!r} is now {new!r}", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "role", new)
         if self.role not in KINDS:
-            near = get_close_matches(str(self.role), KINDS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{self.role!r} is not a role; did you mean {near!r}? Roles: {', '.join(KINDS)}")
+            raise ValueError(f"{self.role!r} is not a role{name_known(self.role, KINDS, 'the roles are')}")
         for name in ("segments", "unit"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -73,8 +72,7 @@ class Role:
         known = [field.name for field in fields(cls)]
         for key in value:
             if key not in known:
-                near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"a role has no option {key!r}; did you mean {near!r}?")
+                raise ValueError(f"a role has no option {key!r}{name_known(key, known, 'it has')}")
         return cls(**value)
 
 
@@ -117,8 +115,7 @@ def read_plan(
         if not names and Role.parse(value).role == "replicated":
             names = _matching(pattern, own_parameters)
         if not names:
-            near = get_close_matches(pattern, list(modules), n=1, cutoff=0.0)
-            raise ValueError(f"no submodule is named {pattern!r}; the nearest name is {near[0]!r}")
+            raise ValueError(f"no submodule is named {pattern!r}{did_you_mean(pattern, modules)}")
         found.update(dict.fromkeys(names, Role.parse(value)))
     own, own_attributes = _own_plan(model, found)
     for pattern, value in own.items():

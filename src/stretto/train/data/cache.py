@@ -10,14 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from stretto.tuning.store import cache_folder
+
 logger = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """The cache folder: $STRETTO_CACHE, or by the XDG rules ~/.cache/stretto."""
-    if chosen := os.environ.get("STRETTO_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto"
 
 
 def cached_file(name: str, write: Callable[[BinaryIO], object]) -> Path:
