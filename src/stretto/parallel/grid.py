@@ -5,9 +5,11 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.axes import (
@@ -18,6 +20,7 @@ from stretto.axes import (
     check_sizes,
     parameter_axes,
 )
+from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
 
@@ -118,22 +121,35 @@ def mismatch(sizes: Mapping[str, int], ranks: int) -> str:
 
 
 def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | None) -> torch.device:
-    """Join the job's process group, unless the caller has, and pick this rank's device."""
+    """Join the job's process group, unless the caller has, and pick this rank's device.
+
+    A GPU without an index is the one with this rank's number among its machine's ranks.
+    """
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    joining: dict[str, Any] = {}  # the store, rank and size, if they were needed before the group exists
     if device is None:
         if dist.is_initialized():
             device = torch.device("cuda" if shared_gpus.runs_on_gpus() else "cpu")
         else:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", shared_gpus.choose_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
+        local_rank = find_local_rank()
+        if local_rank is None and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            local_rank = agree_on_local_rank(store, dist.get_rank(), dist.get_world_size())
+        elif local_rank is None and is_launched:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
+            joining = {"store": dist.PrefixStore("stretto", store), "rank": rank, "world_size": world_size}
+            local_rank = agree_on_local_rank(store, rank, world_size)
+        device = torch.device("cuda", shared_gpus.choose_gpu(local_rank or 0))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
     backend = shared_gpus.default_backend(device.type)
     if is_launched:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None)
+        device_id = device if "nccl" in backend else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id, **joining)
     elif ranks == 1:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:

@@ -3,13 +3,16 @@
 
 import os
 
+from stretto.cluster.local_ranks import count_local_ranks
+
 
 def check_room(bytes_of_rank: float, ranks: int, what: str, kind: str) -> None:
     """Raise ValueError if the ranks on this machine need more memory than it has, swap included.
 
     what, kind: words for the message: what needs the memory, and what to make smaller.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    ranks_here = (count_local_ranks() or 1) if is_rank else ranks
     needed = round(ranks_here * bytes_of_rank)
     if (there := _memory_bytes()) is None or needed <= there:
         return

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from stretto.cluster import Cluster
-from stretto.collectives.two_level import Links, Nodes, choose, find_crossovers, predict
+from stretto.collectives.two_level import Links, Nodes, choose, find_crossovers, model, predict
 from stretto.collectives.two_level.buffers import SlotRange, split_range, split_slots
 from stretto.collectives.two_level.inter_node import InterNodeStep, all_gather_steps, reduce_scatter_steps
 from stretto.collectives.two_level.nodes import Host, find_nodes
@@ -116,6 +116,15 @@ def test_recursive_is_chosen_for_latency_ring_for_shared_links_and_flat_for_a_sl
         lambda size: predict("all_gather", "ring", size, 4, 2, tapered),
     )
     assert crossing == pytest.approx(10_000, rel=0.02)
+
+
+def test_what_was_chosen_for_many_ranks_is_not_predicted_again(monkeypatch):
+    links = Links(1e-6, 1e9, 3e-6, 2e9)
+    chosen = choose("all_gather", 77_777, 4096, 8, links)
+    monkeypatch.setattr(model, "predict", None)
+    assert choose("all_gather", 77_777, 4096, 8, links) == chosen
+    with pytest.raises(TypeError):  # another size is predicted
+        choose("all_gather", 77_778, 4096, 8, links)
 
 
 def test_lines_cross_where_their_logarithms_do():

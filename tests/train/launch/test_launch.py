@@ -289,6 +289,16 @@ def test_auto_takes_cuda_where_there_is_a_gpu_for_each_rank(
     assert resolve_device(config_for(Path("unused"), ranks)).device == device
 
 
+def test_auto_takes_cuda_under_srun_where_each_node_has_gpus_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    for tasks, device in (("4(x2)", "cuda"), ("3,5", "cpu"), ("?", "cuda")):  # the last one: nobody knows
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+        assert resolve_device(config_for(Path("unused"), 8)).device == device
+
+
 def test_ranks_that_may_share_gpus_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_SHARE_GPUS", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -117,7 +117,22 @@ def choose(
     links: Links,
     algorithms: Sequence[Algorithm] = ALGORITHMS,
 ) -> Algorithm:
-    """The algorithm that `predict` finds fastest; among equals, the first of `algorithms`. One node has only flat."""
+    """The algorithm that `predict` finds fastest; among equals, the first of `algorithms`. One node has only flat.
+
+    It is remembered: predicting takes milliseconds for tens of thousands of ranks, and calls repeat their sizes.
+    """
+    return _choose(collective, shard_bytes, nodes, size, links, tuple(algorithms))
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    collective: Collective,
+    shard_bytes: float,
+    nodes: int,
+    size: int,
+    links: Links,
+    algorithms: tuple[Algorithm, ...],
+) -> Algorithm:
     if nodes == 1:
         return "flat"
     return min(algorithms, key=lambda name: predict(collective, name, shard_bytes, nodes, size, links))

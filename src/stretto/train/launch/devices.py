@@ -4,6 +4,7 @@
 import os
 
 from stretto.cluster.detection import count_gpus
+from stretto.cluster.local_ranks import count_local_ranks
 from stretto.train.config.gpt import TrainConfig, nearest_grid
 from stretto.train.config.options import AnyConfig, JobConfig
 
@@ -23,9 +24,11 @@ def check_started_ranks(config: JobConfig) -> None:
 def resolve_device(config: AnyConfig) -> AnyConfig:
     """Replace device "auto" by "cuda", if there is a GPU for each rank of this machine, or else by "cpu".
 
-    Raises ValueError if "cuda" was asked for and there are too few GPUs, and for options that need a GPU on a CPU.
+    Where a launcher does not tell how many ranks are on this machine, one GPU is enough: `Grid` counts them later, and
+    raises if there are too few. Raises ValueError if "cuda" was asked for and there are too few GPUs, and for options
+    that need a GPU on a CPU.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
+    ranks_here = (count_local_ranks() or 1) if is_rank() else config.ranks
     gpus = count_gpus()
     if gpus:
         from stretto.memory import shared_gpus  # imports torch, as counting GPUs has

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out which of a job's ranks run on this machine, however they were launched. Needs no torch.
+
+torchrun sets LOCAL_RANK and LOCAL_WORLD_SIZE. Under Slurm's srun a script may set RANK and WORLD_SIZE by itself; the
+rest is then in Slurm's variables, which count only if each task of the step is a rank. Other launchers set nothing:
+ranks find each other by the names of their machines, through the job's store.
+"""
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart that have the same name
+
+
+class Store(Protocol):
+    """What this module needs of `torch.distributed.Store`."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def append(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+
+
+def count_local_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The ranks on this machine, as the launcher has set it; None if it has not.
+
+    Raises ValueError for a variable that is no number.
+    """
+    if (count := _integer(environment, "LOCAL_WORLD_SIZE")) is not None:
+        return count
+    if not _is_slurm_task(environment):
+        return None
+    node = _integer(environment, "SLURM_NODEID")
+    tasks = _expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return tasks[node] if node is not None and node < len(tasks) else None
+
+
+def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """This rank's number among those on its machine, as the launcher has set it; None if it has not.
+
+    Raises ValueError for a variable that is no number.
+    """
+    if (rank := _integer(environment, "LOCAL_RANK")) is not None:
+        return rank
+    return _integer(environment, "SLURM_LOCALID") if _is_slurm_task(environment) else None
+
+
+def agree_on_local_rank(store: Store, rank: int, world_size: int) -> int:
+    """This rank's number among those on its machine, by the machines' names and boot ids. Collective.
+
+    store: of the job. Returns once all ranks have called; the store's time limit raises.
+    """
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+    key = f"stretto/ranks on {platform.node()} {boot}"
+    store.append(key, f"{rank},")
+    if store.add("stretto/ranks with a machine", 1) == world_size:
+        store.set("stretto/all ranks have a machine", "")
+    store.get("stretto/all ranks have a machine")  # waits for it
+    here = set(map(int, store.get(key).decode().rstrip(",").split(",")))  # a rank is there twice if it has asked twice
+    return sorted(here).index(rank)
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Whether the job's ranks are the tasks of a Slurm step, and this one is the task with its number.
+
+    A script that srun starts once and that starts several ranks itself has the variables of one task in all of them.
+    """
+    rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    return None not in (rank, world_size) and environment.get("SLURM_PROCID") == rank and tasks == world_size
+
+
+def _expand_tasks(text: str) -> list[int]:
+    """The tasks of each node, from Slurm's short form: "8(x2),4" is 8, 8, 4. Empty if it is something else."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return []
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"the environment variable {name} is {text!r}, but must be a whole number, at least 0")
+    return int(text)

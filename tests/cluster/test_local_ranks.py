@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks are on this machine, under torchrun, srun and launchers that tell nothing."""
+
+import socket
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.cluster import local_ranks
+from stretto.cluster.local_ranks import count_local_ranks, find_local_rank
+
+TORCHRUN = {"RANK": "9", "WORLD_SIZE": "20", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+# srun --ntasks 20 on 3 nodes, for a script that sets RANK=$SLURM_PROCID and WORLD_SIZE=$SLURM_NTASKS
+SRUN = {
+    "RANK": "17",
+    "WORLD_SIZE": "20",
+    "SLURM_PROCID": "17",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "20",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
+}
+# srun starts one task a node, and that starts its ranks itself: they inherit the task's variables.
+SPAWNED = SRUN | {"RANK": "2", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_rank", "count"),
+    [
+        (TORCHRUN, 1, 4),
+        (SRUN | TORCHRUN, 1, 4),  # torchrun under srun
+        (SRUN, 1, 4),
+        (SRUN | {"SLURM_NODEID": "1"}, 1, 8),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "nonsense"}, 1, None),
+        (SPAWNED, None, None),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_launchers_variables_are_understood(environment, local_rank, count):
+    assert (find_local_rank(environment), count_local_ranks(environment)) == (local_rank, count)
+
+
+def test_a_variable_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match="LOCAL_RANK is '-1', but must be a whole number, at least 0"):
+        find_local_rank({"LOCAL_RANK": "-1"})
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is 'two'"):
+        count_local_ranks({"LOCAL_WORLD_SIZE": "two"})
+
+
+def make_grids(port: int | None) -> list[Any]:
+    """The GPU of two grids on ranks whose launcher told nothing; ranks 0 and 3, and ranks 1 and 2, share a machine."""
+    from stretto.memory import shared_gpus
+    from stretto.parallel import grid
+
+    rank = dist.get_rank()
+    host = "far" if rank in (1, 2) else "near"
+    environment = {"RANK": str(rank), "WORLD_SIZE": "4"}
+    if port is not None:
+        dist.destroy_process_group()
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (
+        mock.patch.dict("os.environ", environment, clear=True),
+        mock.patch.object(local_ranks.platform, "node", return_value=host),
+        mock.patch.object(shared_gpus, "choose_gpu", lambda local_rank: local_rank),
+        mock.patch.object(shared_gpus, "default_backend", return_value="gloo"),
+        mock.patch.object(torch.cuda, "set_device"),
+    ):
+        devices = [grid._initialize(4, torch.device("cuda"), None) for _ in range(2)]
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the group works
+    return [*devices, int(total)]
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_ranks_whose_launcher_tells_nothing_have_a_gpu_each(ranks, has_group):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = ranks(4).run(make_grids, None if has_group else port)
+    devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
+    assert found == [[device, device, 4] for device in devices]
