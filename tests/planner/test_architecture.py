@@ -98,7 +98,7 @@ def test_hugging_face_configurations_are_read_as_the_models_are(tmp_path, kind, 
     expected = sum(parameter.numel() for parameter in model.parameters())
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict(), default=str))
-    for source in (str(file), file, model, config):
+    for source in (str(file), file, str(tmp_path), model, config):  # tmp_path: a folder with a config.json
         assert read_architecture(source, 64).parameters == expected
 
 
@@ -233,3 +233,21 @@ def test_a_file_that_is_absent_or_too_large_is_refused(tmp_path):
         ValueError, match=r"large\.json: is larger than 1048576 bytes, the most a model's configuration may have"
     ):
         read_architecture(str(large), 64)
+
+
+def test_a_bare_name_that_is_also_a_folder_is_a_name(tmp_path, monkeypatch):
+    for folder in ("gpt3", "gpt2-small"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert read_architecture("gpt2-small", 64).name == "gpt2-small"
+    with pytest.raises(ValueError, match="no model is named 'gpt3'"):
+        read_architecture("gpt3", 64)
+
+
+@pytest.mark.parametrize(("gpus", "nearest"), [(1000, 1024), (700, 784), (99, 98), (37, 32)])
+def test_the_number_of_gpus_that_would_do_is_the_nearest(gpus, nearest):
+    with pytest.raises(ValueError, match=f"; {nearest} GPUs would do"):
+        stretto.plan("gpt-20b", "perlmutter", gpus=gpus, batch=1024, seq_len=64)
+    architecture, distance = read_architecture("gpt-20b", 64), abs(nearest - gpus)
+    nearer = range(gpus - distance + 1, gpus + distance)
+    assert all(why_impossible(architecture, grid, 1024) for n in nearer for grid in every_grid(n))

@@ -22,8 +22,9 @@ MAX_FILE_BYTES = 1 << 20
 def read_architecture(model: Any, seq_len: int) -> Architecture:
     """The architecture of what `stretto.plan` is given.
 
-    A name (`gpt-20b`), a GPTConfig, a path (a TOML with [model] or its keys, or a Hugging Face config.json), a
-    transformers config, or a model that has a `config`. Raises ValueError for what is none of these, or is unsupported.
+    A name (`gpt-20b`), a GPTConfig, a path (a TOML with [model] or its keys, a Hugging Face config.json or the folder
+    of one), a transformers config, or a model that has a `config`. Raises ValueError for what is none of these, or is
+    unsupported.
     """
     match model:
         case Architecture():
@@ -34,8 +35,10 @@ def read_architecture(model: Any, seq_len: int) -> Architecture:
             return _from_file(model, seq_len)
         case str() if model in PRESETS:
             return from_gpt(model, PRESETS[model])
-        case str() if Path(model).suffix in (".toml", ".json") or Path(model).exists():
+        case str() if Path(model).suffix in (".toml", ".json") or (Path(model).exists() and not Path(model).is_dir()):
             return _from_file(Path(model), seq_len)
+        case str() if (Path(model) / "config.json").is_file():  # a folder of Hugging Face's
+            return _from_file(Path(model) / "config.json", seq_len)
         case str():
             near = did_you_mean(model, PRESETS) or "."
             raise ValueError(

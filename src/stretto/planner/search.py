@@ -20,6 +20,7 @@ from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
 from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
 MAX_GPUS = 1 << 20
+_NEAR_GPUS = 256  # from the asked number: all these are tried, and powers of two farther away
 CostModel = Literal["paper", "full"]
 
 
@@ -178,7 +179,8 @@ def plan(
 
     grids = [(grid, why_impossible(architecture, grid, batch)) for grid in every_grid(ranks)]
     if all(impossible for _, impossible in grids):
-        raise ValueError(_nothing_possible(architecture, ranks, batch, [impossible for _, impossible in grids]))
+        reasons = [impossible for _, impossible in grids]
+        raise ValueError(_nothing_possible(architecture, ranks, batch, reasons, machine.gpus or MAX_GPUS))
     candidates = []
     for grid, impossible in grids:
         configs = [StepConfig(grid, 1, options) for options in space.list_options(grid, cost)]
@@ -190,7 +192,7 @@ def plan(
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
         reasons = [candidate.impossible for candidate in candidates]
-        raise ValueError(_nothing_possible(architecture, ranks, batch, reasons))
+        raise ValueError(_nothing_possible(architecture, ranks, batch, reasons, machine.gpus or MAX_GPUS))
     notes = _notes(workload)
     return [_to_plan(candidate, candidates[0], machine, limit, notes) for candidate in candidates]
 
@@ -352,9 +354,14 @@ def _check_micro_batch(micro_batch: int, batch: int) -> int:
     return micro_batch
 
 
-def _nothing_possible(model: Architecture, ranks: int, batch: int, reasons: Sequence[str | None]) -> str:
+def _nothing_possible(
+    model: Architecture, ranks: int, batch: int, reasons: Sequence[str | None], most: int = MAX_GPUS
+) -> str:
+    """Why no grid can hold the model, and which number of GPUs near `ranks`, up to `most`, would do."""
     first = "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3])
-    powers = (1 << exponent for exponent in range(ranks.bit_length() - 1, -1, -1))
-    fewer = (*range(ranks - 1, max(0, ranks - 64), -1), *powers)
-    smaller = next((n for n in fewer if any(not why_impossible(model, grid, batch) for grid in every_grid(n))), 1)
-    return f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {first}; {smaller} GPUs would do"
+    reach = _NEAR_GPUS if ranks <= 1 << 13 else _NEAR_GPUS // 16  # a large number has thousands of grids
+    powers = {1 << exponent for exponent in range(most.bit_length())}
+    near = powers | {*range(max(1, ranks - reach), ranks + reach + 1)}
+    others = sorted((each for each in near - {ranks} if each <= most), key=lambda each: (abs(each - ranks), -each))
+    nearest = next((n for n in others if any(not why_impossible(model, grid, batch) for grid in every_grid(n))), 1)
+    return f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {first}; {nearest} GPUs would do"
