@@ -3,6 +3,7 @@
 
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def test_a_saved_file_says_its_units(tmp_path):
     text = (tmp_path / "saved.toml").read_text()
     assert "bandwidth = 25e9  # bytes/s, one direction, one NIC" in text
     assert "bf16 = 312e12  # FLOP/s" in text
+
+
+def test_a_saved_number_of_1000_or_more_has_an_exponent(tmp_path):
+    made = Cluster.preset("perlmutter")
+    replace(made, between_nodes=NetworkLink(bandwidth=1000.0, latency=999.0)).save(tmp_path / "saved.toml")
+    text = (tmp_path / "saved.toml").read_text()
+    assert "bandwidth = 1e3  # bytes/s" in text
+    assert "latency = 999.0  # " in text
 
 
 def test_source_keys_may_be_quoted_or_not(tmp_path):

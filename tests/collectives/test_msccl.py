@@ -362,6 +362,19 @@ def test_the_automatic_policy_looks_at_no_thread_blocks(imported: Importer) -> N
 # ------------------------------------------------------------------------------------------------- own collectives
 
 
+def test_an_own_chunk_that_says_no_end_has_none(imported: Importer) -> None:
+    imported(
+        GIVE_AWAY.replace(", -1, self.chunk_factor - 1 - index)", ")")
+        + """
+    with MSCCLProgram("give", line(3), GiveAway(3, 2, False), 1):
+        for index in range(2):
+            c = chunk(0, Buffer.input, index)
+            assert (c.get_dst_rank(), c.get_dst_index()) == (-1, -1)
+            c.copy(1, Buffer.output, 1 - index).copy(2, Buffer.output, 1 - index)
+"""
+    )
+
+
 def test_an_own_collective_must_end_as_its_trace_ended(imported: Importer) -> None:
     schedule = only(
         imported(
@@ -575,11 +588,16 @@ def test_a_script_without_a_finished_program_is_refused(refused: Callable[..., s
     assert refused(text, "--unknown").startswith(what)
 
 
-def test_batched_instances_of_another_collective_are_refused(refused: Callable[..., str]) -> None:
-    text = """
-        with MSCCLProgram("batched", line(2), AllGather(2, 1, True), 2, interleaved_replication=False):
+@pytest.mark.parametrize("collective", ["AllGather(2, 1, True)", "AllToAll(2, 1, False)"])
+def test_batched_instances_of_another_collective_are_refused(refused: Callable[..., str], collective: str) -> None:
+    text = f"""
+        with MSCCLProgram("batched", line(2), {collective}, 2, interleaved_replication=False):
             for rank in range(2):
-                chunk(rank, Buffer.input, 0).copy(1 - rank, Buffer.output, rank)
+                if "AllToAll" in "{collective}":
+                    chunk(rank, Buffer.input, rank).copy(rank, Buffer.output, rank)
+                    chunk(rank, Buffer.input, 1 - rank).copy(1 - rank, Buffer.output, rank)
+                else:
+                    chunk(rank, Buffer.input, 0).copy(1 - rank, Buffer.output, rank)
     """
     assert "interleaved_replication=False with 2 instances" in refused(text)
 

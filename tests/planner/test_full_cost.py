@@ -183,6 +183,13 @@ def test_a_figure_that_is_missing_is_named(missing, options):
         stretto.plan(CONFIG, cluster(**options), gpus=4, batch=16, seq_len=1024, cost="full")
 
 
+@pytest.mark.parametrize("ask", [stretto.plan, predict])
+def test_a_cost_model_that_there_is_not_is_refused(ask):
+    options = {"grid": {"data": 4}} if ask is predict else {"gpus": 4}
+    with pytest.raises(ValueError, match="cost is 'whole', but must be 'paper' or 'full'"):
+        ask(CONFIG, cluster(), **options, batch=16, seq_len=1024, cost="whole")
+
+
 def test_a_dtype_that_was_not_measured_is_named_beside_those_that_were():
     probed = cluster(peak_flops=FlopRates(), empirical_flops=FlopRates(fp32=1e11))
     with pytest.raises(

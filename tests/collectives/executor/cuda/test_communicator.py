@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The communicator over emulated kernels: what it runs as and why, tables that are refused, links without NVLink."""
 
+import gc
 import json
 import logging
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -162,6 +164,23 @@ def test_what_was_measured_elsewhere_is_not_used_from_the_store(make):
     )
     both, _ = make()
     assert both[0].table == Table(has_nvlink=True)
+
+
+def test_a_closed_communicator_keeps_no_kernel(make, monkeypatch):
+    class Kernel:
+        def __call__(self, input, output):
+            pass
+
+    both, _ = make()
+    monkeypatch.setattr(CudaCommunicator, "load", lambda *arguments, **options: Kernel())
+    for one in both:
+        call = ("allreduce", torch.ones(4, dtype=torch.int32), None, "sum")
+        assert one.run(*call) == "one-shot-all-reduce LL"
+        kernel = weakref.ref(one.find(*call).kernel)
+        assert kernel() is not None
+        one.close()
+        gc.collect()
+        assert kernel() is None
 
 
 def test_without_nvlink_neither_choice_nor_schedule_uses_ll128(make):
