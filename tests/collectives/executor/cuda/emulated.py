@@ -82,6 +82,8 @@ class EmulatedFunction:
         )
         text = own[0] + '#include "emulation.h"\n' + own[1] + LAUNCH % (entry, arguments)
         text = text.replace('extern "C" __global__ void', "static void")
+        # A GPU's blocks have a thread for each message of a level: here a thread has several.
+        text = re.sub(r"threadIdx\.x == (\d+)", lambda found: f"threadIdx.x == {int(found[1]) % THREADS}", text)
         text, count = re.subn(r"((?:Pack load|void store)\(.*\) \{)", r"\1 part();", text)
         assert count == 2
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
