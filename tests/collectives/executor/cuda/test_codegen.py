@@ -7,6 +7,7 @@ import pytest
 
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.copy_engine.lowering import find_zero_copy, lower_to_copies
+from stretto.collectives.executor.cuda.fused import codegen
 from stretto.collectives.executor.cuda.fused.codegen import parameter_names, write_level_source, write_source
 from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
 from stretto.collectives.executor.cuda.interpreter import write_interpreter
@@ -145,3 +146,13 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path, monkeypa
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file"))
     assert load_or_compile(source("one-shot-all-reduce", Variant("float32", "sum", "LL")), "sm_90a")
     assert "a compiled kernel is not kept" in caplog.text
+
+
+@pytest.mark.parametrize("algorithm", ["direct-all-gather", "one-shot-all-reduce", "binomial-broadcast"])
+def test_a_block_with_fewer_threads_than_messages_and_peers_waits_for_and_tells_all(monkeypatch, algorithm):
+    monkeypatch.setattr(codegen, "LEAST_THREADS", 4)  # stands for 128 threads and more than 128 ranks
+    text = source(algorithm, Variant("float32", "sum", "Simple", 1), ranks=8, rank=0)
+    kernel = text[text.index('extern "C" __global__') :]
+    numbers = [(int(number), rest) for number, rest in re.findall(r"threadIdx\.x == (\d+)( % blockDim\.x)?", kernel)]
+    assert max(number for number, _ in numbers) >= 6
+    assert all(bool(rest) == (number >= 4) for number, rest in numbers)

@@ -18,6 +18,7 @@ from stretto.collectives.executor.cuda.fused.program import (
 )
 from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant, read_sources, write_macros
 
+LEAST_THREADS = 128  # of a block of any of these kernels
 WIDE_THREADS = 1024  # of a kernel whose threads need no more than 64 registers
 _MOST_WIDE_OPERATIONS = 24  # of such a thread: two-shot all-reduce of four ranks has 23, and fills the 64 registers
 PARAMETERS = (
@@ -95,6 +96,11 @@ def write_level_source(
 def parameter_names(world: int) -> list[str]:
     """The kernel's parameters in order, all of 8 bytes."""
     return [name for _, name in PARAMETERS] + [f"peer_{rank}" for rank in range(world)]
+
+
+def _is_thread(number: int) -> str:
+    """A C++ condition: whether this thread does the block's number-th single task, of which there may be many."""
+    return f"threadIdx.x == {number}" if number < LEAST_THREADS else f"threadIdx.x == {number} % blockDim.x"
 
 
 class _Writer:
@@ -178,8 +184,7 @@ class _Writer:
             for thread, send in enumerate(level.sends):
                 flag = self._flag(f"peer_{send.peer}", send.message)
                 yield (
-                    f"    if (threadIdx.x == {thread} && !wait.is_given_up) "
-                    f"raise_flag({flag}, (u64)epoch << 32 | turn);"
+                    f"    if ({_is_thread(thread)} && !wait.is_given_up) raise_flag({flag}, (u64)epoch << 32 | turn);"
                 )
         for store in level.stores:
             start, length = self._chunk(store.place)
@@ -192,7 +197,7 @@ class _Writer:
             for thread, receive in enumerate(level.receives):
                 flag = self._flag(f"peer_{self.program.rank}", receive.message)
                 yield (
-                    f"    if (threadIdx.x == {thread}) "
+                    f"    if ({_is_thread(thread)}) "
                     f"await_flag({flag}, (u64)epoch << 32 | turn, wait, {number}, {receive.message});"
                 )
             yield "    wait.is_given_up = __syncthreads_or(wait.is_given_up);"
@@ -214,7 +219,7 @@ class _Writer:
         for peer in range(self.world):
             if peer != self.program.rank:
                 yield (
-                    f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
+                    f"  if (blockIdx.x == 0 && {_is_thread(peer)}) "
                     f"raise_flag((u64*)(peer_{peer} + side) + {self.program.rank}, (u64)epoch << 32);"
                 )
 
@@ -223,7 +228,7 @@ class _Writer:
         for peer in range(self.world):
             if peer != self.program.rank:
                 yield (
-                    f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
+                    f"  if (blockIdx.x == 0 && {_is_thread(peer)}) "
                     f"await_flag((u64*)(peer_{self.program.rank} + side) + {peer}, "
                     f"(u64)epoch << 32, wait, TO_BEGIN, {peer});"
                 )
@@ -258,7 +263,7 @@ class _LevelWriter(_Writer):
         yield "  Wait wait(state, report, failed, limit, kernel, (u32)epoch);"
         for thread, receive in enumerate((*level.receives, *awaits)):
             yield (
-                f"  if (threadIdx.x == {thread % MAX_THREADS}) "
+                f"  if ({_is_thread(thread)}) "
                 f"await_epoch(flags + {receive.message}, epoch, wait, {number}, {receive.message});"
             )
         yield "  __syncthreads();"

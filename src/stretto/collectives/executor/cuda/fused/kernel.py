@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.fused.codegen import most_threads, parameter_names, write_source
+from stretto.collectives.executor.cuda.fused.codegen import LEAST_THREADS, most_threads, parameter_names, write_source
 from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
 from stretto.collectives.executor.cuda.variant import DATA_BYTES, Variant, require_runnable
 from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, CollectiveWorkspace
 from stretto.collectives.executor.layout import depends_on_chunk_length, find_aligned_layout, find_layout, find_sizes
 from stretto.collectives.schedule import Schedule
 
-THREADS_STEP = 128
+THREADS_STEP = LEAST_THREADS
 """A block's threads are a multiple of this."""
 MAX_PLANS = 4096
 
