@@ -25,6 +25,11 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
 
 
+def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, or something similar, has started this process as a rank of a job."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
 def count_local_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
     """The ranks on this machine, as the launcher has set it; None if it has not.
 
@@ -69,9 +74,8 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
 
     A script that srun starts once and that starts several ranks itself has the variables of one task in all of them.
     """
-    rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
-    tasks = environment.get("SLURM_STEP_NUM_TASKS")
-    return None not in (rank, world_size) and environment.get("SLURM_PROCID") == rank and tasks == world_size
+    pairs = (("SLURM_PROCID", "RANK"), ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"))
+    return is_rank(environment) and all(environment.get(slurm) == environment[name] for slurm, name in pairs)
 
 
 def _expand_tasks(text: str) -> list[int]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid: ranks laid out over data x X x Y x Z (Singh, section 5.1.1), as a named DeviceMesh."""
 
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
@@ -20,7 +19,7 @@ from stretto.axes import (
     check_sizes,
     parameter_axes,
 )
-from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank
+from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank, is_rank
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
 
@@ -125,7 +124,6 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
 
     A GPU without an index is the one with this rank's number among its machine's ranks.
     """
-    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     joining: dict[str, Any] = {}  # the store, rank and size, if they were needed before the group exists
     if device is None:
         if dist.is_initialized():
@@ -137,7 +135,7 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
         if local_rank is None and dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             local_rank = agree_on_local_rank(store, dist.get_rank(), dist.get_world_size())
-        elif local_rank is None and is_launched:
+        elif local_rank is None and is_rank():
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
             joining = {"store": dist.PrefixStore("stretto", store), "rank": rank, "world_size": world_size}
             local_rank = agree_on_local_rank(store, rank, world_size)
@@ -147,7 +145,7 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
     if dist.is_initialized():
         return device
     backend = shared_gpus.default_backend(device.type)
-    if is_launched:
+    if is_rank():
         device_id = device if "nccl" in backend else None
         dist.init_process_group(backend, timeout=timeout, device_id=device_id, **joining)
     elif ranks == 1:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a run on CPUs fits into the machine's memory, before anything is allocated."""
 
-import os
-
-from stretto.cluster.local_ranks import count_local_ranks
+from stretto.cluster.local_ranks import count_local_ranks, is_rank
 
 
 def check_room(bytes_of_rank: float, ranks: int, what: str, kind: str) -> None:
@@ -11,8 +9,7 @@ def check_room(bytes_of_rank: float, ranks: int, what: str, kind: str) -> None:
 
     what, kind: words for the message: what needs the memory, and what to make smaller.
     """
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    ranks_here = (count_local_ranks() or 1) if is_rank else ranks
+    ranks_here = (count_local_ranks() or 1) if is_rank() else ranks
     needed = round(ranks_here * bytes_of_rank)
     if (there := _memory_bytes()) is None or needed <= there:
         return

@@ -4,14 +4,9 @@
 import os
 
 from stretto.cluster.detection import count_gpus
-from stretto.cluster.local_ranks import count_local_ranks
+from stretto.cluster.local_ranks import count_local_ranks, is_rank
 from stretto.train.config.gpt import TrainConfig, nearest_grid
 from stretto.train.config.options import AnyConfig, JobConfig
-
-
-def is_rank() -> bool:
-    """Check whether torchrun, or something similar, has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check_started_ranks(config: JobConfig) -> None:

@@ -29,10 +29,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.config.options import JobConfig
-from stretto.train.launch.devices import check_started_ranks, is_rank
+from stretto.train.launch.devices import check_started_ranks
 from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
 from stretto.train.observe.metrics import DivergenceError
 
