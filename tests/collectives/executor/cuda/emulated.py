@@ -263,6 +263,51 @@ class EmulatedQueues:
         return self._threads[queue].submit(lambda: (time.sleep(late), function(*arguments)))
 
 
+class EmulatedGraph(EmulatedQueues):
+    """CopyStreams of a captured call: `drain` executes it one operation after another, in an order of its own.
+
+    Each time that is another order that the events allow, as CUDA's may be. rng: draws it.
+    """
+
+    def __init__(self, rng):
+        super().__init__({})
+        self._rng = rng
+        self._operations = []  # (queue, function and arguments, the numbers of those before it)
+        self._last = {}
+        self._marks = {}
+
+    def mark(self, event, queue):
+        self._marks[event] = self._last.get(queue)
+
+    def follow(self, event, queue):
+        self._put(queue, int, after=self._marks[event])
+
+    def drain(self):
+        operations, done = self._operations, set()
+        self._operations, self._last = [], {}
+        first = self._rng.sample(("caller", *SIDE_STREAMS), 4)  # the queues that go first, or in any order
+        while len(done) < len(operations):
+            ready = [
+                number
+                for number, (_, _, before) in enumerate(operations)
+                if number not in done and before <= done
+            ]
+            chosen = self._rng.choice(ready)
+            if self._is_sorted():
+                chosen = min(ready, key=lambda number: first.index(operations[number][0]))
+            function, *arguments = operations[chosen][1]
+            function(*arguments)
+            done.add(chosen)
+
+    def _is_sorted(self):
+        return self._rng.random() < 0.8
+
+    def _put(self, queue, function, *arguments, after=None):
+        before = {self._last.get(queue), after} - {None}
+        self._last[queue] = len(self._operations)
+        self._operations.append((queue, (function, *arguments), before))
+
+
 def add_copy_areas(workspaces, size):
     memories = [torch.zeros(size, dtype=torch.uint8) for _ in workspaces]
     for workspace in workspaces:

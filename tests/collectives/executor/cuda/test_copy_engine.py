@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, make_workspaces, run_all
+from tests.collectives.executor.cuda.emulated import COMPILER, EmulatedGraph, add_copy_areas, make_workspaces, run_all
 from tests.collectives.executor.cuda.test_kernels import check, make
 
 from stretto.collectives.algorithms import ALGORITHMS
@@ -172,6 +172,29 @@ def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, f
     workspaces[1].late[queue] = 0.02
     for elements in (3000, 300):
         check(kernels, torch.int16, "sum", True, elements, 0, rng)
+    for workspace in workspaces:
+        workspace.check()
+
+
+@pytest.mark.sampled(2)
+@needs_compiler
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "ring-all-gather", "binomial-broadcast"])
+def test_a_captured_call_ends_in_whatever_order_the_graph_is_executed(name, symmetric, folder, small_pieces):
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    ranks = rng.choice([2, 3, 4])
+    workspaces = make_workspaces(ranks, folder, limit=5.0)
+    add_copy_areas(workspaces, planner.HEAD + (1 << 14))  # some of the calls need several rounds
+    in_place = rng.random() < 0.5
+    kernels = make(CopyEngineExecutor, name, {"ranks": ranks}, workspaces, Variant("int32", "sum", "Copy"), in_place)
+    prepare = partial(make_symmetric, workspaces) if symmetric else None
+    check(kernels, torch.int32, "sum", in_place, 300, 0, rng, prepare)
+    for workspace in workspaces:
+        workspace.is_capturing = True
+        workspace._queues = EmulatedGraph(random.Random(rng.random()))
+    for elements in (300, rng.randint(1000, 5000), 5000, 300):
+        check(kernels, torch.int32, "sum", in_place, elements, 0, rng, prepare)
     for workspace in workspaces:
         workspace.check()
 

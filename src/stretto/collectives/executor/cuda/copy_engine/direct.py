@@ -38,13 +38,14 @@ KERNEL_TO_LINK_SPEED = 6.5
 
 
 class _ReceiveKernel(NamedTuple):
-    """A kernel that stores one message, or reduces several, or stores values that need none.
+    """A kernel that stores one message, or reduces several, or stores values that need none, or only waits for messages.
 
-    in_parts: whether its messages come in parts, so that it is launched for each.
+    messages: which it waits for; in_parts: whether these come in parts, so that it is launched for each.
     """
 
     kernel: Launchable
     level: Level
+    messages: tuple[int, ...]
     in_parts: bool
 
 
@@ -81,32 +82,52 @@ class DirectCopyPlanner(CopyPlanner):
         pieces = split_into_pieces(whole.size, whole.size, share)
         assert len(pieces) <= MAX_PARTS
         parts = [ChunkSlice(whole.begin + begin, size, begin, part) for part, (begin, size) in enumerate(pieces)]
-        in_parts = self._find_sends_in_parts(rank)
-        sends = order_by_distance((send for level in self._levels for send in level.sends), rank, world)
-        queued = [(send, whole) for send in sends if send not in in_parts]
-        queued += [(send, part) for part in parts for send in in_parts]
-        empty = CopyStep(
-            wait_for_peers=None,
-            peers_ready="peers ready",
-            overwrites=None,
-            kernel=None,
-            done=None,
-            copies=(),
-            sent=None,
-            release_mailboxes=None,
-            is_last=False,
+        queues = [self._queue(sender, whole, parts) for sender in range(world)]
+        positions = {
+            (send.peer, send.message, part.part): position
+            for queue in queues
+            for position, (send, part) in enumerate(queue)
+        }
+        begin_step = CopyStep(
+            after_release="released" if number else None, wait_for_peers=self._wait_for_peers(number, symmetric)
         )
-        send_step = empty._replace(
-            wait_for_peers=self._wait_for_peers(number, symmetric),
-            copies=tuple(self._copy(send, part, number, layout, symmetric) for send, part in queued),
-        )
-        receive_steps = [
-            empty._replace(kernel=self._compute(receiver.kernel, receiver.level, part, number, layout))
-            for receiver in self._receivers
-            for part in (parts if receiver.in_parts else [whole])
+        send_steps = [
+            CopyStep(
+                copies=(self._copy(send, part, number, layout, symmetric),),
+                signalled=("signalled", position),
+            )
+            for position, (send, part) in enumerate(queues[rank])
         ]
-        end_step = empty._replace(release_mailboxes=self._release_mailboxes(number, last), is_last=number == last)
-        return [send_step, *receive_steps, end_step]
+        receive_steps = []
+        for receiver in self._receivers:
+            for part in parts if receiver.in_parts else [whole]:
+                awaited = [positions[rank, message, part.part] for message in receiver.messages]
+                # What this rank has sent by the time that the peers send these messages.
+                sent = min(max(awaited), len(send_steps) - 1) if awaited and send_steps else None
+                receive_steps.append(
+                    CopyStep(
+                        after_signals=None if sent is None else ("signalled", sent),
+                        kernel=self._compute(receiver.kernel, receiver.level, part, number, layout),
+                    )
+                )
+        end_step = CopyStep(
+            signalled="all signalled",
+            release_mailboxes=self._release_mailboxes(number, last),
+            released="released",
+            is_last=number == last,
+        )
+        return [begin_step, *send_steps, *receive_steps, end_step]
+
+    def _queue(
+        self, sender: int, whole: ChunkSlice, parts: list[ChunkSlice]
+    ) -> list[tuple[OutgoingChunk, ChunkSlice]]:
+        """A rank's copies of a round in the order in which they are queued."""
+        sends = order_by_distance(
+            (send for level in self._all_levels[sender] for send in level.sends), sender, len(self._all_levels)
+        )
+        in_parts = self._find_sends_in_parts(sender)
+        queued = [(send, whole) for send in sends if send not in in_parts]
+        return queued + [(send, part) for part in parts for send in in_parts]
 
     def _count_mailbox_sets(self) -> int:
         return 1
@@ -128,23 +149,25 @@ class DirectCopyPlanner(CopyPlanner):
             if level is None:
                 continue
             if level.reduces:
-                self._receivers.append(_ReceiveKernel(self._load(number, level, ()), level, True))
+                messages = tuple(receive.message for receive in level.receives)
+                self._receivers.append(_ReceiveKernel(self._load(number, level, ()), level, messages, True))
                 continue
             received = {receive.value for receive in level.receives}
             stores = tuple(store for store in level.stores if store.value not in received)
             if stores:
                 own = Level((), level.loads, (), (), stores)
-                self._receivers.append(_ReceiveKernel(self._load(number, own, ()), own, False))
+                self._receivers.append(_ReceiveKernel(self._load(number, own, ()), own, (), False))
             for receive in sorted(level.receives, key=lambda receive: (rank - receive.peer) % world):
                 stores = tuple(store for store in level.stores if store.value == receive.value)
                 alone = Level((receive,), (), (), (), stores)
-                kernel = self._load(number, alone, ())
-                self._receivers.append(_ReceiveKernel(kernel, alone, (rank, receive.message) in in_parts))
+                kernel, message = self._load(number, alone, ()), receive.message
+                self._receivers.append(_ReceiveKernel(kernel, alone, (message,), (rank, message) in in_parts))
         for number, copy_level in enumerate(self._levels):
             if copy_level.awaits:
                 nothing = Level((), (), (), (), ())
                 kernel = self._load(number, nothing, copy_level.awaits)
-                self._receivers.append(_ReceiveKernel(kernel, nothing, False))
+                messages = tuple(receive.message for receive in copy_level.awaits)
+                self._receivers.append(_ReceiveKernel(kernel, nothing, messages, False))
         self.kernels = [receiver.kernel for receiver in self._receivers]
 
     def _find_sends_in_parts(self, sender: int) -> list[OutgoingChunk]:

@@ -107,13 +107,13 @@ class CopyEngineExecutor:
             if kernel is not None:
                 kernel.set("input", buffers[0])
                 kernel.set("output", buffers[1])
-        streams = workspace.copy_streams()
+        streams, is_captured = workspace.copy_streams(), workspace.is_capturing
         try:
             streams.fork()
             for number, step in enumerate(steps):
-                self._issue(step, streams, buffers, is_first=number == 0)
+                self._issue(step, streams, buffers, is_first=number == 0, is_captured=is_captured)
         except BaseException:
-            if not workspace.is_capturing:  # nothing of a graph has run, and unjoined streams make its capture fail
+            if not is_captured:  # nothing of a graph has run, and unjoined streams make its capture fail
                 self._abort(streams)
             raise
 
@@ -121,9 +121,13 @@ class CopyEngineExecutor:
         """Describe what a thread block waited for, for a failure report."""
         return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
 
-    def _issue(self, step: CopyStep, streams: CopyStreams, buffers: tuple[int, int], *, is_first: bool) -> None:
+    def _issue(
+        self, step: CopyStep, streams: CopyStreams, buffers: tuple[int, int], *, is_first: bool, is_captured: bool
+    ) -> None:
         """Put a step's launches and copies on the streams, in order."""
         if step.wait_for_peers is not None:
+            if is_captured and step.after_release is not None:
+                streams.follow(step.after_release, "wait")
             step.wait_for_peers.run(streams.handle("wait"))
             streams.mark(step.peers_ready, "wait")
             streams.follow(step.peers_ready, "copy")
@@ -132,6 +136,8 @@ class CopyEngineExecutor:
         if step.kernel is not None:
             if step.overwrites is not None:
                 streams.follow(step.overwrites, "caller")
+            if is_captured and step.after_signals is not None:
+                streams.follow(step.after_signals, "caller")
             step.kernel.run(streams.handle("caller"))
             if step.done is not None:
                 streams.mark(step.done, "caller")
@@ -142,12 +148,18 @@ class CopyEngineExecutor:
             streams.mark("copied", "copy")
             streams.follow("copied", "flag")
             copy.signal_arrival.run(streams.handle("flag"))
+        if is_captured and step.signalled is not None:
+            streams.mark(step.signalled, "flag")
         if step.sent is not None:
             streams.mark(step.sent, "copy")
         if step.is_last:  # `release_mailboxes` changes the base, which kernels of all streams have read by then
             streams.join()
         if step.release_mailboxes is not None:
+            if is_captured and step.signalled is not None:
+                streams.follow(step.signalled, "caller")
             step.release_mailboxes.run(streams.handle("caller"))
+            if is_captured and step.released is not None:
+                streams.mark(step.released, "caller")
 
     def _abort(self, streams: CopyStreams) -> None:
         """Refuse all further calls: the next one would take for its own what peers have sent for this one."""

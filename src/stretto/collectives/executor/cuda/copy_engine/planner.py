@@ -24,6 +24,12 @@ sends inputs, level 1 reduces them and sends the sums; the list is read from lef
   for the same engine.
 - A level's kernel waits for its messages' flags, reduces and stores.
 - `release_mailboxes` ("release") tells the peers that this rank is done with the piece's mailbox set.
+
+CUDA graphs: streams that are captured become the branches of a graph, which CUDA may execute in any order, one after
+another. A kernel that waits for peers must then not come before what the peers wait for meanwhile, or all ranks wait for
+each other. So a captured call has three more kinds of dependencies: a level's kernel goes after this rank's signals of
+the level before, a release after all signals that were issued before it, and a wait for released mailboxes after this
+rank's own release of them (docs/decisions/018-captured-copies.md).
 """
 
 from abc import ABC, abstractmethod
@@ -108,17 +114,25 @@ class CopyStep(NamedTuple):
     `done` is recorded after it, if copies need its result. copies: go on the copy stream; `sent` is recorded after
     them, if a later kernel writes over what they send. release_mailboxes: runs on the caller's stream; is_last: it ends
     the call.
+
+    Only while a graph is captured: `signalled` is recorded after the signals of the copies, and `released` after
+    release_mailboxes; wait_for_peers goes after the event `after_release`, the kernel after `after_signals`, and
+    release_mailboxes after `signalled`.
     """
 
-    wait_for_peers: KernelLaunch | None
-    peers_ready: Hashable
-    overwrites: Hashable
-    kernel: KernelLaunch | None
-    done: Hashable
-    copies: tuple[PeerCopy, ...]
-    sent: Hashable
-    release_mailboxes: KernelLaunch | None
-    is_last: bool
+    after_release: Hashable = None
+    wait_for_peers: KernelLaunch | None = None
+    peers_ready: Hashable = "peers ready"
+    overwrites: Hashable = None
+    after_signals: Hashable = None
+    kernel: KernelLaunch | None = None
+    done: Hashable = None
+    copies: tuple[PeerCopy, ...] = ()
+    signalled: Hashable = None
+    sent: Hashable = None
+    release_mailboxes: KernelLaunch | None = None
+    released: Hashable = None
+    is_last: bool = False
 
 
 class FlagKernels(NamedTuple):
@@ -314,20 +328,25 @@ class PipelinedCopyPlanner(CopyPlanner):
     ) -> CopyStep:
         """Level `number` of a piece; a rank may have fewer levels than the deepest of all."""
         level = self._levels[number] if number < len(self._levels) else CopyLevel(None, (), ())
-        mailbox_set, last, is_end = piece % self._num_mailbox_sets, len(pieces) - 1, number == depth - 1
+        sets = self._num_mailbox_sets
+        mailbox_set, last, is_end = piece % sets, len(pieces) - 1, number == depth - 1
         sends = order_by_distance(level.sends, self._workspace.rank, self._workspace.world_size)
         kernel = None
         if level.kernel is not None:
             kernel = self._compute(self.kernels[number], level.kernel, pieces[piece], piece, layout)
         return CopyStep(
+            after_release=("released", mailbox_set) if piece >= sets else None,
             wait_for_peers=self._wait_for_peers(piece, symmetric) if number == 0 else None,
             peers_ready=("peers ready", mailbox_set),
             overwrites=("sent", mailbox_set, number - 1) if number in self._overwriting else None,
+            after_signals=("signalled", mailbox_set, number - 1) if number else None,
             kernel=kernel,
             done=("done", mailbox_set, number) if any(send.needs_kernel for send in sends) else None,
             copies=tuple(self._copy(send, pieces[piece], piece, layout, symmetric) for send in sends),
+            signalled=("signalled", mailbox_set, number),
             sent=("sent", mailbox_set, number) if number + 1 in self._overwriting else None,
             release_mailboxes=self._release_mailboxes(piece, last) if is_end else None,
+            released=("released", mailbox_set),
             is_last=is_end and piece == last,
         )
 
