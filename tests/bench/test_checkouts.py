@@ -305,13 +305,23 @@ def test_a_machine_without_mps_is_told_so(tmp_path, monkeypatch):
         (["--before", str(SOURCE), "--ranks", "1"], "ranks is 1, but must be at least 2"),
         (["--before", str(SOURCE), "--rounds", "1"], "rounds is 1, but must be at least 2"),
         (["--before", str(SOURCE), "--percentage", "30"], "4 ranks with 30% of the multiprocessors each: up to 25%"),
-        (["--before", str(SOURCE), "--only", "LL64"], "no case has LL64 in its name"),
+        (["--before", str(SOURCE), "--only", "LL64"], "no case has 'LL64' in its name"),
+        (["--before", str(SOURCE), "--skip", "allreduce-LL64"], "no case has 'allreduce-LL64' in its name"),
+        (["--before", str(SOURCE), "--skip", "graph,eager"], "no case is left to measure"),
         (["--before", str(SOURCE), "--placements", "3"], "--placements is 3, but two sets of ranks have 1 or 2"),
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(arguments, words):
     result = CliRunner().invoke(app, ["bench", "checkouts", *arguments], env={"COLUMNS": "200"})
     assert (result.exit_code, words in result.output) == (2, True), result.output
+
+
+def test_cases_are_selected_by_parts_of_their_names_with_hyphens_for_spaces():
+    setting = CheckoutsSetting(SOURCE, only=("allreduce-Copy", "tiles by push"), skip=("1-KB", "1024 rows"))
+    assert {case.name for case in setting.cases()} == {
+        *("allreduce Copy 64 KB graph", "allreduce Copy 1 MB graph", "allreduce Copy 16 MB graph"),
+        *("allreduce Copy 1 MB eager", "tiles by push, 16 rows graph", "tiles by push, 16 rows eager"),
+    }
 
 
 def test_the_tensors_of_a_captured_case_stay_as_long_as_its_graph(monkeypatch):

@@ -2,6 +2,7 @@
 """Symmetric tensors on GPUs: peers' writes are seen, and memory is given back when the tensors die."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from stretto.memory import empty, peer_tensor
 from stretto.parallel import Grid
 
 Run = Callable[..., list[Any]]
-ATTEMPTS = 6
-"""Other tests may take memory of the GPU or give it back meanwhile; what leaks is missing each time."""
+ATTEMPTS = 60
+PAUSE = 0.5
+"""Seconds between attempts: other tests may take memory of the GPU or give it back meanwhile, for seconds when they
+start or end. What leaks is missing each time."""
 
 
 def meet() -> None:
@@ -44,6 +47,7 @@ def write_to_peers(folder: Path) -> None:
         dist.all_gather_object(every, amiss)
         if not any(every):
             break
+        time.sleep(PAUSE)
     else:
         wrong.append(amiss)
     for round in range(20):  # ranks let go in different orders

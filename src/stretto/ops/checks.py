@@ -26,10 +26,11 @@ def find_name(group: dist.ProcessGroup | None) -> str:
             f"group is a torch.distributed.ProcessGroup, or None for all ranks, not {group!r}: of a mesh's axis, give "
             "mesh.get_group(axis)"
         )
-    find_own_rank(group)
-    world = dist.group.WORLD if group is None else group
-    assert world is not None
-    return world.group_name
+    if not isinstance(group, dist.ProcessGroup):  # of a group, only its ranks have an object
+        find_own_rank(group)
+        group = dist.group.WORLD
+        assert group is not None
+    return group.group_name
 
 
 def require_operands(

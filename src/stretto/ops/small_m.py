@@ -82,6 +82,12 @@ def split_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
     return unit_steps, min(blocks.programs, divide_up(tile_count * steps, unit_steps))
 
 
+@lru_cache(maxsize=4096)
+def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
+    """The blocks with no more programs than may wait at once on the device, and `most`."""
+    return blocks._replace(programs=min(limit_waiting(blocks.programs, device), most))
+
+
 def launch(
     operator: str,
     form: str,
@@ -99,8 +105,7 @@ def launch(
     scales: of fp8 x and weight.
     """
     (m, k), n = x.shape, weight.shape[0]
-    most = min(limit_waiting(blocks.programs, x.device), workspace.arrivals.numel())
-    blocks = blocks._replace(programs=most)
+    blocks = _limit_blocks(blocks, x.device, workspace.arrivals.numel())
     unit_steps, programs = split_steps(m, n, k, blocks)
     partials: Any = None
     if unit_steps % divide_up(k, blocks.k):

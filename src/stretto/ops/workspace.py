@@ -114,19 +114,15 @@ def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]
 
     All ranks call it with the same keys, so `make` may be a collective.
     """
-    kept = find_known(name, device, key, make)
-    _follow_calls(_find_cache(name), device)
+    cache = _find_cache(name)
+    kept = _find_in(cache, device, key, make)
+    _follow_calls(cache, device)
     return kept
 
 
 def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
     """`find_kept` for values of the host, which no kernel uses: no stream waits for another."""
-    kept = _find_cache(name).kept
-    if (device, key) not in kept:
-        require_no_capture(device)
-        with torch.inference_mode(False):
-            kept[device, key] = make()
-    return kept[device, key]
+    return _find_in(_find_cache(name), device, key, make)
 
 
 def abandon(name: str, channel: BlockChannel) -> None:
@@ -150,6 +146,15 @@ def abandon(name: str, channel: BlockChannel) -> None:
 def list_kept(name: str) -> list[Any]:
     """All values that `find_kept` keeps for the group."""
     return list(_find_cache(name).kept.values())
+
+
+def _find_in(cache: _Cache, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
+    found = cache.kept.get((device, key))
+    if found is None:
+        require_no_capture(device)
+        with torch.inference_mode(False):
+            found = cache.kept[device, key] = make()
+    return found
 
 
 def _find_cache(name: str) -> _Cache:

@@ -21,7 +21,8 @@ class CheckoutsSetting:
     before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout.
     rounds: of every case. Cases whose confidence interval still contains a bound then get more, up to most_rounds each,
     until `seconds` have passed since the command started. only: measures the cases whose names contain one of these
-    (empty: all). percentage: share of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of
+    (empty: all); skip: except those that contain one of these. Both may have hyphens in place of a name's spaces.
+    percentage: share of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of
     ranks works at a time). At 100 / (2 ranks) or less, both sets have multiprocessors of their own and prepare cases at
     the same time. on_cpu: a few cases with interpreted kernels, to try the command. Raises ValueError for settings that
     cannot work.
@@ -37,7 +38,8 @@ class CheckoutsSetting:
         int | None, Option("Rounds at most, of a case that --rounds do not decide (default: ten times --rounds).")
     ] = None
     seconds: Annotated[float, Option("Time limit of the whole run.")] = 270.0
-    only: Annotated[tuple[str, ...], Option("Parts of the names of cases, with commas.")] = ()
+    only: Annotated[tuple[str, ...], Option("Parts of the names of cases, with commas; hyphens match spaces.")] = ()
+    skip: Annotated[tuple[str, ...], Option("The same, of cases to leave out.")] = ()
     percentage: Annotated[
         int | None, Option("Share of the GPU's multiprocessors for a rank (default: 100 / ranks).")
     ] = None
@@ -63,8 +65,11 @@ class CheckoutsSetting:
             )
         for name, path in ((BEFORE, self.before), (AFTER, self.after)):
             find_source(name, path)
+        for part in (*self.only, *self.skip):
+            if not any(has_part(case.name, part) for case in list_cases()):
+                raise ValueError(f"no case has {part!r} in its name; one is {list_cases()[0].name!r}")
         if not self.cases():
-            raise ValueError(f"no case has {' or '.join(self.only)} in its name; one is {list_cases()[0].name!r}")
+            raise ValueError("no case is left to measure: --skip leaves out all of them")
 
     @property
     def round_limit(self) -> int:
@@ -90,7 +95,13 @@ class CheckoutsSetting:
     def cases(self) -> list[CheckoutCase]:
         """The cases to measure."""
         every = CPU_CASES if self.on_cpu else list_cases()
-        return [case for case in every if not self.only or any(part in case.name for part in self.only)]
+        wanted = [case for case in every if not self.only or any(has_part(case.name, part) for part in self.only)]
+        return [case for case in wanted if not any(has_part(case.name, part) for part in self.skip)]
+
+
+def has_part(name: str, part: str) -> bool:
+    """Whether a case's name contains a part, in which hyphens may stand for spaces."""
+    return part in name or part in name.replace(" ", "-")
 
 
 def find_source(name: str, path: Path) -> Path:

@@ -62,6 +62,7 @@ def _autotuner(device: torch.device) -> Autotuner[str, LaunchConfig]:
     return Autotuner(machine_key(device, operator="embedding", versions=(f"triton {triton.__version__}",)), keys)
 
 
+@functools.lru_cache(maxsize=4096)  # once for a size, not at each call
 def _name_shape(shape: LookupSize) -> str:
     """Name a size for the store; sizes whose average bags differ by less than a factor of two share a name."""
     pooling = round(math.log2(max(shape.pooling, 1.0)))

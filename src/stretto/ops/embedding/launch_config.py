@@ -76,6 +76,7 @@ class LookupSize(NamedTuple):
         return self.total / max(self.tables * self.batch, 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_launch_config(shape: LookupSize, device: torch.device) -> LaunchConfig:
     """Choose a launch config by a table, without measuring.
 

@@ -224,6 +224,7 @@ def leave_room_for_copies(programs: int, device: torch.device) -> int:
     return limit_waiting(programs, device) if shared_gpus.is_enabled() else programs
 
 
+@lru_cache(maxsize=4096)
 def limit_programs(config: KernelConfig, device: torch.device) -> KernelConfig:
     """The configuration with no more programs than may wait at once on the device (`bound_programs`)."""
     assert config.blocks is not None

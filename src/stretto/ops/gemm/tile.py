@@ -93,7 +93,8 @@ def describe_gemm(
     (m, k), n = a.shape, weight.shape[0]
     parts = count_column_parts(blocks) if in_parts else 1
     assert in_parts or has_power_of_two_columns(blocks)
-    blocks = blocks._replace(n=blocks.n // parts)
+    if parts > 1:
+        blocks = blocks._replace(n=blocks.n // parts)
     transposed = not weight.is_contiguous()
     b = _stored(weight)
     by_tma = takes_tma(a) and takes_tma(b)
@@ -124,14 +125,10 @@ def specialization_key(
     tensors: others that the kernel takes as pointers; x and weight are pointers too, where TMA does not take them.
     """
     flags = gemm.by_tma.value, gemm.transposed.value, gemm.stores_by_tma.value, gemm.precision.value
-    scales = gemm.row_scales, gemm.row_step, gemm.column_scales, gemm.column_step
-    return (
-        config,
-        x.shape,
-        weight.shape,
-        flags,
-        *(kind_of(one) for one in (x, weight, *scales, *tensors)),
-    )
+    scales = None
+    if gemm.row_scales is not None:
+        scales = (*map(kind_of, (gemm.row_scales, gemm.row_step, gemm.column_scales, gemm.column_step)),)
+    return config, x.shape, weight.shape, flags, scales, kind_of(x), kind_of(weight), *map(kind_of, tensors)
 
 
 @lru_cache(maxsize=4096, typed=True)

@@ -288,9 +288,7 @@ class EmulatedGraph(EmulatedQueues):
         first = self._rng.sample(("caller", *SIDE_STREAMS), 4)  # the queues that go first, or in any order
         while len(done) < len(operations):
             ready = [
-                number
-                for number, (_, _, before) in enumerate(operations)
-                if number not in done and before <= done
+                number for number, (_, _, before) in enumerate(operations) if number not in done and before <= done
             ]
             chosen = self._rng.choice(ready)
             if self._is_sorted():

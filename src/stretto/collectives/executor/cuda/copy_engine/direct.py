@@ -38,9 +38,9 @@ KERNEL_TO_LINK_SPEED = 6.5
 
 
 class _ReceiveKernel(NamedTuple):
-    """A kernel that stores one message, or reduces several, or stores values that need none, or only waits for messages.
+    """A kernel that stores one message, or reduces several, or stores values that need none, or only waits.
 
-    messages: which it waits for; in_parts: whether these come in parts, so that it is launched for each.
+    messages: those it waits for; in_parts: whether these come in parts, so that it is launched for each.
     """
 
     kernel: Launchable
@@ -88,22 +88,20 @@ class DirectCopyPlanner(CopyPlanner):
             for queue in queues
             for position, (send, part) in enumerate(queue)
         }
-        begin_step = CopyStep(
-            after_release="released" if number else None, wait_for_peers=self._wait_for_peers(number, symmetric)
+        send_step = CopyStep(
+            after_release="released" if number else None,
+            wait_for_peers=self._wait_for_peers(number, symmetric),
+            copies=tuple(
+                self._copy(send, part, number, layout, symmetric)._replace(signalled=("signalled", position))
+                for position, (send, part) in enumerate(queues[rank])
+            ),
         )
-        send_steps = [
-            CopyStep(
-                copies=(self._copy(send, part, number, layout, symmetric),),
-                signalled=("signalled", position),
-            )
-            for position, (send, part) in enumerate(queues[rank])
-        ]
         receive_steps = []
         for receiver in self._receivers:
             for part in parts if receiver.in_parts else [whole]:
                 awaited = [positions[rank, message, part.part] for message in receiver.messages]
                 # What this rank has sent by the time that the peers send these messages.
-                sent = min(max(awaited), len(send_steps) - 1) if awaited and send_steps else None
+                sent = min(max(awaited), len(queues[rank]) - 1) if awaited and queues[rank] else None
                 receive_steps.append(
                     CopyStep(
                         after_signals=None if sent is None else ("signalled", sent),
@@ -116,11 +114,9 @@ class DirectCopyPlanner(CopyPlanner):
             released="released",
             is_last=number == last,
         )
-        return [begin_step, *send_steps, *receive_steps, end_step]
+        return [send_step, *receive_steps, end_step]
 
-    def _queue(
-        self, sender: int, whole: ChunkSlice, parts: list[ChunkSlice]
-    ) -> list[tuple[OutgoingChunk, ChunkSlice]]:
+    def _queue(self, sender: int, whole: ChunkSlice, parts: list[ChunkSlice]) -> list[tuple[OutgoingChunk, ChunkSlice]]:
         """A rank's copies of a round in the order in which they are queued."""
         sends = order_by_distance(
             (send for level in self._all_levels[sender] for send in level.sends), sender, len(self._all_levels)

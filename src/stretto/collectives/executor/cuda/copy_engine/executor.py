@@ -148,6 +148,8 @@ class CopyEngineExecutor:
             streams.mark("copied", "copy")
             streams.follow("copied", "flag")
             copy.signal_arrival.run(streams.handle("flag"))
+            if is_captured and copy.signalled is not None:
+                streams.mark(copy.signalled, "flag")
         if is_captured and step.signalled is not None:
             streams.mark(step.signalled, "flag")
         if step.sent is not None:

@@ -26,10 +26,10 @@ sends inputs, level 1 reduces them and sends the sums; the list is read from lef
 - `release_mailboxes` ("release") tells the peers that this rank is done with the piece's mailbox set.
 
 CUDA graphs: streams that are captured become the branches of a graph, which CUDA may execute in any order, one after
-another. A kernel that waits for peers must then not come before what the peers wait for meanwhile, or all ranks wait for
-each other. So a captured call has three more kinds of dependencies: a level's kernel goes after this rank's signals of
-the level before, a release after all signals that were issued before it, and a wait for released mailboxes after this
-rank's own release of them (docs/decisions/018-captured-copies.md).
+another. A kernel that waits for peers must then not come before what the peers wait for meanwhile, or all ranks wait
+for each other. So a captured call has three more kinds of dependencies: a level's kernel goes after this rank's signals
+of the level before, a release after all signals that were issued before it, and a wait for released mailboxes after
+this rank's own release of them (docs/decisions/018-captured-copies.md).
 """
 
 from abc import ABC, abstractmethod
@@ -97,13 +97,17 @@ class KernelLaunch(NamedTuple):
 
 
 class PeerCopy(NamedTuple):
-    """A copy to a peer, from an offset in the input (buffer 0) or output (1) to an address, and its signal after it."""
+    """A copy to a peer, from an offset in the input (buffer 0) or output (1) to an address, and its signal after it.
+
+    signalled: an event that is recorded after the signal while a graph is captured; None where no kernel needs it.
+    """
 
     buffer: int
     offset: int
     num_bytes: int
     target: int
     signal_arrival: KernelLaunch
+    signalled: Hashable = None
 
 
 class CopyStep(NamedTuple):
@@ -115,7 +119,7 @@ class CopyStep(NamedTuple):
     them, if a later kernel writes over what they send. release_mailboxes: runs on the caller's stream; is_last: it ends
     the call.
 
-    Only while a graph is captured: `signalled` is recorded after the signals of the copies, and `released` after
+    Only while a graph is captured: `signalled` is recorded after the signals of all copies, and `released` after
     release_mailboxes; wait_for_peers goes after the event `after_release`, the kernel after `after_signals`, and
     release_mailboxes after `signalled`.
     """
