@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from stretto.train.checkpoint import storage as checkpoint_storage
 from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
+from stretto.train.launch.stopping import StopRequest
 from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.trainer import train
 
@@ -69,6 +71,20 @@ def train_and_stop(config: TrainConfig, step: int, rank: int) -> None:
     with mock.patch.object(Sampler, "indices", indices_and_signal):
         train(config, display="none")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the handler was not given back"
+
+
+def look_at_stop_requests(folder: Path) -> list[bool]:
+    """Look three times; rank 1 only once rank 0 is done with its first look, and with a signal before the second one."""
+    rank, done, found = torch.distributed.get_rank(), folder / "first look", []
+    with StopRequest() as stop:
+        while rank == 1 and not done.exists():
+            time.sleep(0.01)
+        found.append(stop.is_agreed())
+        done.touch()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        found += [stop.is_agreed(), stop.is_agreed()]
+    return found
 
 
 def make_gpt() -> nn.Module:

@@ -184,9 +184,13 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: MakeRanks, tmp_
     whole = run(ranks, tmp_path / "whole", *options)
     config = runs.configure(tmp_path / "stopped", *options)
     ranks(4).run(runs.train_and_stop, config, step=3, rank=rank, timeout=60)
-    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 3)
+    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 4)  # the step after the request
     resumed = run(ranks, config.out, *options, "train.resume=latest")
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+
+
+def test_no_rank_waits_for_others_to_look_for_a_request_to_stop(ranks: MakeRanks, tmp_path: Path) -> None:
+    assert ranks(2).run(runs.look_at_stop_requests, tmp_path, timeout=30) == [[False, False, True]] * 2
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_its_step_and_says_where_to_go_on(

@@ -165,7 +165,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: 
     whole = run(ranks, tmp_path / "whole", "ranks=2")
     config = dlrm_runs.configure(tmp_path / "stopped", "ranks=2")
     ranks(2).run(dlrm_runs.train_and_stop, config, step=3, rank=1)
-    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 3)
+    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 4)  # the step after the request
     resumed = run(ranks, config.out, "ranks=2", "train.resume=latest")
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
 

@@ -21,8 +21,9 @@ ONE_REQUEST = 1.0
 class StopRequest:
     """Context manager that records SIGINT, SIGTERM and SIGHUP, and lets the ranks agree to stop.
 
-    The first signal requests a stop after the current step. A second one, at least a second later, has its default
-    effect: it ends this process at once.
+    The first signal requests a stop: after the current step, or with several ranks after the next one, since the ranks
+    exchange requests while they work on a step. A second signal, at least a second later, has its default effect: it
+    ends this process at once.
     """
 
     def __init__(self) -> None:
@@ -32,15 +33,31 @@ class StopRequest:
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=group_timeout(None)))
+        self._exchange: dist.Work | None = None
+        self._asked = torch.zeros(1, dtype=torch.int32)
 
     def is_agreed(self) -> bool:
-        """Check whether any rank was asked to stop; all ranks get the same answer. Collective, of a few bytes."""
+        """Check whether any rank had been asked to stop by the previous call; all ranks get the same answer.
+
+        Collective. It starts an exchange, whose result the next call returns, so that no rank waits for one that works
+        on the same step.
+        """
         is_asked = self._received_at is not None
         if self._group is None:
             return is_asked
-        asked = torch.tensor(int(is_asked), dtype=torch.int32)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(asked.item())
+        if self._finish_exchange():
+            return True
+        self._asked.fill_(int(is_asked))
+        self._exchange = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return False
+
+    def _finish_exchange(self) -> bool:
+        """Wait for the exchange that was started last, if any; returns whether a rank was asked to stop."""
+        if self._exchange is None:
+            return False
+        self._exchange.wait()
+        self._exchange = None
+        return bool(self._asked.item())
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
@@ -54,6 +71,8 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if error is None:  # after an error, other ranks may never have joined the exchange
+            self._finish_exchange()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
