@@ -74,7 +74,7 @@ def train_and_stop(config: TrainConfig, step: int, rank: int) -> None:
 
 
 def look_at_stop_requests(folder: Path) -> list[bool]:
-    """Look three times; rank 1 only once rank 0 is done with its first look, and with a signal before the second one."""
+    """Look three times; rank 1 only once rank 0 is done with its first look, and it gets a signal after its own."""
     rank, done, found = torch.distributed.get_rank(), folder / "first look", []
     with StopRequest() as stop:
         while rank == 1 and not done.exists():
