@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from tests.bench.workloads import TINY, WORKLOAD, start_on_pool
 
+from stretto.bench.plan import memory
 from stretto.bench.plan import run as plan
 from stretto.bench.plan.comparison import compare, rank_correlation, summarize
+from stretto.bench.plan.memory import KINDS, bench_memory, choose_runs
 from stretto.bench.plan.run import bench_plan, write_predictions
-from stretto.bench.plan.settings import Planned
+from stretto.bench.plan.settings import MemorySetting, Planned
 from stretto.cluster import Cluster
 
 PLANNED = Planned("tiny", WORKLOAD, 2)
@@ -123,3 +125,21 @@ def test_grids_with_sharded_tokens_are_predicted_on_demand_and_measured_where_th
     assert set(rows) == {"data=2", "x=2", "y=2", "z=2", "x=2, sequence sharded"}
     assert all(row["measured_milliseconds"] > 0 for row in rows.values())
     assert rows["x=2, sequence sharded"]["loss"] == pytest.approx(rows["x=2"]["loss"], rel=1e-3)
+
+
+def test_runs_to_measure_the_memory_of_are_spread_over_the_range_and_over_all_kinds():
+    cluster = Cluster.find("dgx-h100")
+    runs = choose_runs(MemorySetting(runs=12, smallest=60, largest=98), KINDS, cluster)
+    shares = [run.predicted / cluster.require("gpu.memory") for run in runs]
+    assert shares == pytest.approx([0.6 + 0.38 * number / 11 for number in range(12)], abs=0.03)
+    assert {run.name.split(", ")[0] for run in runs} == {kind.name.split(", ")[0] for kind in KINDS}
+    assert len({run.name for run in runs}) == 12
+
+
+def test_memory_is_compared_run_by_run_with_what_was_measured_or_why_it_was_not(tmp_path, monkeypatch):
+    measured = [{"allocated_gib": 0.03, "reserved_gib": 0.04, "outside_gib": 0.5}, {"reason": "out of memory"}]
+    monkeypatch.setattr(memory, "_measure", lambda setting, runs: measured)
+    first, second = bench_memory(MemorySetting(on_cpu=True), tmp_path)["rows"]
+    assert first["reserved_ratio"] == pytest.approx(first["predicted_gib"] / 0.04)
+    assert (second["reason"], second["allocated_ratio"]) == ("out of memory", None)
+    assert json.loads((tmp_path / "memory.json").read_text())["rows"] == [first, second]

@@ -106,6 +106,7 @@ ANSWERS = (
     Answer("bench redraw nowhere", REFUSED, "there is no folder nowhere"),
     Answer("bench two-level --nodes 1", REFUSED, "1"),
     Answer("bench checkouts --before missing", REFUSED, "missing"),
+    Answer("bench memory --smallest 90 --largest 60", REFUSED, "is no range of percents"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
     Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),
     Answer("probe --ranks 1", REFUSED, "1"),

@@ -19,7 +19,7 @@ from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.operators.settings import OperatorsSetting
-from stretto.bench.plan.settings import PlanSetting, PublishedSetting, read_predictions
+from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     DlrmSetting,
@@ -305,6 +305,14 @@ def plan(setting: PlanSetting, out: Path) -> Any:
     written = write_predictions(planned, cluster, setting.predict, shards_sequence=setting.shards_sequence)
     print(f"predictions written to {setting.predict}", file=sys.stderr)
     return written
+
+
+@_command("memory", MemorySetting, needs=Needs.ONE_GPU)
+def memory(setting: MemorySetting, out: Path) -> Any:
+    """Training runs that nearly fill one GPU: what they allocate and reserve, beside what the planner predicted."""
+    from stretto.bench.plan.memory import bench_memory
+
+    return bench_memory(setting, out)
 
 
 @_command("collectives", CollectivesSetting, needs=Needs.TWO_GPUS, count=_count_gpus)

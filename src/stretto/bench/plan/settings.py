@@ -82,6 +82,29 @@ class PlanSetting:
 
 
 @dataclass(frozen=True)
+class MemorySetting:
+    """Which training runs `stretto bench memory` measures: those whose predicted memory is in a range of the GPU's.
+
+    smallest, largest: percent of the GPU's memory. Raises ValueError for a range that is empty or beyond 120%.
+    """
+
+    runs: Annotated[int, Option("Number of training runs.")] = 24
+    smallest: Annotated[float, Option("Predicted memory of the smallest run, in percent of the GPU's.")] = 60.0
+    largest: Annotated[float, Option("The same of the largest run.")] = 98.0
+    steps: Annotated[int, Option("Steps of each run.")] = 3
+    seconds: Annotated[float | None, Option("Start no run after so many seconds.")] = None
+    on_cpu: Annotated[bool, Option("Two tiny runs that measure nothing, to try the command.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        require_least(1, runs=self.runs, steps=self.steps)
+        if not 0 < self.smallest <= self.largest <= 120:
+            raise ValueError(
+                f"--smallest {self.smallest:g} --largest {self.largest:g} is no range of percents: 0 < smallest <= "
+                "largest <= 120"
+            )
+
+
+@dataclass(frozen=True)
 class PublishedSetting:
     """The global batch that `stretto bench published` assumes."""
 
