@@ -110,6 +110,14 @@ def test_the_same_checkout_twice_is_measured_from_end_to_end_and_nothing_is_left
     assert children() == before
 
 
+@pytest.mark.exhaustive
+def test_one_rank_trains(tmp_path):
+    setting = CheckoutsSetting(SOURCE, ranks=1, rounds=2, most_rounds=2, seconds=200.0, on_cpu=True)
+    found = bench_checkouts(setting, tmp_path)
+    assert [(row["case"], row["rounds"]) for row in found["rows"]] == [("tiny training step eager", 2)]
+    assert (found["failure"], found["refused"]) == (None, {})
+
+
 def children() -> set[str]:
     return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
 
@@ -302,7 +310,7 @@ def test_a_machine_without_mps_is_told_so(tmp_path, monkeypatch):
     [
         (["--before", "nowhere"], "--before is 'nowhere', which holds no package stretto"),
         (["--before", str(SOURCE), "--after", "nowhere"], "--after is 'nowhere'"),
-        (["--before", str(SOURCE), "--ranks", "1"], "ranks is 1, but must be at least 2"),
+        (["--before", str(SOURCE), "--ranks", "0"], "ranks is 0, but must be at least 1"),
         (["--before", str(SOURCE), "--rounds", "1"], "rounds is 1, but must be at least 2"),
         (["--before", str(SOURCE), "--percentage", "30"], "4 ranks with 30% of the multiprocessors each: up to 25%"),
         (["--before", str(SOURCE), "--only", "LL64"], "no case has 'LL64' in its name"),

@@ -53,8 +53,13 @@ class CheckoutCase:
         return {"kind": self.kind, "mode": self.mode, "options": self.options}
 
 
-def list_cases() -> list[CheckoutCase]:
-    """All cases on a GPU; those that compile fast come first, so that a short run measures them too."""
+def list_cases(ranks: int = 4) -> list[CheckoutCase]:
+    """All cases of so many ranks; those that compile fast come first, so that a short run measures them too.
+
+    One rank has nobody to exchange anything with: it trains.
+    """
+    if ranks == 1:
+        return [_make_training_case("training step", layers=8, hidden=512, seq_len=256)]
     return [*_list_collectives(), *_list_tiles(), *_list_embeddings(), *_list_operators()]
 
 
@@ -106,6 +111,12 @@ def _list_operators() -> Iterator[CheckoutCase]:
                 yield CheckoutCase(title, "operator", mode, options | {"calls": 4}, is_bounded=True)
 
 
+def _make_training_case(name: str, **sizes: int) -> CheckoutCase:
+    """A step of a small GPT by itself, which takes the host longer to launch than a GPU to run."""
+    return CheckoutCase(f"{name} eager", "training", "eager", sizes | {"calls": 1})
+
+
+CPU_TRAINING_CASES = [_make_training_case("tiny training step", layers=1, hidden=32, seq_len=16)]
 CPU_CASES = [
     CheckoutCase(
         "tiles by push, 16 rows eager", "tiles", "eager", {"transfer": "push", "rows": 16, "columns": 32, "calls": 1}

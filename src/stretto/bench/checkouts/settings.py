@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import stretto
-from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
+from stretto.bench.checkouts.cases import CPU_CASES, CPU_TRAINING_CASES, CheckoutCase, list_cases
 from stretto.bench.mps import share_for
 from stretto.bench.settings import Option, require_least
 
@@ -18,7 +18,8 @@ BEFORE, AFTER = "before", "after"
 class CheckoutsSetting:
     """Which checkouts `stretto bench checkouts` compares, on which cases, and for how long.
 
-    before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout.
+    before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout; one
+    measures a training step alone.
     rounds: of every case. Cases whose confidence interval still contains a bound then get more, up to most_rounds each,
     until `seconds` have passed since the command started. only: measures the cases whose names contain one of these
     (empty: all); skip: except those that contain one of these. Both may have hyphens in place of a name's spaces.
@@ -52,7 +53,8 @@ class CheckoutsSetting:
     on_cpu: Annotated[bool, Option("Only two cases, with interpreted kernels, to try the command.", "--cpu")] = False
 
     def __post_init__(self) -> None:
-        require_least(2, ranks=self.ranks, rounds=self.rounds)
+        require_least(1, ranks=self.ranks)
+        require_least(2, rounds=self.rounds)
         require_least(self.rounds, most_rounds=self.round_limit)
         require_least(1, seconds=self.seconds)
         if self.placements not in (None, 1, 2):
@@ -66,8 +68,8 @@ class CheckoutsSetting:
         for name, path in ((BEFORE, self.before), (AFTER, self.after)):
             find_source(name, path)
         for part in (*self.only, *self.skip):
-            if not any(has_part(case.name, part) for case in list_cases()):
-                raise ValueError(f"no case has {part!r} in its name; one is {list_cases()[0].name!r}")
+            if not any(has_part(case.name, part) for case in list_cases(self.ranks)):
+                raise ValueError(f"no case has {part!r} in its name; one is {list_cases(self.ranks)[0].name!r}")
         if not self.cases():
             raise ValueError("no case is left to measure: --skip leaves out all of them")
 
@@ -94,7 +96,9 @@ class CheckoutsSetting:
 
     def cases(self) -> list[CheckoutCase]:
         """The cases to measure."""
-        every = CPU_CASES if self.on_cpu else list_cases()
+        every = list_cases(self.ranks)
+        if self.on_cpu:
+            every = CPU_TRAINING_CASES if self.ranks == 1 else CPU_CASES
         wanted = [case for case in every if not self.only or any(has_part(case.name, part) for part in self.only)]
         return [case for case in wanted if not any(has_part(case.name, part) for part in self.skip)]
 

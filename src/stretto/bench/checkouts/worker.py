@@ -126,6 +126,7 @@ class _WorkerRank:
             "operator": self._operator,
             "embedding": self._embedding,
             "tiles": self._tiles,
+            "training": self._training,
         }
         torch.manual_seed(self.rank)
         made = kinds[kind](case, **options)
@@ -240,6 +241,29 @@ class _WorkerRank:
             )
 
         return _CaseCall(update, calls, _nothing)
+
+    def _training(self, case: str, layers: int, hidden: int, seq_len: int, calls: int) -> _CaseCall:
+        """A step of a small GPT on this rank alone: forward, backward, norm, and AdamW with clipping."""
+        from stretto.models import GPT, GPTConfig
+        from stretto.optim import AdamW
+        from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
+
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        config = GPTConfig(layers, hidden, heads=4, vocab=1024, max_seq_len=seq_len)
+        grid = Grid(device=self.device.type)
+        with torch.device("meta"):
+            model = GPT(config)
+        parallelize(model, grid, dtype=dtype)
+        optimizer = AdamW(model.parameters(), lr=1e-5)
+        tokens = torch.randint(0, config.vocab, (2, seq_len), device=self.device)
+
+        def step() -> None:
+            model(tokens, tokens).backward()
+            norm = gradient_norm(model.parameters(), grid)
+            optimizer.step(scale=clip_scale(norm, 1.0))
+            optimizer.zero_grad()
+
+        return _CaseCall(step, calls, _nothing)
 
     def _tiles(self, case: str, transfer: str, rows: int, columns: int, calls: int) -> _CaseCall:
         """An all-gather by tiles: `begin`, tiles or copies that notify, and a kernel that waits for tiles."""
