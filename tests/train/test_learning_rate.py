@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate: a linear warm-up, then a cosine."""
+"""The learning rate: a linear warm-up, then one of four schedules."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from stretto.train.optimizer import learning_rate
 
 
-def rates(steps: int, warmup_steps: int, lr: float = 1.0, min_lr: float = 0.0) -> list[float]:
+def rates(steps: int, warmup_steps: int, lr: float = 1.0, min_lr: float = 0.0, **schedule: Any) -> list[float]:
     return [
-        learning_rate(step, lr=lr, min_lr=min_lr, warmup_steps=warmup_steps, steps=steps)
+        learning_rate(step, lr=lr, min_lr=min_lr, warmup_steps=warmup_steps, steps=steps, **schedule)
         for step in range(1, steps + 1)
     ]
 
@@ -39,10 +40,27 @@ def test_a_run_of_one_step_trains_at_the_full_rate() -> None:
     assert rates(steps=1, warmup_steps=1) == [1.0]
 
 
-@given(st.integers(1, 300), st.data())
-def test_the_rate_rises_then_falls_and_stays_between_its_bounds(steps: int, data: st.DataObject) -> None:
+def test_a_line_falls_by_the_same_amount_each_step() -> None:
+    assert rates(steps=7, warmup_steps=2, min_lr=0.5, schedule="linear") == pytest.approx(
+        [0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6]
+    )
+
+
+def test_a_stable_phase_lasts_until_the_decay_begins() -> None:
+    assert rates(steps=8, warmup_steps=2, schedule="wsd", decay_steps=4) == pytest.approx(
+        [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    )
+    assert rates(steps=20, warmup_steps=0, schedule="wsd") == pytest.approx([1.0] * 19 + [0.5])  # a tenth decays
+
+
+def test_a_constant_rate_stays_after_warm_up() -> None:
+    assert rates(steps=4, warmup_steps=2, schedule="constant") == [0.5, 1.0, 1.0, 1.0]
+
+
+@given(st.integers(1, 300), st.sampled_from(["cosine", "linear", "wsd", "constant"]), st.data())
+def test_the_rate_rises_then_falls_and_stays_between_its_bounds(steps: int, schedule: str, data: st.DataObject) -> None:
     warmup_steps = data.draw(st.integers(0, steps))
-    all_rates = rates(steps, warmup_steps, lr=3e-4, min_lr=3e-5)
+    all_rates = rates(steps, warmup_steps, lr=3e-4, min_lr=3e-5, schedule=schedule)
     peak = max(warmup_steps, 1)
     assert all_rates[:peak] == sorted(all_rates[:peak])
     assert all_rates[peak - 1 :] == sorted(all_rates[peak - 1 :], reverse=True)

@@ -231,7 +231,8 @@ def _configuration(run: RunRecord) -> str:
         "model": model,
         "data": data,
         "batch": batch,
-        "optimizer": f"{train.optimizer}, learning rate {train.lr:g}, {train.warmup_steps} steps of warm-up",
+        "optimizer": f"{train.optimizer}, learning rate {train.lr:g}, {train.warmup_steps} steps of warm-up, "
+        f"then {train.schedule}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"## Configuration\n\n| | |\n|---|---|\n{table}\n\nAll of it is in [config.toml](config.toml)."

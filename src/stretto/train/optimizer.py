@@ -14,7 +14,7 @@ from stretto.optim import AdamW, RowWiseAdagrad
 from stretto.parallel import ShardedTables
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.recsys.pooled_exchange import FusedUpdate
-from stretto.train.config.options import RunOptions
+from stretto.train.config.options import RunOptions, Schedule
 
 
 class ShardOptimizer:
@@ -152,14 +152,44 @@ class TableOptimizer:
             self._inner.zero_grad()
 
 
-def learning_rate(step: int, *, lr: float, min_lr: float, warmup_steps: int, steps: int) -> float:
-    """The learning rate of `step` (the first is 1): linear warm-up to `lr`, then cosine decay to `min_lr`.
+def learning_rate(
+    step: int,
+    *,
+    lr: float,
+    min_lr: float,
+    warmup_steps: int,
+    steps: int,
+    schedule: Schedule = "cosine",
+    decay_steps: int | None = None,
+) -> float:
+    """The learning rate of `step` (the first is 1): linear warm-up to `lr`, then the schedule.
 
-    The last warm-up step and the first step after it use `lr` itself. The cosine reaches `min_lr` after the last of
+    schedule: "cosine" and "linear" decay to `min_lr` over all remaining steps; "wsd" (warm-up, stable, decay) keeps
+    `lr` and decays linearly over the last `decay_steps` (None: a tenth of all steps); "constant" keeps `lr`.
+
+    The last warm-up step and the first step after it use `lr` itself. A decay reaches `min_lr` after the last of
     `steps`, so no step is wasted at a rate of zero.
     """
     if step <= warmup_steps:
         return lr * (step / warmup_steps)
-    progress = min((step - 1 - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
-    weight = 0.5 * (1.0 + math.cos(math.pi * progress))
+    if schedule == "constant":
+        return lr
+    begin = warmup_steps
+    if schedule == "wsd":
+        begin = max(steps - (-(-steps // 10) if decay_steps is None else decay_steps), warmup_steps)
+    progress = min(max(step - 1 - begin, 0) / max(steps - begin, 1), 1.0)
+    weight = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return lr * weight + min_lr * (1.0 - weight)
+
+
+def scheduled_rate(step: int, options: RunOptions) -> float:
+    """The learning rate of a run's step, by its options."""
+    return learning_rate(
+        step,
+        lr=options.lr,
+        min_lr=options.min_lr,
+        warmup_steps=options.warmup_steps,
+        steps=options.steps,
+        schedule=options.schedule,
+        decay_steps=options.decay_steps,
+    )

@@ -126,6 +126,8 @@ def test_ranks_are_the_grids_product_unless_said() -> None:
         ("train.batch=none", "train.batch is 'none', but must be a whole number"),
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr; 0.0003 would do"),
         ("train.momentum=0.9", "train.momentum is 0.9, but only sgd has momentum"),
+        ("train.decay_steps=5", "train.decay_steps is 5, but only train.schedule='wsd' takes it"),
+        ("train.schedule=cosin", "train.schedule is 'cosin', but must be one of cosine, linear, wsd, constant"),
         ("train.micro_batch=3", "train.micro_batch is 3, but must divide a rank's 8 sequences"),
         ("ranks=4", "ranks is 4, but the grid data=1 x=1 y=1 z=1 has 1; the grid data=4 x=1 y=1 z=1 would do"),
         ("out.folder=x", "out is 'runs/test', a value, and has no options of its own"),

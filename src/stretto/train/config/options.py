@@ -22,6 +22,7 @@ MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = MAX_LENGTH = 1 << 24
 PRESETS = "the preset's"
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def option(default: Any, description: str, *, unit: str = "", unset: str = "none", **rules: Any) -> Any:
@@ -114,7 +115,15 @@ class RunOptions(Section):
     seed: int = option(0, "seed of the initial weights and of the data's order", ge=0, lt=1 << 63)
     optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
     lr: float = option(3e-4, "learning rate after warm-up", gt=0)
-    min_lr: float = option(0.0, "learning rate at the end of the cosine decay", ge=0)
+    schedule: Schedule = option(
+        "cosine", "learning rate after warm-up: `cosine` and `linear` decay it until training ends, `wsd` (warm-up, "
+        "stable, decay) over the last `train.decay_steps`, `constant` keeps it",
+    )  # fmt: skip
+    min_lr: float = option(0.0, "learning rate at the end of the decay", ge=0)
+    decay_steps: Annotated[int | None, CanBeNone] = option(
+        None, "wsd: steps over which the learning rate decays linearly; `none` for a tenth of `train.steps`",
+        unit="steps", ge=1, le=MAX_STEPS,
+    )  # fmt: skip
     warmup_steps: int = option(
         0, "steps over which the learning rate rises linearly to `train.lr`", unit="steps", ge=0, le=MAX_STEPS
     )
@@ -173,6 +182,23 @@ def contradictions_of_run(run: RunOptions) -> list[str]:
     problems = []
     if run.min_lr > run.lr:
         problems.append(f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do")
+    if run.schedule == "constant" and run.min_lr:
+        problems.append(
+            f"train.min_lr is {run.min_lr}, but train.schedule='constant' never decays to it: leave it at 0, or take "
+            "train.schedule='cosine', 'linear' or 'wsd'"
+        )
+    if run.decay_steps is not None:
+        room = run.steps - run.warmup_steps
+        if run.schedule != "wsd":
+            problems.append(
+                f"train.decay_steps is {run.decay_steps}, but only train.schedule='wsd' takes it, "
+                f"and train.schedule is {run.schedule!r}"
+            )
+        elif run.decay_steps > room:
+            problems.append(
+                f"train.decay_steps is {run.decay_steps}, but {max(room, 0)} steps are left after warm-up"
+                + (f"; {room} would do" if room > 0 else "")
+            )
     if run.optimizer != "sgd" and run.momentum:
         problems.append(
             f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
