@@ -38,6 +38,16 @@ def test_a_loss_is_not_read_after_a_failed_wait(failed):
     assert recorder.last.step == 1
 
 
+def test_the_utilization_is_the_rate_over_that_at_the_peak():
+    log = mock.MagicMock()
+    recorder = StepRecorder(64, log, ProgressReporter(), ranks=4, full_rate=1e6)
+    recorder.add(1, 0.1, torch.tensor(2.0), torch.tensor(1.0))
+    metrics = log.write.call_args.args[0]
+    assert metrics.mfu == pytest.approx(64 / metrics.seconds / 1e6)
+    assert metrics.as_line()["tokens_per_second_per_rank"] == pytest.approx(metrics.rate / 4)
+    assert recorder.mfu() == pytest.approx(recorder.rate() / 1e6)
+
+
 class Graph:
     """A captured graph that notes its replays; `on_replay` is what one of them does."""
 

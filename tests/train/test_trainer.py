@@ -281,6 +281,8 @@ def test_each_line_of_metrics_adds_up(ranks: MakeRanks, tmp_path: Path) -> None:
         assert line["step"] == number
         assert line["tokens"] == number * 8 * 16
         assert line["tokens_per_second"] == pytest.approx(8 * 16 / line["seconds"])
+        assert line["tokens_per_second_per_rank"] == pytest.approx(line["tokens_per_second"] / 1)
+        assert "mfu" not in line  # of a CPU, whose peak rate is not known
         assert math.isfinite(line["grad_norm"])
 
 

@@ -70,6 +70,18 @@ class GPTConfig:
         """Inner width of the MLP: `ffn`, or 4 x `hidden`."""
         return self.ffn or 4 * self.hidden
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """Model FLOPs of a training step for each token of sequences of that length, forward and backward pass.
+
+        6 for each weight of the linears and the head, and 12 x layers x hidden x seq_len for attention, which counts
+        the whole square of positions. Recomputation, norms and look-ups count nothing (PaLM, appendix B, whose model
+        FLOPs utilization this defines).
+        """
+        attention = self.hidden * (2 * self.hidden + 2 * self.num_kv_heads * self.head_dim)
+        mlp = (3 if self.activation == "swiglu" else 2) * self.hidden * self.ffn_width
+        weights = self.layers * (attention + mlp) + self.vocab * self.hidden
+        return 6 * weights + 12 * self.layers * self.hidden * seq_len
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "GPTConfig":
         """Make a named shape: gpt2-small, or gpt-5b to gpt-640b of Table 5.1; `overrides` replace single fields."""

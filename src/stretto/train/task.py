@@ -47,6 +47,10 @@ class TrainTask(ABC):
     def num_parameters(self) -> int:
         """Count the parameters of the whole model."""
 
+    def full_rate(self) -> float | None:
+        """Tokens (or samples) per second if all ranks computed at their peak FLOP/s; None if that is unknown."""
+        return None
+
     def evaluation(self, step: int) -> Evaluation | None:
         """The function that evaluates the model on held-out data, if an evaluation is due after `step`."""
         return None

@@ -91,7 +91,10 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
-        recorder = StepRecorder(config.items_a_step, log, reporter, unit=config.unit)
+        ranks = grid.size("world")
+        recorder = StepRecorder(
+            config.items_a_step, log, reporter, unit=config.unit, ranks=ranks, full_rate=task.full_rate()
+        )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
         predicted = task.predict() if is_first else None
@@ -145,6 +148,7 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
         **recorder.last.evaluation,
         "seconds": recorder.seconds(),
         f"{task.config.unit}_per_second": recorder.rate(),
+        **({} if recorder.mfu() is None else {"mfu": recorder.mfu()}),
         "parameters": task.num_parameters(),
         "ranks": task.grid.size("world"),
         "grid": dict(task.grid.sizes),

@@ -3,6 +3,7 @@
 
 import io
 import os
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -24,6 +25,12 @@ def test_without_a_terminal_there_are_lines_for_some_steps_and_the_last(capsys: 
         "step 20/25  loss 0.2500  12,346 tokens/s  0:02:30 left",
         "step 25/25  loss 0.2000  12,346 tokens/s  0:00:00 left",
     ]
+
+
+def test_the_utilization_is_shown_beside_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_reporter("lines", start=0, steps=1, every=1) as reporter:
+        reporter.show(replace(metrics(1), mfu=0.4567))
+    assert "12,346 tokens/s (45.7% MFU)  0:00:00 left" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.axes import BATCH
+from stretto.cluster import Cluster
 from stretto.models import GPT
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
@@ -84,6 +85,14 @@ class GPTTask(TrainTask):
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def full_rate(self) -> float | None:
+        if self.grid.device.type != "cuda":
+            return None
+        options = self.config.train
+        peak: float | None = getattr(Cluster.detect().gpu.peak_flops, options.dtype)
+        flops = self.model_config.flops_per_token(options.seq_len)
+        return None if peak is None else self.grid.size("world") * peak / flops
 
     def predict(self) -> dict[str, Any] | None:
         return predict_run(self.config, self.model_config)

@@ -24,8 +24,9 @@ class StepMetrics:
 
     loss: the mean over the global batch's tokens (or samples). grad_norm: before clipping. seconds: the step's
     duration. rate: tokens or samples per second of the whole job. seen: tokens or samples that the model has been
-    trained on so far. unit: which of the two they count. evaluation: measured on held-out samples after the step, if it
-    was due.
+    trained on so far. unit: which of the two they count. ranks: of the job. mfu: model FLOPs utilization, from 0 to 1;
+    None on CPUs, and where the model's FLOPs or the GPU's peak are unknown. evaluation: measured on held-out samples
+    after the step, if it was due.
     """
 
     step: int
@@ -36,6 +37,8 @@ class StepMetrics:
     seconds: float
     seen: int
     unit: Literal["tokens", "samples"] = "tokens"
+    ranks: int = 1
+    mfu: float | None = None
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
 
     def as_line(self) -> dict[str, float | None]:
@@ -46,6 +49,8 @@ class StepMetrics:
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             f"{self.unit}_per_second": self.rate,
+            f"{self.unit}_per_second_per_rank": self.rate / self.ranks,
+            **({} if self.mfu is None else {"mfu": self.mfu}),
             "seconds": self.seconds,
             self.unit: self.seen,
             **self.evaluation,
@@ -73,8 +78,10 @@ class MetricsLog:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            for name in ("loss", "grad_norm", "lr", f"{metrics.unit}_per_second"):
-                self._tensorboard.add_scalar(f"train/{name}", line[name], metrics.step)
+            rate = f"{metrics.unit}_per_second"
+            for name in ("loss", "grad_norm", "lr", rate, f"{rate}_per_rank", "mfu"):
+                if name in line:
+                    self._tensorboard.add_scalar(f"train/{name}", line[name], metrics.step)
             for name, value in metrics.evaluation.items():
                 if value is not None:
                     self._tensorboard.add_scalar(f"evaluation/{name}", value, metrics.step)

@@ -61,7 +61,7 @@ class Bar(ProgressReporter):
             self._task,
             completed=metrics.step,
             loss=f"{metrics.loss:.4f}",
-            rate=f"{metrics.rate:,.0f} {metrics.unit}/s",
+            rate=_rate(metrics),
         )
         if metrics.evaluation:
             self.print_message(f"step {metrics.step}  {_evaluation(metrics).strip()}")
@@ -97,11 +97,16 @@ class Lines(ProgressReporter):
         left = self._seconds / (metrics.step - self._first + 1) * (self._steps - metrics.step)
         self.print_message(
             f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  {_evaluation(metrics)}"
-            f"{metrics.rate:,.0f} {metrics.unit}/s  {_clock(left)} left"
+            f"{_rate(metrics)}  {_clock(left)} left"
         )
 
     def print_message(self, message: str) -> None:
         print_line(message, self._console.file)
+
+
+def _rate(metrics: StepMetrics) -> str:
+    mfu = "" if metrics.mfu is None else f" ({metrics.mfu:.1%} MFU)"
+    return f"{metrics.rate:,.0f} {metrics.unit}/s{mfu}"
 
 
 def _evaluation(metrics: StepMetrics) -> str:

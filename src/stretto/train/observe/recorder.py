@@ -31,6 +31,9 @@ class StepRecorder:
 
     On a GPU, a step's numbers are read after the next step was launched, so the device never idles for them; on a CPU
     they are read at once. Every rank reads its own numbers, and all raise DivergenceError for the same step.
+
+    full_rate: tokens or samples per second if all ranks computed at their peak FLOP/s, which the utilization is a part
+    of; None if it is unknown.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class StepRecorder:
         reporter: ProgressReporter,
         *,
         unit: Literal["tokens", "samples"] = "tokens",
+        ranks: int = 1,
+        full_rate: float | None = None,
     ) -> None:
         self._items_a_step, self._unit = items_a_step, unit
+        self._ranks, self._full_rate = ranks, full_rate
         self._log, self._reporter = log, reporter
         self._waiting: list[_Launched] = []
         self._durations: list[float] = []
@@ -93,6 +99,10 @@ class StepRecorder:
         counted = self._durations[1:] or self._durations
         return self._items_a_step * len(counted) / sum(counted)
 
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization at `rate`, from 0 to 1; None if it is unknown."""
+        return None if self._full_rate is None else self.rate() / self._full_rate
+
     def seconds(self) -> float:
         """The duration of all steps, without checkpoints."""
         return sum(self._durations)
@@ -123,6 +133,8 @@ class StepRecorder:
             seconds=seconds,
             seen=launched.step * self._items_a_step,
             unit=self._unit,
+            ranks=self._ranks,
+            mfu=None if self._full_rate is None else self._items_a_step / seconds / self._full_rate,
         )
 
     def _publish(self, metrics: StepMetrics) -> None:
