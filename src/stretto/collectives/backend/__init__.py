@@ -11,7 +11,7 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
     4a. a schedule: installed by the user, or on GPUs the fastest known one
          runner.py           the interface `Runner`, one for each device type
          host_runner.py      CPU: a worker thread of the group (agreement.py: all ranks call the same), shared memory
-         cuda_runner.py      GPU: kernels on the current stream, by these modules of `stretto.collectives`:
+         cuda_runner.py      GPU: kernels on the group's or the caller's stream, by modules of `stretto.collectives`:
            executor/cuda/communicator.py     memory that the group's GPUs share; finds the fastest known schedule
            selection.py                      the table that says which it is, by collective, dtype and size
            executor/cuda/fused/kernel.py     runs a schedule as one fused kernel; instead of it:

@@ -74,7 +74,8 @@ class BackendCall:
     "avg", "prod", "min", "max", "another", or "" for an operation without one; root: a rank of the group; timeout: in
     seconds; note: "coalescing" (one of several that NCCL is to start at once), "even sizes" or "uneven sizes" (an
     all-to-all with explicit sizes of its parts, or with lists), "cuda" (where no tensor shows it), "root tensor" (a
-    broadcast or a reduce whose root's tensor is not the first of its list), or "".
+    broadcast or a reduce whose root's tensor is not the first of its list), or ""; is_async: whether it was made with
+    async_op=True.
     """
 
     operation: str
@@ -84,6 +85,7 @@ class BackendCall:
     root: int
     timeout: float
     note: str = ""
+    is_async: bool = False
 
     @property
     def collective(self) -> str | None:

@@ -111,6 +111,7 @@ class Dispatcher:
         root: int,
         milliseconds: int,
         note: str,
+        is_async: bool = False,
     ) -> "Work | None":
         """Start a schedule for this call and return its Work; None: the inner backend is to run it.
 
@@ -123,7 +124,8 @@ class Dispatcher:
         if self._is_bypassed:
             return None
         failures.check()
-        call = BackendCall(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
+        timeout = milliseconds / 1000
+        call = BackendCall(operation, tuple(outputs), tuple(inputs), reduction, root, timeout, note, is_async)
         if self._debug_check is not None:
             self._debug_check.require_same(call)
         obstacle = find_obstacle(call, self.member.size)
@@ -144,10 +146,23 @@ class Dispatcher:
         self.counter.count(call, f"schedule {chosen.schedule.name}", why)
         return work
 
+    def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
+        """Before a barrier of an inner backend: have it come after the schedules that this rank's GPU has begun.
+
+        on_gpu: of NCCL, which follows the current stream. A barrier of the CPU's backend follows nothing: with
+        is_async False the host waits here, otherwise the Work of `after_schedules` does. PeerError if a wait of this
+        process has failed.
+        """
+        runner = self._runners.get("cuda")
+        if runner is not None and not self._is_bypassed:
+            runner.begin_barrier(on_gpu, is_async)
+
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that ends when this barrier of the CPU's backend has, and all schedules that were started before."""
-        runner = self._runners.get("cpu")
-        return barrier if runner is None or self._is_bypassed else runner.after_schedules(barrier)
+        for runner in self._runners.values():
+            if runner is not None and not self._is_bypassed:
+                barrier = runner.after_schedules(barrier)
+        return barrier
 
     def warm_up_nccl_if_ready(self) -> None:
         """At a synchronous barrier of the CPU's backend: have NCCL connect if all ranks use GPUs."""

@@ -97,6 +97,9 @@ class HostRunner:
         self._worker.submit(job)
         return work
 
+    def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
+        """Do nothing: `after_schedules` waits for all calls."""
+
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that waits for the barrier in the worker thread, after the schedules of earlier calls.
 

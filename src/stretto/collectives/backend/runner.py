@@ -65,6 +65,12 @@ class Runner(Protocol):
         The result's work is None where the inner backend is the fastest, or the only one that can run the call.
         """
 
+    def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
+        """Have a barrier of an inner backend, which begins next, come after all schedules of earlier calls.
+
+        on_gpu: it follows the current stream. Otherwise the host waits here; if is_async, `after_schedules` waits.
+        """
+
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that ends when this one has, and all schedules of earlier calls."""
 

@@ -95,6 +95,19 @@ class Waiting(Protocol):
         """Describe what a thread block waited for, from the two numbers that the kernel recorded."""
 
 
+class EndOfCall(Protocol):
+    """When a stream has done what it had at a call's end: a torch.cuda.Event, or what has its methods."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for it."""
+
+
 def words_of_broken_off(kernel: int) -> tuple[int, ...]:
     """The failure record of an aborted call of that kernel, as if one of its waits had timed out."""
     return _GAVE_UP, kernel, 0, 0, _BROKEN_OFF, 0
@@ -185,6 +198,8 @@ class CollectiveWorkspace:
         self.has_nvlink = has_nvlink(group, self.device)
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
+        self._end: EndOfCall | None = None
+        self.group_stream = torch.cuda.Stream(self.device)
         self.limit = int(timeout * 1e9)
         self._kernels: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
         self._registered = 0
@@ -257,15 +272,30 @@ class CollectiveWorkspace:
     def follow_stream(self) -> None:
         """Order the next kernel after all earlier ones, on whichever stream these are: they share the mailboxes.
 
-        While a graph is captured, nothing outside of it can be waited for: the caller orders its replays.
+        On another stream than the last call's it waits for the end that `mark_end` has told, or else for all that the
+        last call's stream has. While a graph is captured, nothing outside of it can be waited for: the caller orders
+        its replays.
         """
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw == self._raw_stream or self.is_capturing:
+        if raw == self._raw_stream:
+            self._end = None
+            return
+        if self.is_capturing:
             return
         stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None:
+        if self._end is not None:
+            self._end.wait()
+        elif self._stream is not None:
             stream.wait_stream(self._stream)
-        self._raw_stream, self._stream = raw, stream
+        self._raw_stream, self._stream, self._end = raw, stream, None
+
+    def mark_end(self, end: EndOfCall) -> None:
+        """Tell where the call that has just been enqueued ends on the current stream.
+
+        The next call on another stream then waits for that, and not for what follows on this stream. Not to be used
+        while a graph is captured.
+        """
+        self._end = end
 
     def register(self, kernel: Waiting) -> int:
         """Give this kernel a number, by which a failure report names it."""
