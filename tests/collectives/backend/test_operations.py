@@ -124,6 +124,13 @@ def average_and_stride():
     given, taken = torch.arange(2.0 * size), torch.empty(2)
     dist.reduce_scatter_tensor(taken, given, dist.ReduceOp.AVG, group)
     assert taken.tolist() == [2.0 * rank, 2.0 * rank + 1]
+    large = torch.full((2 * size,), 60000.0, dtype=torch.float16)  # of which 16 bits cannot hold the sum
+    given, taken = large.clone(), torch.empty(2, dtype=torch.float16)
+    dist.all_reduce(large, dist.ReduceOp.AVG, group)
+    dist.reduce_scatter_tensor(taken, given, dist.ReduceOp.AVG, group)
+    assert (large == 60000).all(), large
+    assert (taken == 60000).all(), taken
+    assert (given == 60000).all(), given
     wide = torch.arange(12.0).view(3, 4)
     opts = dist.AllreduceOptions()
     group.allreduce([wide[:, 1]], opts).wait()

@@ -156,7 +156,8 @@ class HostRunner:
         if call.note == "uneven sizes":
             self._wait_and_compare(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
         collective = prepared.schedule.collective.name
-        average = self._member.size if call.reduction == "avg" else 1
+        is_scaled = _scales_inputs(call)
+        average = self._member.size if call.reduction == "avg" and not is_scaled else 1
         in_place = runs_in_place(prepared.schedule)
         parts = list(call.collectives())
         for number, part in enumerate(parts, 1):
@@ -192,6 +193,9 @@ class HostRunner:
             description = own | {"refused": str(error)}
         self._wait_and_compare(call, description)
         assert plan is not None  # otherwise `_wait_and_compare` has raised
+        if _scales_inputs(call):
+            ranks = self._member.size
+            input = input.div_(ranks) if output is None else input / ranks
         return self._execute(prepared, plan, input, output, call.timeout)
 
     def _wait_and_compare(self, call: BackendCall, description: dict[str, object]) -> None:
@@ -235,6 +239,11 @@ class HostRunner:
         memory = prepared.memory
         for peer in range(memory.world_size):
             memory.signal(peer, memory.signals - 1)  # `ExecutionPlan.gave_up`, of every plan of this schedule
+
+
+def _scales_inputs(call: BackendCall) -> bool:
+    """Whether an average divides each rank's input, as NCCL's does: 16 bits may hold the average and not the sum."""
+    return call.reduction == "avg" and call.dtype in (torch.float16, torch.bfloat16)
 
 
 def _make_plan(
