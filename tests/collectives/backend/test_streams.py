@@ -3,6 +3,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -186,12 +187,14 @@ def test_what_a_caller_launches_after_an_async_call_runs_beside_it(gpu):
 def test_an_async_call_begins_after_what_its_caller_had_launched(gpu):
     gate = threading.Event()
     gpu.streams.current.put(gate.wait, SECONDS)
+    gpu.streams.current.put(gpu.kernel.ended.append, "caller")
     gpu.kernel.release(1)
     work = gpu.call(1)
     assert not work.is_completed()
+    time.sleep(0.05)  # for a call that does not wait for its caller
     gate.set()
     work.end.synchronize()
-    assert gpu.kernel.ended == [1]
+    assert gpu.kernel.ended == ["caller", 1]
 
 
 def test_wait_makes_the_current_stream_wait_for_that_call_alone(gpu):
@@ -280,7 +283,7 @@ def test_captured_calls_are_ordered_by_the_groups_stream_and_join_their_callers(
         joined = gpu.streams.current.put(list, gpu.kernel.ended)
         gpu.kernel.release(3)
         gpu.kernel.release(2)
-        joined.result(SECONDS)
+        assert joined.result(SECONDS) == [1, 2, 3]
         work.wait()
     assert gpu.kernel.ended == [1, 2, 3]
     assert gpu.kernel.ran_on[2] is gpu.kernel.ran_on[3] is gpu.workspace.group_stream
