@@ -2,6 +2,7 @@
 """Every operation gives what gloo gives, by a schedule where one is installed, and the counter says by what."""
 
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tests.collectives.backend import operations
 
 from stretto.collectives import call_counts, install, uninstall
 from stretto.collectives.algorithms import find
+from stretto.collectives.backend.factory import find_dispatcher
+from stretto.memory import group_timeout
 
 
 def counts_of(group, function):
@@ -169,6 +172,28 @@ def exchange_lists(in_place):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_schedule_exchanges_lists_of_tensors_that_are_promised_to_be_even(ranks, in_place):
     ranks(3).run(exchange_lists, in_place)
+
+
+def change_the_time_limit():
+    """Calls are given the group's limit of now, unless they have their own."""
+    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=100))
+    operations.install_all(group)
+    dispatcher, found = find_dispatcher(group), []
+    choose = dispatcher._choose
+    dispatcher._choose = lambda call: (found.append(call.timeout), choose(call))[1]
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    group.set_timeout(timedelta(seconds=50))
+    dist.all_reduce(tensor, group=group)
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=30)
+    group.allreduce([tensor], options).wait()
+    assert found == [100, 50, 30]
+    assert group_timeout(group) == 50
+
+
+def test_calls_are_given_the_time_limit_that_the_group_has_then(ranks):
+    ranks(2).run(change_the_time_limit)
 
 
 def infer():

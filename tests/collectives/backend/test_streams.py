@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stretto.collectives.backend import cuda_runner, python_backend
 from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.runner import Member
+from stretto.collectives.executor.cuda import workspace
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
 SECONDS = 20.0  # after which what should have come is given up; nothing that passes takes long
@@ -86,6 +88,7 @@ class Workspace(CollectiveWorkspace):
         self.device = torch.device("cpu")
         self.group_stream = streams.stream()
         self._raw_stream, self._stream, self._end = -1, None, None
+        self._limit, self._waiting_functions = workspace._TimeLimit(int(1e9)), WeakSet()
 
 
 class Kernel:
@@ -126,8 +129,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: streams.is_capturing)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: streams.current.cuda_stream, raising=False)
     monkeypatch.setattr(torch.futures, "Future", lambda devices: _Future(streams))
-    workspace = Workspace(streams)
-    kernel = Kernel(streams, workspace)
+    own = Workspace(streams)
+    kernel = Kernel(streams, own)
     monkeypatch.setattr(cuda_runner, "FusedScheduleKernel", lambda *_, **__: kernel)
     monkeypatch.setattr(
         cuda_runner,
@@ -137,20 +140,20 @@ def gpu(monkeypatch):
     recorded = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
     runner = cuda_runner.CudaRunner(Member(0, 2, "g"))
-    runner._communicator = SimpleNamespace(workspace=workspace)
+    runner._communicator = SimpleNamespace(workspace=own)
     schedule = find("ring-all-reduce").compile(ranks=2)
     runner._schedules[id(schedule)] = schedule
 
-    def call(name, is_async=True):
+    def call(name, is_async=True, timeout=1.0):
         tensor = torch.full((4,), name)
-        return runner.start(schedule, BackendCall("allreduce", (tensor,), (tensor,), "sum", 0, 1.0, "", is_async))
+        return runner.start(schedule, BackendCall("allreduce", (tensor,), (tensor,), "sum", 0, timeout, "", is_async))
 
     yield SimpleNamespace(
         streams=streams,
         kernel=kernel,
         runner=runner,
         call=call,
-        workspace=workspace,
+        workspace=own,
         recorded=recorded,
         schedule=schedule,
     )
@@ -340,3 +343,22 @@ def test_a_discarded_kernel_lives_until_its_call_has_ended_and_on_where_a_graph_
     gpu.workspace.group_stream.put(int).result(SECONDS)
     gc.collect()
     assert (kernel() is not None) == is_captured
+
+
+def test_waits_on_the_gpu_take_the_time_limit_that_the_group_has_at_the_call(gpu, monkeypatch):
+    class Function:
+        def __init__(self, _, names, entry):
+            self.limit = None
+
+        def set(self, name, value):
+            assert name == "limit"
+            self.limit = value
+
+    monkeypatch.setattr(workspace, "Function", Function)
+    monkeypatch.setattr(workspace, "load_or_compile", lambda *_: b"")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    waiting, other = gpu.workspace.load("", ["state", "limit"]), gpu.workspace.load("", ["state"])
+    gpu.call(1, timeout=1.0)
+    assert (waiting.limit, other.limit) == (None, None)  # what it was made with
+    gpu.call(2, timeout=7.5)
+    assert (waiting.limit, other.limit, gpu.workspace.limit) == (7_500_000_000, None, 7_500_000_000)

@@ -167,6 +167,7 @@ class CudaRunner:
         """Launch a call's kernels on the stream that they belong to; returns their Work."""
         assert self._communicator is not None
         workspace = self._communicator.workspace
+        workspace.set_limit(call.timeout)  # the group's, which `set_timeout` may have changed
         is_captured = workspace.is_capturing
         rank, title = self._member.rank, call.title
         if not call.is_async and not is_captured:

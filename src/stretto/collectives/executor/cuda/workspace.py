@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -136,8 +136,15 @@ def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit:
     return f"{name}, call {epoch}, thread block {block} waited in vain for {what}, {limit / 1e9:g} s"
 
 
-def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: int, words: Sequence[int]) -> str:
-    said = describe_report(words, kernels, limit)
+@dataclass
+class _TimeLimit:
+    """How long a wait on the device may take, which the group's user may change."""
+
+    nanoseconds: int
+
+
+def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: _TimeLimit, words: Sequence[int]) -> str:
+    said = describe_report(words, kernels, limit.nanoseconds)
     return f"rank {rank} of {world}: {said}: the group's kernels are broken from here on"
 
 
@@ -175,7 +182,8 @@ class CollectiveWorkspace:
     """The memory of one group's kernels, on one stream: they run one after another, in the same order on all ranks.
 
     regions: by protocol, the bytes of mailboxes of one call; timeout: seconds that a wait on the device may take (None:
-    the group's own limit). The attribute has_nvlink says whether NVLink links all ranks' GPUs. Collective.
+    the group's own limit), until `set_limit`. The attribute has_nvlink says whether NVLink links all ranks' GPUs.
+    Collective.
     """
 
     def __init__(
@@ -200,11 +208,12 @@ class CollectiveWorkspace:
         self._stream: torch.cuda.Stream | None = None
         self._end: EndOfCall | None = None
         self.group_stream = torch.cuda.Stream(self.device)
-        self.limit = int(timeout * 1e9)
+        self._limit = _TimeLimit(int(timeout * 1e9))
+        self._waiting_functions: WeakSet[Function] = WeakSet()
         self._kernels: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
         self._registered = 0
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        describe = partial(_describe, self.rank, self.world_size, self._kernels, self.limit)
+        describe = partial(_describe, self.rank, self.world_size, self._kernels, self._limit)
         self._record = failures.register(self, describe, self.device)
         torch.cuda.synchronize(self.device)
         self.memory.barrier()
@@ -227,7 +236,23 @@ class CollectiveWorkspace:
     def load(self, source: str, names: list[str], entry: str = "run") -> Launchable:
         """Compile CUDA C++ for this GPU and load its kernel `entry`. names: its parameters in order."""
         major, minor = torch.cuda.get_device_capability(self.device)
-        return Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
+        function = Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
+        if "limit" in names:
+            self._waiting_functions.add(function)
+        return function
+
+    @property
+    def limit(self) -> int:
+        """The nanoseconds that a wait on the device may take: what kernels are given as their parameter "limit"."""
+        return self._limit.nanoseconds
+
+    def set_limit(self, seconds: float) -> None:
+        """Set how long a wait on the device may take in all later launches, other than those that a graph replays."""
+        nanoseconds = int(seconds * 1e9)
+        if nanoseconds != self._limit.nanoseconds:
+            self._limit.nanoseconds = nanoseconds
+            for function in self._waiting_functions:
+                function.set("limit", nanoseconds)
 
     def copy_streams(self) -> CopyStreams:
         """The streams of calls by copy engines, made at first use."""
