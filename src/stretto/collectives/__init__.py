@@ -37,7 +37,7 @@ from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, 
 from stretto.deprecated import alias
 
 if TYPE_CHECKING:
-    from stretto.collectives.backend import call_counts, install, uninstall
+    from stretto.collectives.backend import call_counts, install, install_folder, uninstall
 
 __all__ = [
     "PROTOCOLS",
@@ -69,6 +69,7 @@ __all__ = [
     "compile_program",
     "from_xml",
     "install",
+    "install_folder",
     "parallelize",
     "read_schedule",
     "to_xml",
@@ -80,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("call_counts", "install", "uninstall"):  # they need torch, and the rest here does not
+    if name in ("call_counts", "install", "install_folder", "uninstall"):  # they need torch, and the rest here does not
         return getattr(import_module("stretto.collectives.backend"), name)
     return _find_renamed(name)
 

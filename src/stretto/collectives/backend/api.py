@@ -19,6 +19,8 @@ from stretto.collectives.xml import named_collective, read_schedule
 from stretto.memory import exchange, group_timeout
 
 T = TypeVar("T")
+MIN_TILE_BYTES = 480
+"""The smallest tile: whole lines of LL128, and a multiple of every dtype's size."""
 
 
 def install(
@@ -30,6 +32,7 @@ def install(
     dtypes: Collection[torch.dtype] | None = None,
     even_sizes: bool = False,
     waive: Collection[str] = (),
+    tile_bytes: int | None = None,
     timeout: float | None = None,
 ) -> InstalledSchedule:
     """Install a schedule in a group, which then runs matching calls of its collective by it. All ranks call it.
@@ -38,9 +41,11 @@ def install(
     min_bytes, max_bytes: which calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: the
     schedule's own limits; max_bytes 0: no upper limit); dtypes: None for all that its executor supports; even_sizes:
     promises that all-to-alls with explicit sizes have equal sizes on all ranks, so that a schedule can run them too
-    (one with unequal sizes raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait here for
-    the other ranks (None: the group's own limit). If several schedules match a call, the one that was installed last
-    runs.
+    (one with unequal sizes raises ValueError on all ranks); waive: as in `verify`; tile_bytes: what a step handles at
+    once of each chunk, at least 480 bytes, while other steps handle other tiles (None: the executor's default; with a
+    number GPUs run the schedule by the interpreter, since a fused kernel has no tiles); timeout: seconds to wait here
+    for the other ranks (None: the group's own limit). If several schedules match a call, the one that was installed
+    last runs.
 
     ValueError, on all ranks, for a schedule that fails verification, that is for another number of ranks, that no
     operation can use or no executor can run, and where ranks install different ones; ScheduleFileError for an invalid
@@ -56,11 +61,13 @@ def install(
             parsed.max_bytes if max_bytes is None else max_bytes,
             None if dtypes is None else frozenset(dtypes),
             even_sizes,
+            tile_bytes,
         )
         _check_options(entry, dispatcher)
         named = "all" if entry.dtypes is None else ", ".join(sorted(str(dtype)[6:] for dtype in entry.dtypes))
         limits = (
-            f"{entry.min_bytes} to {entry.max_bytes or 'any number of'} bytes, dtypes {named}, even sizes {even_sizes}"
+            f"{entry.min_bytes} to {entry.max_bytes or 'any number of'} bytes, dtypes {named}, "
+            f"even sizes {even_sizes}, tiles of {tile_bytes or 'any number of'} bytes"
         )
         return entry, f"schedule {parsed.name} ({digest(parsed)}) for {parsed.collective.name}, {limits}"
 
@@ -69,9 +76,35 @@ def install(
         entry = _agree(check, group, timeout)
         runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
         for runner in runners:
-            runner.prepare(entry.schedule, group, timeout)
+            runner.prepare(entry.schedule, group, timeout, tile_bytes)
     dispatcher.installed = (*dispatcher.installed, entry)
     return entry
+
+
+def install_folder(
+    folder: Path | str, group: dist.ProcessGroup | None = None, *, timeout: float | None = None
+) -> tuple[InstalledSchedule, ...]:
+    """Install all MSCCL XML files (*.xml) of a folder that are for the group's number of ranks. All ranks call it.
+
+    Each is for the sizes that its attributes minBytes and maxBytes say. Files are installed in the order of their
+    names, and of several that match a call the last one runs. The environment variable STRETTO_SCHEDULES names a folder
+    that every group of several ranks installs so before its first collective.
+
+    ValueError as `install`, on all ranks, and for a folder that is none or has no XML file.
+    """
+    dispatcher = find_dispatcher(group)
+
+    def check() -> tuple[list[Schedule], str]:
+        files = sorted(Path(folder).glob("*.xml"))
+        if not files:
+            raise ValueError(f"{folder} is no folder with schedules: it has no file *.xml")
+        read = [each for each in map(read_schedule, files) if each.collective.ranks == dispatcher.member.size]
+        return read, "the schedules " + ", ".join(f"{each.name} ({digest(each)})" for each in read)
+
+    timeout = group_timeout(group) if timeout is None else timeout
+    with dispatcher.bypassed():
+        schedules = _agree(check, group, timeout)
+    return tuple(install(schedule, group, timeout=timeout) for schedule in schedules)
 
 
 def uninstall(
@@ -154,7 +187,9 @@ def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedul
 
 
 def _check_options(entry: InstalledSchedule, dispatcher: Dispatcher) -> None:
-    """ValueError for byte limits out of order, and for dtypes that no executor here supports."""
+    """ValueError for byte limits out of order, tiles that are too small, and dtypes that no executor here supports."""
+    if entry.tile_bytes is not None and entry.tile_bytes < MIN_TILE_BYTES:
+        raise ValueError(f"tile_bytes is at least {MIN_TILE_BYTES}, not {entry.tile_bytes}")
     if entry.min_bytes < 0 or entry.max_bytes < 0 or 0 < entry.max_bytes < entry.min_bytes:
         raise ValueError(f"a schedule is for 0 <= min_bytes <= max_bytes: not {entry.min_bytes} to {entry.max_bytes}")
     runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]

@@ -44,6 +44,7 @@ class CudaRunner:
         self._communicator: CudaCommunicator | None = None
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
+        self._tile_bytes: dict[int, int] = {}
         self._kernels: dict[tuple[int, str, str], FusedScheduleKernel | InterpretedSchedule] = {}
         self._of_graphs: dict[int, object] = {}  # kernels that graphs replay, even of discarded schedules
         self._last_end: EndOfCall | None = None  # of the last call, unless a graph has captured it
@@ -59,13 +60,17 @@ class CudaRunner:
         """The reductions of the CUDA executor."""
         return frozenset(OPERATIONS)
 
-    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def prepare(
+        self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
+    ) -> None:
         """Check that the group's GPUs can run the schedule. Its kernel is compiled at the first call."""
         communicator = self._communicator_or_none()
         if communicator is None:
             raise ValueError(f"no schedule runs on this group's GPUs: {self._obstacle}")
         communicator.workspace.require_lines_for(schedule.protocol, schedule.name)
         self._schedules[id(schedule)] = schedule
+        if tile_bytes is not None:
+            self._tile_bytes[id(schedule)] = tile_bytes
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """Enqueue the schedule's kernels and all copies."""
@@ -146,6 +151,7 @@ class CudaRunner:
         """Drop the schedule and its kernels once the GPU has finished with them, except those that graphs replay."""
         self._finish()
         self._schedules.pop(id(schedule))
+        self._tile_bytes.pop(id(schedule), None)
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
 
     def close(self, seconds: float) -> None:
@@ -224,6 +230,11 @@ class CudaRunner:
                 )
             variant = Variant(dtype, reduction, schedule.protocol)
             workspace = self._communicator.workspace
+            if (tile_bytes := self._tile_bytes.get(id(schedule))) is not None:
+                self._kernels[key] = InterpretedSchedule(
+                    schedule, workspace, variant, in_place=in_place, tile_bytes=tile_bytes
+                )
+                return self._kernels[key]
             try:
                 self._kernels[key] = FusedScheduleKernel(schedule, workspace, variant, in_place=in_place)
             except ValueError as error:

@@ -4,7 +4,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ class InstalledSchedule:
 
     min_bytes, max_bytes: the range, both inclusive (max_bytes 0: no limit); dtypes: None for all that the device's
     runner supports; even_sizes: also for all-to-alls with explicit sizes, which the user has promised to be equal on
-    all ranks.
+    all ranks; tile_bytes: of the executor's tiles, None for its default.
     """
 
     schedule: Schedule
@@ -37,6 +37,7 @@ class InstalledSchedule:
     max_bytes: int
     dtypes: frozenset[torch.dtype] | None
     even_sizes: bool = False
+    tile_bytes: int | None = None
 
     def find_obstacle(
         self, call: BackendCall, dtypes: frozenset[torch.dtype], reductions: frozenset[str]
@@ -101,6 +102,8 @@ class Dispatcher:
         self._is_bypassed = False
         self._debug_check = DebugCheck(member) if is_debugging() else None
         self.is_closed = False
+        self.load_schedules: Callable[[], object] | None = None
+        """What installs schedules before the first call that one could run, in which all ranks take part."""
 
     def __call__(
         self,
@@ -212,6 +215,11 @@ class Dispatcher:
 
     def _choose(self, call: BackendCall) -> tuple[InstalledSchedule | None, str]:
         """The installed schedule for a call, and the reason; the last installed one, if several match."""
+        if self.load_schedules is not None and not (
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ):
+            self.load_schedules()
+            self.load_schedules = None
         if not self.installed:
             return None, "no schedule is installed"
         runner = self.runner(call.device_type)

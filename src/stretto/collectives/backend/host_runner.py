@@ -44,6 +44,7 @@ class _PreparedSchedule:
 
     schedule: Schedule
     memory: HostMemory
+    tile_bytes: int
     passed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     plans: dict[tuple[object, ...], tuple[ExecutionPlan, dict[str, object]]] = field(default_factory=dict)
 
@@ -69,16 +70,19 @@ class HostRunner:
         """The reductions of the host executor, and averages, which `run_staged` divides."""
         return frozenset(REDUCTIONS) | {"avg"}
 
-    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def prepare(
+        self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
+    ) -> None:
         """Allocate shared memory for the schedule's largest plan."""
         self._worker.drain()  # this thread is about to use the group
         if self._agreement is None:
             self._agreement = Agreement(group, timeout)
-        elements = schedule.collective.input_chunks * DEFAULT_TILE_BYTES
-        largest = _make_plan(schedule, elements, torch.uint8, None, schedule.in_place)
+        tile_bytes = tile_bytes or DEFAULT_TILE_BYTES
+        elements = schedule.collective.input_chunks * tile_bytes
+        largest = _make_plan(schedule, elements, torch.uint8, None, schedule.in_place, tile_bytes)
         memory = allocate(largest.buffer_bytes, group, signals=largest.signals, timeout=timeout)
         assert isinstance(memory, HostMemory)
-        self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory)
+        self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory, tile_bytes)
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """Submit the call to the worker thread, and return its Work."""
@@ -222,7 +226,7 @@ class HostRunner:
         if key not in prepared.plans:
             if len(prepared.plans) >= _MAX_PLANS:
                 prepared.plans.clear()
-            plan = _make_plan(prepared.schedule, elements, call.dtype, reduction, in_place)
+            plan = _make_plan(prepared.schedule, elements, call.dtype, reduction, in_place, prepared.tile_bytes)
             prepared.plans[key] = plan, plan.describe()
         return prepared.plans[key]
 
@@ -247,7 +251,7 @@ def _scales_inputs(call: BackendCall) -> bool:
 
 
 def _make_plan(
-    schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool
+    schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool, tile_bytes: int
 ) -> ExecutionPlan:
     """The execution plan for an input of that many elements on each rank."""
     return make_plan(
@@ -257,7 +261,7 @@ def _make_plan(
         in_place=in_place,
         dtype=dtype,
         reduction=reduction,
-        tile_bytes=DEFAULT_TILE_BYTES,
+        tile_bytes=tile_bytes,
         slots=None,
     )
 

@@ -45,8 +45,12 @@ class Runner(Protocol):
     def reductions(self) -> frozenset[str]:
         """The reductions that it supports, of "sum", "avg", "prod", "min" and "max"."""
 
-    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def prepare(
+        self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
+    ) -> None:
         """Allocate what this schedule needs to run, once. All ranks call it together, with the same schedule.
+
+        tile_bytes: what a step handles at once of each chunk, None for the executor's default.
 
         ValueError for a schedule that cannot run here; PeerError for ranks that do not arrive in `timeout` seconds.
         """
