@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
 
-from stretto.collectives import call_counts, install, uninstall
+from stretto.collectives import Collective, algorithm, call_counts, chunk, install, run_collective, uninstall
 from stretto.collectives.algorithms import find
 from stretto.collectives.backend.factory import find_dispatcher
 from stretto.collectives.xml import write_schedule
@@ -231,6 +231,44 @@ def run_by_tiles():
 
 def test_a_schedule_runs_by_tiles_of_the_size_that_install_is_given(ranks):
     ranks(2).run(run_by_tiles)
+
+
+def run_own_collectives(file):
+    """AllToNext, and one that nobody knows: every rank gets the sum of its neighbours, the two last ones nothing."""
+    group = dist.new_group(backend="stretto")
+    rank = dist.get_rank()
+    install(find("all-to-next").compile(nodes=1, gpus=3), group)
+    given, taken = torch.arange(6.0) + 10 * rank, torch.full((6,), 7.0)
+    assert run_collective("alltonext", taken, given, group) is None
+    assert taken.tolist() == ([7.0] * 6 if rank == 0 else (torch.arange(6.0) + 10 * (rank - 1)).tolist())
+    assert given.tolist() == (torch.arange(6.0) + 10 * rank).tolist()
+    own = Collective("both", 3, 1, 1, lambda rank, index: ((0, 0), (1, 0)) if rank == 2 else None)
+    with pytest.raises(ValueError, match=r"no operation of torch.distributed is a 'both'.*collective="):
+        install(file, group)
+    install(file, group, collective=own)
+    work = run_collective("both", taken, given, group, reduction="max", async_op=True)
+    work.wait()
+    assert rank != 2 or taken.tolist() == (torch.arange(6.0) + 10).tolist()
+    with pytest.raises(ValueError, match="no installed schedule runs neither sum of 6 float32"):
+        run_collective("neither", taken, given, group)
+    with pytest.raises(ValueError, match="both has 1 input and 1 output chunks a rank, which 6 and 5 elements"):
+        run_collective("both", taken[:5], given, group)
+    with pytest.raises(ValueError, match=r"allreduce is an operation of torch.distributed"):
+        run_collective("allreduce", taken, given, group)
+    with pytest.raises(ValueError, match="reduction is one of sum, max, min, prod, not 'avg'"):
+        run_collective("both", taken, given, group, reduction="avg")
+    assert call_counts(group) == {("alltonext", "schedule all-to-next"): 1, ("both", "schedule both-at-two"): 1}
+
+
+def test_a_collective_of_the_users_own_is_installed_and_called_by_its_name(ranks, tmp_path):
+    @algorithm(lambda: Collective("both", 3, 1, 1, lambda rank, index: ((0, 0), (1, 0)) if rank == 2 else None))
+    def both_at_two():
+        """The sum of ranks 0 and 1 on rank 2."""
+        at_two = chunk(0, "in", 0).copy(2, "out", 0)
+        at_two.reduce(chunk(1, "in", 0).copy(2, "scratch", 0))
+
+    write_schedule(both_at_two.compile(), tmp_path / "both.xml")
+    ranks(3).run(run_own_collectives, tmp_path / "both.xml")
 
 
 def change_the_time_limit():

@@ -24,15 +24,23 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
          host_fallback.py    only where ranks share GPUs, in tests: stages NCCL's calls on the host
     5. native.py           makes the Work object of a schedule (native/work.hpp); gloo or NCCL make their own
 
-`api.py` is what users call: `install`, `install_folder`, `uninstall`, `call_counts`. `stretto.registration` registers
-the backend's name.
+`api.py` is what users call: `install`, `install_folder`, `uninstall`, `run_collective`, `call_counts`.
+`stretto.registration` registers the backend's name.
 """
 
-from stretto.collectives.backend.api import call_counts, install, install_folder, uninstall
+from stretto.collectives.backend.api import call_counts, install, install_folder, run_collective, uninstall
 from stretto.collectives.backend.dispatcher import InstalledSchedule
 from stretto.collectives.backend.native import CompilerError
 from stretto.deprecated import alias
 
-__all__ = ["CompilerError", "InstalledSchedule", "call_counts", "install", "install_folder", "uninstall"]
+__all__ = [
+    "CompilerError",
+    "InstalledSchedule",
+    "call_counts",
+    "install",
+    "install_folder",
+    "run_collective",
+    "uninstall",
+]
 
 __getattr__ = alias(__name__, {"Installed": "InstalledSchedule", "counts": "call_counts"})

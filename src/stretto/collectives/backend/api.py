@@ -4,21 +4,27 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from stretto.collectives.backend.calls import COLLECTIVES
+from stretto.collectives.backend.calls import COLLECTIVES, BackendCall
 from stretto.collectives.backend.dispatcher import Dispatcher, InstalledSchedule
 from stretto.collectives.backend.factory import find_dispatcher
+from stretto.collectives.collective import Collective
 from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.collectives.xml import named_collective, read_schedule
 from stretto.memory import exchange, group_timeout
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
 T = TypeVar("T")
+_OWN_REDUCTIONS = ("sum", "max", "min", "prod")
 MIN_TILE_BYTES = 480
 """The smallest tile: whole lines of LL128, and a multiple of every dtype's size."""
 
@@ -33,11 +39,14 @@ def install(
     even_sizes: bool = False,
     waive: Collection[str] = (),
     tile_bytes: int | None = None,
+    collective: Collective | None = None,
     timeout: float | None = None,
 ) -> InstalledSchedule:
     """Install a schedule in a group, which then runs matching calls of its collective by it. All ranks call it.
 
-    schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks.
+    schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks. A
+    collective that torch.distributed has no operation for, such as AllToNext or one of your own, is called by its name
+    (`run_collective`); collective: its conditions, where a file has another name than Stretto knows.
     min_bytes, max_bytes: which calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: the
     schedule's own limits; max_bytes 0: no upper limit); dtypes: None for all that its executor supports; even_sizes:
     promises that all-to-alls with explicit sizes have equal sizes on all ranks, so that a schedule can run them too
@@ -54,7 +63,7 @@ def install(
     dispatcher = find_dispatcher(group)
 
     def check() -> tuple[InstalledSchedule, str]:
-        parsed = read_schedule(Path(schedule)) if isinstance(schedule, str | Path) else schedule
+        parsed = read_schedule(Path(schedule), collective=collective) if isinstance(schedule, str | Path) else schedule
         entry = InstalledSchedule(
             _verified(parsed, dispatcher.member.size, waive),
             parsed.min_bytes if min_bytes is None else min_bytes,
@@ -133,6 +142,46 @@ def uninstall(
                 runner.discard(each.schedule)
 
 
+def run_collective(
+    name: str,
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduction: str = "sum",
+    async_op: bool = False,
+) -> "Work | None":
+    """Run a collective that torch.distributed has no operation for, by a schedule that is installed for it.
+
+    name: of the collective, as "alltonext" of AllToNext. output, input: of one dtype, on one device, with as many
+    elements as the collective's output and input chunks; chunks that may hold anything are left as they are, or not.
+    The input stays as it is. reduction: "sum", "max", "min" or "prod". All ranks call it.
+
+    Returns a Work if `async_op`, and otherwise None, once the output is there (on GPUs: for the current stream).
+    ValueError for a name, a size or a dtype that no installed schedule is for. Errors of the run are those of the
+    group's other calls.
+    """
+    dispatcher = find_dispatcher(group)
+    if name in COLLECTIVES.values():
+        raise ValueError(f"{name} is an operation of torch.distributed: call that")
+    if reduction not in _OWN_REDUCTIONS:
+        raise ValueError(f"reduction is one of {', '.join(_OWN_REDUCTIONS)}, not {reduction!r}")
+    for each in dispatcher.installed:
+        of = each.schedule.collective
+        if of.name == name and output.numel() * of.input_chunks != input.numel() * of.output_chunks:
+            raise ValueError(
+                f"{name} has {of.input_chunks} input and {of.output_chunks} output chunks a rank, which "
+                f"{input.numel()} and {output.numel()} elements do not fit"
+            )
+    limit = group_timeout(group)
+    work = dispatcher.start(BackendCall(name, (output,), (input,), reduction, 0, limit, is_async=async_op, is_own=True))
+    assert work is not None
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
 def call_counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
     """Count this rank's calls in a group (None: the default group) by what ran them, since the group was made.
 
@@ -166,14 +215,13 @@ def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, 
 def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedule:
     """The schedule with the conditions of its collective's operation. ValueError where it does not meet them."""
     collective = schedule.collective
-    if collective.name not in COLLECTIVES.values():
-        known = ", ".join(sorted(set(COLLECTIVES.values())))
-        raise ValueError(
-            f"no operation of torch.distributed is a {collective.name!r}: what can be installed is {known}"
-        )
     if collective.ranks != ranks:
         raise ValueError(f"{schedule.name} is for {collective.ranks} ranks, and the group has {ranks}")
-    expected = named_collective(collective.name, ranks, collective.chunks_per_loop, collective.root)
+    if collective.name not in COLLECTIVES.values():
+        _check_own(schedule)
+        expected = collective
+    else:
+        expected = named_collective(collective.name, ranks, collective.chunks_per_loop, collective.root)
     if (expected.input_chunks, expected.output_chunks) != (collective.input_chunks, collective.output_chunks):
         raise ValueError(
             f"{schedule.name} has {collective.input_chunks} input and {collective.output_chunks} output chunks a rank: "
@@ -184,6 +232,22 @@ def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedul
     if not verification.ok:
         raise ValueError(f"{schedule.name} is not verified, and does not run:\n" + "\n".join(verification.errors))
     return checked
+
+
+def _check_own(schedule: Schedule) -> None:
+    """ValueError for a collective of the user's own whose conditions nobody gave, or that has no call."""
+    collective = schedule.collective
+    if collective.is_unknown:
+        known = ", ".join(sorted(set(COLLECTIVES.values())))
+        raise ValueError(
+            f"no operation of torch.distributed is a {collective.name!r}, but {known}: a collective of your own is "
+            "installed with its conditions (collective=)"
+        )
+    if not schedule.out_of_place and collective.input_chunks != collective.output_chunks:
+        raise ValueError(
+            f"{schedule.name} runs in place alone, where input and output of {collective.name} have different sizes: "
+            "compile it with in_place=False"
+        )
 
 
 def _check_options(entry: InstalledSchedule, dispatcher: Dispatcher) -> None:

@@ -122,17 +122,23 @@ class Dispatcher:
         STRETTO_DEBUG was set when the group was made, DisagreementError where ranks make different calls, and PeerError
         for a rank that does not arrive.
         """
-        if self.is_closed:
-            raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
-        if self._is_bypassed:
+        if self._is_bypassed and not self.is_closed:
             return None
-        failures.check()
         timeout = milliseconds / 1000
         call = BackendCall(operation, tuple(outputs), tuple(inputs), reduction, root, timeout, note, is_async)
+        return self.start(call)
+
+    def start(self, call: BackendCall) -> "Work | None":
+        """Start a schedule for this call, as `__call__`. ValueError for a user's own collective that has none."""
+        if self.is_closed:
+            raise RuntimeError(f"{call.operation}: the process group {self.member.name} was destroyed or aborted")
+        failures.check()
         if self._debug_check is not None:
             self._debug_check.require_same(call)
         obstacle = find_obstacle(call, self.member.size)
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
+        if chosen is None and call.is_own:
+            raise ValueError(f"no installed schedule runs {call.describe()}: {why}")
         if chosen is None:
             fastest = self._start_fastest(call) if obstacle is None else None
             if fastest is not None and fastest.work is not None:
@@ -215,9 +221,10 @@ class Dispatcher:
 
     def _choose(self, call: BackendCall) -> tuple[InstalledSchedule | None, str]:
         """The installed schedule for a call, and the reason; the last installed one, if several match."""
-        if self.load_schedules is not None and not (
-            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        ):
+        # With GPUs not before a call on these: ranks may not have chosen theirs yet.
+        is_time = call.device_type == ("cuda" if "cuda" in self.inner else "cpu")
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if self.load_schedules is not None and is_time and not is_captured:
             self.load_schedules()
             self.load_schedules = None
         if not self.installed:
