@@ -266,6 +266,46 @@ def overlap_calls(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def trace_ddp(folder: Path) -> None:
+    """Save a trace of a few steps of DDP, which chrome://tracing and ui.perfetto.dev show."""
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
+    dist.init_process_group("stretto")
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    model = DistributedDataParallel(nn.Sequential(*layers).cuda(), bucket_cap_mb=8)  # a bucket for half a layer
+    x = torch.randn(2048, 2048, device="cuda")
+    for _ in range(3):
+        model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        for _ in range(3):
+            model(x).square().mean().backward()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(folder / f"ddp-{dist.get_rank()}.json"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, 4)
+def test_ddp_reduces_its_buckets_beside_the_backward_pass(tmp_path: Path, world: int) -> None:
+    run_watched(world, trace_ddp, tmp_path)
+    for rank in range(world):
+        events = json.loads((tmp_path / f"ddp-{rank}.json").read_text())["traceEvents"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        collectives = [event for event in kernels if event["name"] == "run"]  # as all of Stretto's collectives' kernels
+        assert collectives, {event["name"] for event in kernels}
+        streams = {event["args"]["stream"] for event in collectives}
+        beside = [
+            (collective["name"], other["name"])
+            for collective in collectives
+            for other in kernels
+            if other["args"]["stream"] not in streams
+            and other["ts"] < collective["ts"] + collective["dur"]
+            and collective["ts"] < other["ts"] + other["dur"]
+        ]
+        assert beside, f"no kernel of the backward pass ran beside an all-reduce on rank {rank}"
+
+
 @pytest.mark.ranks(2)
 def test_frameworks_train_as_on_the_library_by_schedules(tmp_path: Path, world: int) -> None:
     run_watched(world, train_all, tmp_path, "library")
