@@ -133,6 +133,25 @@ def test_a_schedule_that_is_wrong_exits_with_1_and_says_where(ring):
     assert words.stdout.rstrip().endswith("NOT verified")
 
 
+def test_several_schedules_are_verified_at_once(ring):
+    broken = ring.with_name("broken.xml")
+    broken.write_text(ring.read_text().replace('type="rrcs"', 'type="rcs"', 1))
+    result = run("verify", ring, broken, ring, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (found["ok"], {name: each["ok"] for name, each in found["schedules"].items()}) == (
+        False,
+        {str(ring): True, str(broken): False},
+    )
+    assert found["schedules"][str(broken)]["errors"]
+    words = run("verify", broken, ring)
+    assert words.exit_code == 1
+    assert words.stdout.count("NOT verified") == 1
+    assert words.stdout.rstrip().endswith("verified")
+    assert run("verify", ring, ring).exit_code == 0
+    assert run("verify", ring, "missing.xml").exit_code == 2
+
+
 def test_slots_waivers_and_limits_are_options(ring):
     assert run("verify", ring, "--slots", 1).exit_code == 1
     assert "deadlock with 1 FIFO slots" in run("verify", ring, "--slots", 1).stdout

@@ -3,7 +3,9 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,155 @@ def profile_calls(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Whether it does within 20 seconds: the collectives of these tests end at a rank's signal, and not by time."""
+    limit = time.monotonic() + 20
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.001)
+    return condition()
+
+
+def overlap_calls(folder: Path) -> None:
+    """Asynchronous calls whose last rank comes when all others have looked at theirs; saves what was wrong."""
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
+    dist.init_process_group("stretto")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(str(folder / "store"), size)
+    store.set_timeout(timedelta(seconds=60))
+    early, is_late = range(size - 1), rank == size - 1
+    total = size * (size + 1) / 2
+    wrong = []
+
+    def make() -> torch.Tensor:
+        return torch.full((5000,), rank + 1.0, device="cuda")
+
+    def expect(holds: bool, what: str) -> None:
+        if not holds:
+            wrong.append(what)
+
+    def come_last(step: str) -> None:
+        """On the last rank: wait until all others have called `let_come`."""
+        store.wait([f"{step}-{other}" for other in early])
+
+    def let_come(step: str) -> None:
+        store.set(f"{step}-{rank}", "1")
+
+    dist.all_reduce(make(), async_op=True).wait()  # compiles the kernel
+    dist.all_reduce(make())
+    torch.cuda.synchronize()
+    dist.barrier()
+
+    x, y = make(), make()
+    if is_late:
+        come_last("first")
+        works = [dist.all_reduce(x, async_op=True)]
+        come_last("second")
+        works.append(dist.all_reduce(y, async_op=True))
+    else:
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (x, y)]
+        expect(not works[0].is_completed(), "a call was completed before its peer had come")
+        beside = torch.ones(1000, device="cuda").add_(1)
+        expect(becomes_true(torch.cuda.current_stream().record_event().query), "no kernel ran beside a collective")
+        expect(bool((beside == 2).all()), "what ran beside a collective was wrong")
+        let_come("first")
+        works[0].wait()
+        copy = x.clone()
+        expect(becomes_true(torch.cuda.current_stream().record_event().query), "wait waited for a later call too")
+        expect(bool((copy == total).all()), "wait did not wait for its call")
+        expect(works[0].is_completed(), "a call was not completed after its wait")
+        expect(not works[1].is_completed(), "a call was completed before its peer had come, the second")
+        let_come("second")
+    works[1].wait()
+    expect(bool((y == total).all()), "the second wait did not wait for its call")
+    expect(works[1].is_completed(), "the second call was not completed after its wait")
+
+    # A tensor that is dropped at once, and with it the Work.
+    if is_late:
+        come_last("dropped")
+    kept = make()
+    del x
+    dropped = make()
+    dist.all_reduce(dropped, async_op=True)
+    del dropped
+    others = [torch.full((5000,), 7.0, device="cuda") for _ in range(20)]
+    if not is_late:
+        let_come("dropped")
+    dist.all_reduce(kept)  # comes after it
+    torch.cuda.synchronize()
+    expect(all(bool((other == 7).all()) for other in others), "a collective wrote to memory that was used again")
+    expect(bool((kept == total).all()), "a call that was not asynchronous after one that was had another result")
+
+    # A barrier, whose ranks all come at once, while the last one's GPU is late by a second or so.
+    for is_async in (True, False):
+        if is_late:
+            torch.cuda._sleep(2_000_000_000)
+        work = dist.all_reduce(make(), async_op=True)
+        barrier = dist.barrier(async_op=is_async)
+        if is_async:
+            barrier.wait()
+        expect(work.is_completed(), f"a barrier with async_op={is_async} ended before a call that preceded it")
+
+    # A graph, whose calls are ordered, on whichever stream.
+    given, graph = make(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = given * 1
+        work = dist.all_reduce(first, async_op=True)
+        second = given * 2
+        dist.all_reduce(second)
+        work.wait()
+        summed = first + second
+    for _ in range(3):
+        summed.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        expect(bool((summed == 3 * total).all()), "a replayed graph had another result")
+    dist.all_reduce(given)
+    expect(bool((given == total).all()), "a call after a graph had another result")
+    ran = {" ".join(key): number for key, number in call_counts().items()}
+    (folder / f"overlap-{rank}.json").write_text(json.dumps({"wrong": wrong, "ran": ran}))
+    dist.destroy_process_group()
+
+
+def trace_ddp(folder: Path) -> None:
+    """Save a trace of a few steps of DDP, which chrome://tracing and ui.perfetto.dev show."""
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
+    dist.init_process_group("stretto")
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    model = DistributedDataParallel(nn.Sequential(*layers).cuda(), bucket_cap_mb=8)  # a bucket for half a layer
+    x = torch.randn(2048, 2048, device="cuda")
+    for _ in range(3):
+        model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        for _ in range(3):
+            model(x).square().mean().backward()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(folder / f"ddp-{dist.get_rank()}.json"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, 4)
+def test_ddp_reduces_its_buckets_beside_the_backward_pass(tmp_path: Path, world: int) -> None:
+    run_watched(world, trace_ddp, tmp_path)
+    for rank in range(world):
+        events = json.loads((tmp_path / f"ddp-{rank}.json").read_text())["traceEvents"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        collectives = [event for event in kernels if event["name"] == "run"]  # as all of Stretto's collectives' kernels
+        assert collectives, {event["name"] for event in kernels}
+        streams = {event["args"]["stream"] for event in collectives}
+        beside = [
+            (collective["name"], other["name"])
+            for collective in collectives
+            for other in kernels
+            if other["args"]["stream"] not in streams
+            and other["ts"] < collective["ts"] + collective["dur"]
+            and collective["ts"] < other["ts"] + other["dur"]
+        ]
+        assert beside, f"no kernel of the backward pass ran beside an all-reduce on rank {rank}"
+
+
 @pytest.mark.ranks(2)
 def test_frameworks_train_as_on_the_library_by_schedules(tmp_path: Path, world: int) -> None:
     run_watched(world, train_all, tmp_path, "library")
@@ -176,6 +327,15 @@ def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp
         assert ran["allreduce schedule ring-all-reduce"] == 3
         for operation in ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base"):
             assert any(key.startswith(f"{operation} schedule") for key in ran), (operation, ran)
+
+
+@pytest.mark.ranks(2, 4)
+def test_asynchronous_calls_run_beside_other_kernels_and_are_waited_for_alone(tmp_path: Path, world: int) -> None:
+    run_watched(world, overlap_calls, tmp_path)
+    for rank in range(world):
+        found = json.loads((tmp_path / f"overlap-{rank}.json").read_text())
+        assert found["wrong"] == []
+        assert not any(key.startswith("allreduce ") and "schedule" not in key for key in found["ran"]), found["ran"]
 
 
 @pytest.mark.own_gpus("NCCL connects when all ranks have come together")

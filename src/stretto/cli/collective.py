@@ -44,6 +44,12 @@ Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="One of `stretto collective list`, file.py:function, or a schedule F.xml."),
 ]
+Names = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME...", help="Of `stretto collective list`, file.py:function, or schedules F.xml; one or several."
+    ),
+]
 Ranks = Annotated[int | None, typer.Option(help="Ranks, for an algorithm that takes `ranks`.")]
 Nodes = Annotated[int | None, typer.Option(help="Nodes, for an algorithm that takes `nodes` and `gpus`.")]
 Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
@@ -122,7 +128,7 @@ def compile_(
 
 @app.command("verify")
 def verify_(
-    name: Name,
+    names: Names,
     ranks: Ranks = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
@@ -136,12 +142,13 @@ def verify_(
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     as_json: Json = False,
 ) -> None:
-    """Verify a schedule. Exit status: 0 verified, 1 not, 2 not a schedule.
+    """Verify schedules. Exit status: 0 all are verified, 1 one is not, 2 one is no schedule.
 
     Checks the collective's postcondition, deadlock, data races, whether all ranks add in one order, and that the
     schedule is well formed.
 
     - stretto collective verify ring.xml
+    - stretto collective verify schedules/*.xml
     - stretto collective verify ring-all-reduce --ranks 8
     """
     with refusing_bad_input(as_json=as_json):
@@ -150,14 +157,17 @@ def verify_(
 
         known_limits = None if limits is None else find_limits(limits)
         given = Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots)
-        schedule = load_schedule(name, given, max_file_bytes)
-        found = verify(schedule, slots=slots, waive=waive or ())
-        over = [] if known_limits is None else exceeded_limits(schedule, known_limits)
-        ok = found.ok and not over
+        answers = {}
+        for name in names:
+            schedule = load_schedule(name, given, max_file_bytes)
+            found = verify(schedule, slots=slots, waive=waive or ())
+            over = [] if known_limits is None else exceeded_limits(schedule, known_limits)
+            answers[name] = asdict(found) | {"ok": found.ok and not over, "errors": [*found.errors, *over]}
+            if not as_json:
+                print("\n".join([describe(schedule, found), *(f"  {each}" for each in over)]), flush=True)
+        ok = all(answer["ok"] for answer in answers.values())
         if as_json:
-            print(json.dumps(asdict(found) | {"ok": ok, "errors": [*found.errors, *over]}), flush=True)
-        else:
-            print("\n".join([describe(schedule, found), *(f"  {each}" for each in over)]), flush=True)
+            print(json.dumps(answers[names[0]] if len(names) == 1 else {"ok": ok, "schedules": answers}), flush=True)
     if not ok:
         raise typer.Exit(NOT_VERIFIED)
 

@@ -37,7 +37,7 @@ from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, 
 from stretto.deprecated import alias
 
 if TYPE_CHECKING:
-    from stretto.collectives.backend import call_counts, install, uninstall
+    from stretto.collectives.backend import call_counts, install, install_folder, run_collective, uninstall
 
 __all__ = [
     "PROTOCOLS",
@@ -69,8 +69,10 @@ __all__ = [
     "compile_program",
     "from_xml",
     "install",
+    "install_folder",
     "parallelize",
     "read_schedule",
+    "run_collective",
     "to_xml",
     "trace",
     "uninstall",
@@ -80,7 +82,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("call_counts", "install", "uninstall"):  # they need torch, and the rest here does not
+    if name in (
+        "call_counts",
+        "install",
+        "install_folder",
+        "run_collective",
+        "uninstall",
+    ):  # they need torch, and the rest here does not
         return getattr(import_module("stretto.collectives.backend"), name)
     return _find_renamed(name)
 

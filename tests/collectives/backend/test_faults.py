@@ -211,7 +211,16 @@ def refuse(folder):
         (ring(3), {}, "is for 3 ranks, and the group has 2"),
         (broken, {}, "not verified, and does not run:\n.*rank"),
         (nothing, {}, "not verified, and does not run:\n.*allreduce|postcondition"),
-        (find("all-to-next").compile(nodes=1, gpus=2), {}, "no operation of torch.distributed is a 'alltonext'"),
+        (
+            replace(right, collective=replace(right.collective, name="mine", is_unknown=True)),
+            {},
+            "no operation of torch.distributed is a 'mine'.* installed with its conditions",
+        ),
+        (
+            replace(right, collective=replace(right.collective, name="mine", output_chunks=1)),
+            {},
+            "ring-all-reduce runs in place alone, where input and output of mine have different sizes",
+        ),
         (right, {"min_bytes": 9, "max_bytes": 3}, "0 <= min_bytes <= max_bytes: not 9 to 3"),
         (right, {"dtypes": [torch.complex64]}, "no executor here runs schedules on complex64"),
         (right, {"max_bytes": 100 + rank}, "all ranks must ask for the same: schedule ring-all-reduce"),

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operation gives what gloo gives, by a schedule where one is installed, and the counter says by what."""
 
+import os
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
 
-from stretto.collectives import call_counts, install, uninstall
+from stretto.collectives import Collective, algorithm, call_counts, chunk, install, run_collective, uninstall
 from stretto.collectives.algorithms import find
+from stretto.collectives.backend.factory import find_dispatcher
+from stretto.collectives.xml import write_schedule
+from stretto.memory import group_timeout
 
 
 def counts_of(group, function):
@@ -124,6 +129,13 @@ def average_and_stride():
     given, taken = torch.arange(2.0 * size), torch.empty(2)
     dist.reduce_scatter_tensor(taken, given, dist.ReduceOp.AVG, group)
     assert taken.tolist() == [2.0 * rank, 2.0 * rank + 1]
+    large = torch.full((2 * size,), 60000.0, dtype=torch.float16)  # of which 16 bits cannot hold the sum
+    given, taken = large.clone(), torch.empty(2, dtype=torch.float16)
+    dist.all_reduce(large, dist.ReduceOp.AVG, group)
+    dist.reduce_scatter_tensor(taken, given, dist.ReduceOp.AVG, group)
+    assert (large == 60000).all(), large
+    assert (taken == 60000).all(), taken
+    assert (given == 60000).all(), given
     wide = torch.arange(12.0).view(3, 4)
     opts = dist.AllreduceOptions()
     group.allreduce([wide[:, 1]], opts).wait()
@@ -162,6 +174,123 @@ def exchange_lists(in_place):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_schedule_exchanges_lists_of_tensors_that_are_promised_to_be_even(ranks, in_place):
     ranks(3).run(exchange_lists, in_place)
+
+
+def run_a_folder(folder):
+    """A folder of files is installed before a group's first collective: those for its ranks, each for its sizes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ["STRETTO_SCHEDULES"] = str(folder)
+    try:
+        group, part = dist.new_group(backend="stretto"), dist.new_group([0], backend="stretto")
+        dist.barrier(group)
+        for elements in (100, 101):
+            tensor = torch.full((elements,), float(rank))
+            dist.all_reduce(tensor, group=group)
+            assert (tensor == size * (size - 1) / 2).all()
+        dist.broadcast(torch.ones(3), 0, group)
+        ran = {key: number for key, number in call_counts(group).items() if key[0] == "allreduce"}
+        assert ran == {
+            ("allreduce", "schedule one-shot-all-reduce"): 1,
+            ("allreduce", "schedule two-shot-all-reduce"): 1,
+        }
+        if rank == 0:
+            dist.all_reduce(torch.ones(3), group=part)
+            assert call_counts(part) == {("allreduce", "gloo"): 1}
+        os.environ["STRETTO_SCHEDULES"] = str(folder / "none")
+        group = dist.new_group(backend="stretto")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"none is no folder with schedules: it has no file \*.xml"):
+                dist.all_reduce(torch.ones(3), group=group)
+    finally:
+        del os.environ["STRETTO_SCHEDULES"]
+
+
+def test_a_folder_of_schedules_is_installed_by_a_variable_and_chosen_by_size(ranks, tmp_path):
+    for name, size, limits in (
+        ("one-shot-all-reduce", 2, {"max_bytes": 400}),
+        ("two-shot-all-reduce", 2, {"min_bytes": 401}),
+        ("ring-all-reduce", 3, {}),
+    ):
+        write_schedule(find(name).compile(ranks=size, **limits), tmp_path / f"{name}.xml")
+    ranks(2).run(run_a_folder, tmp_path)
+
+
+def run_by_tiles():
+    """The size of tiles is the user's."""
+    group = dist.new_group(backend="stretto")
+    with pytest.raises(ValueError, match="tile_bytes is at least 480, not 479"):
+        install(find("ring-all-reduce").compile(ranks=2), group, tile_bytes=479)
+    install(find("ring-all-reduce").compile(ranks=2), group, tile_bytes=960)
+    runner = find_dispatcher(group).runner("cpu")
+    tensor = torch.ones(5000)
+    dist.all_reduce(tensor, group=group)
+    assert (tensor == 2).all()
+    (prepared,) = runner._prepared.values()
+    assert [plan.tiles for plan, _ in prepared.plans.values()] == [-(-2500 * 4 // 960)]
+
+
+def test_a_schedule_runs_by_tiles_of_the_size_that_install_is_given(ranks):
+    ranks(2).run(run_by_tiles)
+
+
+def run_own_collectives(file):
+    """AllToNext, and one that nobody knows: every rank gets the sum of its neighbours, the two last ones nothing."""
+    group = dist.new_group(backend="stretto")
+    rank = dist.get_rank()
+    install(find("all-to-next").compile(nodes=1, gpus=3), group)
+    given, taken = torch.arange(6.0) + 10 * rank, torch.full((6,), 7.0)
+    assert run_collective("alltonext", taken, given, group) is None
+    assert taken.tolist() == ([7.0] * 6 if rank == 0 else (torch.arange(6.0) + 10 * (rank - 1)).tolist())
+    assert given.tolist() == (torch.arange(6.0) + 10 * rank).tolist()
+    own = Collective("both", 3, 1, 1, lambda rank, index: ((0, 0), (1, 0)) if rank == 2 else None)
+    with pytest.raises(ValueError, match=r"no operation of torch.distributed is a 'both'.*collective="):
+        install(file, group)
+    install(file, group, collective=own)
+    work = run_collective("both", taken, given, group, reduction="max", async_op=True)
+    work.wait()
+    assert rank != 2 or taken.tolist() == (torch.arange(6.0) + 10).tolist()
+    with pytest.raises(ValueError, match="no installed schedule runs neither sum of 6 float32"):
+        run_collective("neither", taken, given, group)
+    with pytest.raises(ValueError, match="both has 1 input and 1 output chunks a rank, which 6 and 5 elements"):
+        run_collective("both", taken[:5], given, group)
+    with pytest.raises(ValueError, match=r"allreduce is an operation of torch.distributed"):
+        run_collective("allreduce", taken, given, group)
+    with pytest.raises(ValueError, match="reduction is one of sum, max, min, prod, not 'avg'"):
+        run_collective("both", taken, given, group, reduction="avg")
+    assert call_counts(group) == {("alltonext", "schedule all-to-next"): 1, ("both", "schedule both-at-two"): 1}
+
+
+def test_a_collective_of_the_users_own_is_installed_and_called_by_its_name(ranks, tmp_path):
+    @algorithm(lambda: Collective("both", 3, 1, 1, lambda rank, index: ((0, 0), (1, 0)) if rank == 2 else None))
+    def both_at_two():
+        """The sum of ranks 0 and 1 on rank 2."""
+        at_two = chunk(0, "in", 0).copy(2, "out", 0)
+        at_two.reduce(chunk(1, "in", 0).copy(2, "scratch", 0))
+
+    write_schedule(both_at_two.compile(), tmp_path / "both.xml")
+    ranks(3).run(run_own_collectives, tmp_path / "both.xml")
+
+
+def change_the_time_limit():
+    """Calls are given the group's limit of now, unless they have their own."""
+    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=100))
+    operations.install_all(group)
+    dispatcher, found = find_dispatcher(group), []
+    choose = dispatcher._choose
+    dispatcher._choose = lambda call: (found.append(call.timeout), choose(call))[1]
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    group.set_timeout(timedelta(seconds=50))
+    dist.all_reduce(tensor, group=group)
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=30)
+    group.allreduce([tensor], options).wait()
+    assert found == [100, 50, 30]
+    assert group_timeout(group) == 50
+
+
+def test_calls_are_given_the_time_limit_that_the_group_has_then(ranks):
+    ranks(2).run(change_the_time_limit)
 
 
 def infer():

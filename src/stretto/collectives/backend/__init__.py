@@ -11,7 +11,7 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
     4a. a schedule: installed by the user, or on GPUs the fastest known one
          runner.py           the interface `Runner`, one for each device type
          host_runner.py      CPU: a worker thread of the group (agreement.py: all ranks call the same), shared memory
-         cuda_runner.py      GPU: kernels on the current stream, by these modules of `stretto.collectives`:
+         cuda_runner.py      GPU: kernels on the group's or the caller's stream, by modules of `stretto.collectives`:
            executor/cuda/communicator.py     memory that the group's GPUs share; finds the fastest known schedule
            selection.py                      the table that says which it is, by collective, dtype and size
            executor/cuda/fused/kernel.py     runs a schedule as one fused kernel; instead of it:
@@ -24,14 +24,23 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
          host_fallback.py    only where ranks share GPUs, in tests: stages NCCL's calls on the host
     5. native.py           makes the Work object of a schedule (native/work.hpp); gloo or NCCL make their own
 
-`api.py` is what users call: `install`, `uninstall`, `call_counts`. `stretto.registration` registers the backend's name.
+`api.py` is what users call: `install`, `install_folder`, `uninstall`, `run_collective`, `call_counts`.
+`stretto.registration` registers the backend's name.
 """
 
-from stretto.collectives.backend.api import call_counts, install, uninstall
+from stretto.collectives.backend.api import call_counts, install, install_folder, run_collective, uninstall
 from stretto.collectives.backend.dispatcher import InstalledSchedule
 from stretto.collectives.backend.native import CompilerError
 from stretto.deprecated import alias
 
-__all__ = ["CompilerError", "InstalledSchedule", "call_counts", "install", "uninstall"]
+__all__ = [
+    "CompilerError",
+    "InstalledSchedule",
+    "call_counts",
+    "install",
+    "install_folder",
+    "run_collective",
+    "uninstall",
+]
 
 __getattr__ = alias(__name__, {"Installed": "InstalledSchedule", "counts": "call_counts"})

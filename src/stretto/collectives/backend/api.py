@@ -4,21 +4,29 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from stretto.collectives.backend.calls import COLLECTIVES
+from stretto.collectives.backend.calls import COLLECTIVES, BackendCall
 from stretto.collectives.backend.dispatcher import Dispatcher, InstalledSchedule
 from stretto.collectives.backend.factory import find_dispatcher
+from stretto.collectives.collective import Collective
 from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.collectives.xml import named_collective, read_schedule
 from stretto.memory import exchange, group_timeout
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
 T = TypeVar("T")
+_OWN_REDUCTIONS = ("sum", "max", "min", "prod")
+MIN_TILE_BYTES = 480
+"""The smallest tile: whole lines of LL128, and a multiple of every dtype's size."""
 
 
 def install(
@@ -30,17 +38,23 @@ def install(
     dtypes: Collection[torch.dtype] | None = None,
     even_sizes: bool = False,
     waive: Collection[str] = (),
+    tile_bytes: int | None = None,
+    collective: Collective | None = None,
     timeout: float | None = None,
 ) -> InstalledSchedule:
     """Install a schedule in a group, which then runs matching calls of its collective by it. All ranks call it.
 
-    schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks.
+    schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks. A
+    collective that torch.distributed has no operation for, such as AllToNext or one of your own, is called by its name
+    (`run_collective`); collective: its conditions, where a file has another name than Stretto knows.
     min_bytes, max_bytes: which calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: the
     schedule's own limits; max_bytes 0: no upper limit); dtypes: None for all that its executor supports; even_sizes:
     promises that all-to-alls with explicit sizes have equal sizes on all ranks, so that a schedule can run them too
-    (one with unequal sizes raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait here for
-    the other ranks (None: the group's own limit). If several schedules match a call, the one that was installed last
-    runs.
+    (one with unequal sizes raises ValueError on all ranks); waive: as in `verify`; tile_bytes: what a step handles at
+    once of each chunk, at least 480 bytes, while other steps handle other tiles (None: the executor's default; with a
+    number GPUs run the schedule by the interpreter, since a fused kernel has no tiles); timeout: seconds to wait here
+    for the other ranks (None: the group's own limit). If several schedules match a call, the one that was installed
+    last runs.
 
     ValueError, on all ranks, for a schedule that fails verification, that is for another number of ranks, that no
     operation can use or no executor can run, and where ranks install different ones; ScheduleFileError for an invalid
@@ -49,18 +63,20 @@ def install(
     dispatcher = find_dispatcher(group)
 
     def check() -> tuple[InstalledSchedule, str]:
-        parsed = read_schedule(Path(schedule)) if isinstance(schedule, str | Path) else schedule
+        parsed = read_schedule(Path(schedule), collective=collective) if isinstance(schedule, str | Path) else schedule
         entry = InstalledSchedule(
             _verified(parsed, dispatcher.member.size, waive),
             parsed.min_bytes if min_bytes is None else min_bytes,
             parsed.max_bytes if max_bytes is None else max_bytes,
             None if dtypes is None else frozenset(dtypes),
             even_sizes,
+            tile_bytes,
         )
         _check_options(entry, dispatcher)
         named = "all" if entry.dtypes is None else ", ".join(sorted(str(dtype)[6:] for dtype in entry.dtypes))
         limits = (
-            f"{entry.min_bytes} to {entry.max_bytes or 'any number of'} bytes, dtypes {named}, even sizes {even_sizes}"
+            f"{entry.min_bytes} to {entry.max_bytes or 'any number of'} bytes, dtypes {named}, "
+            f"even sizes {even_sizes}, tiles of {tile_bytes or 'any number of'} bytes"
         )
         return entry, f"schedule {parsed.name} ({digest(parsed)}) for {parsed.collective.name}, {limits}"
 
@@ -69,9 +85,35 @@ def install(
         entry = _agree(check, group, timeout)
         runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
         for runner in runners:
-            runner.prepare(entry.schedule, group, timeout)
+            runner.prepare(entry.schedule, group, timeout, tile_bytes)
     dispatcher.installed = (*dispatcher.installed, entry)
     return entry
+
+
+def install_folder(
+    folder: Path | str, group: dist.ProcessGroup | None = None, *, timeout: float | None = None
+) -> tuple[InstalledSchedule, ...]:
+    """Install all MSCCL XML files (*.xml) of a folder that are for the group's number of ranks. All ranks call it.
+
+    Each is for the sizes that its attributes minBytes and maxBytes say. Files are installed in the order of their
+    names, and of several that match a call the last one runs. The environment variable STRETTO_SCHEDULES names a folder
+    that every group of several ranks installs so before its first collective.
+
+    ValueError as `install`, on all ranks, and for a folder that is none or has no XML file.
+    """
+    dispatcher = find_dispatcher(group)
+
+    def check() -> tuple[list[Schedule], str]:
+        files = sorted(Path(folder).glob("*.xml"))
+        if not files:
+            raise ValueError(f"{folder} is no folder with schedules: it has no file *.xml")
+        read = [each for each in map(read_schedule, files) if each.collective.ranks == dispatcher.member.size]
+        return read, "the schedules " + ", ".join(f"{each.name} ({digest(each)})" for each in read)
+
+    timeout = group_timeout(group) if timeout is None else timeout
+    with dispatcher.bypassed():
+        schedules = _agree(check, group, timeout)
+    return tuple(install(schedule, group, timeout=timeout) for schedule in schedules)
 
 
 def uninstall(
@@ -98,6 +140,46 @@ def uninstall(
         if (runner := dispatcher.runner(device)) is not None:
             for each in removed:
                 runner.discard(each.schedule)
+
+
+def run_collective(
+    name: str,
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduction: str = "sum",
+    async_op: bool = False,
+) -> "Work | None":
+    """Run a collective that torch.distributed has no operation for, by a schedule that is installed for it.
+
+    name: of the collective, as "alltonext" of AllToNext. output, input: of one dtype, on one device, with as many
+    elements as the collective's output and input chunks; chunks that may hold anything are left as they are, or not.
+    The input stays as it is. reduction: "sum", "max", "min" or "prod". All ranks call it.
+
+    Returns a Work if `async_op`, and otherwise None, once the output is there (on GPUs: for the current stream).
+    ValueError for a name, a size or a dtype that no installed schedule is for. Errors of the run are those of the
+    group's other calls.
+    """
+    dispatcher = find_dispatcher(group)
+    if name in COLLECTIVES.values():
+        raise ValueError(f"{name} is an operation of torch.distributed: call that")
+    if reduction not in _OWN_REDUCTIONS:
+        raise ValueError(f"reduction is one of {', '.join(_OWN_REDUCTIONS)}, not {reduction!r}")
+    for each in dispatcher.installed:
+        of = each.schedule.collective
+        if of.name == name and output.numel() * of.input_chunks != input.numel() * of.output_chunks:
+            raise ValueError(
+                f"{name} has {of.input_chunks} input and {of.output_chunks} output chunks a rank, which "
+                f"{input.numel()} and {output.numel()} elements do not fit"
+            )
+    limit = group_timeout(group)
+    work = dispatcher.start(BackendCall(name, (output,), (input,), reduction, 0, limit, is_async=async_op, is_own=True))
+    assert work is not None
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def call_counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
@@ -133,14 +215,13 @@ def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, 
 def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedule:
     """The schedule with the conditions of its collective's operation. ValueError where it does not meet them."""
     collective = schedule.collective
-    if collective.name not in COLLECTIVES.values():
-        known = ", ".join(sorted(set(COLLECTIVES.values())))
-        raise ValueError(
-            f"no operation of torch.distributed is a {collective.name!r}: what can be installed is {known}"
-        )
     if collective.ranks != ranks:
         raise ValueError(f"{schedule.name} is for {collective.ranks} ranks, and the group has {ranks}")
-    expected = named_collective(collective.name, ranks, collective.chunks_per_loop, collective.root)
+    if collective.name not in COLLECTIVES.values():
+        _check_own(schedule)
+        expected = collective
+    else:
+        expected = named_collective(collective.name, ranks, collective.chunks_per_loop, collective.root)
     if (expected.input_chunks, expected.output_chunks) != (collective.input_chunks, collective.output_chunks):
         raise ValueError(
             f"{schedule.name} has {collective.input_chunks} input and {collective.output_chunks} output chunks a rank: "
@@ -153,8 +234,26 @@ def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedul
     return checked
 
 
+def _check_own(schedule: Schedule) -> None:
+    """ValueError for a collective of the user's own whose conditions nobody gave, or that has no call."""
+    collective = schedule.collective
+    if collective.is_unknown:
+        known = ", ".join(sorted(set(COLLECTIVES.values())))
+        raise ValueError(
+            f"no operation of torch.distributed is a {collective.name!r}, but {known}: a collective of your own is "
+            "installed with its conditions (collective=)"
+        )
+    if not schedule.out_of_place and collective.input_chunks != collective.output_chunks:
+        raise ValueError(
+            f"{schedule.name} runs in place alone, where input and output of {collective.name} have different sizes: "
+            "compile it with in_place=False"
+        )
+
+
 def _check_options(entry: InstalledSchedule, dispatcher: Dispatcher) -> None:
-    """ValueError for byte limits out of order, and for dtypes that no executor here supports."""
+    """ValueError for byte limits out of order, tiles that are too small, and dtypes that no executor here supports."""
+    if entry.tile_bytes is not None and entry.tile_bytes < MIN_TILE_BYTES:
+        raise ValueError(f"tile_bytes is at least {MIN_TILE_BYTES}, not {entry.tile_bytes}")
     if entry.min_bytes < 0 or entry.max_bytes < 0 or 0 < entry.max_bytes < entry.min_bytes:
         raise ValueError(f"a schedule is for 0 <= min_bytes <= max_bytes: not {entry.min_bytes} to {entry.max_bytes}")
     runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]

@@ -74,7 +74,9 @@ class BackendCall:
     "avg", "prod", "min", "max", "another", or "" for an operation without one; root: a rank of the group; timeout: in
     seconds; note: "coalescing" (one of several that NCCL is to start at once), "even sizes" or "uneven sizes" (an
     all-to-all with explicit sizes of its parts, or with lists), "cuda" (where no tensor shows it), "root tensor" (a
-    broadcast or a reduce whose root's tensor is not the first of its list), or "".
+    broadcast or a reduce whose root's tensor is not the first of its list), or ""; is_async: whether it was made with
+    async_op=True; is_own: whether the operation is a collective of the user's own, which only an
+    installed schedule runs (`run_collective`).
     """
 
     operation: str
@@ -84,11 +86,13 @@ class BackendCall:
     root: int
     timeout: float
     note: str = ""
+    is_async: bool = False
+    is_own: bool = False
 
     @property
     def collective(self) -> str | None:
         """The collective's name in schedules; None for an operation that no schedule runs."""
-        return COLLECTIVES.get(self.operation)
+        return self.operation if self.is_own else COLLECTIVES.get(self.operation)
 
     @property
     def title(self) -> str:
@@ -162,6 +166,8 @@ def find_obstacle(call: BackendCall, ranks: int) -> str | None:
         return of_lists
     if call.note == "uneven sizes":
         return None  # other ranks cannot know: `even_sizes` promised otherwise, so all ranks raise later
+    if call.is_own:
+        return None  # the schedule says how input and output are divided
     factors = {"allgather": (ranks, 1), "reducescatter": (1, ranks)}
     of_input, of_output = factors.get(call.collective, (1, 1))
     if any(part.input_elements * of_input != part.output_elements * of_output for part in call.collectives()):
@@ -205,9 +211,9 @@ RunCollective = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def runs_in_place(schedule: Schedule) -> bool:
-    """Whether to run in place, which saves a copy. A reduce-scatter, reduce and all-to-all must keep their input."""
+    """Whether to run in place, which saves a copy. All other collectives must keep their input."""
     if schedule.in_place and schedule.out_of_place:
-        return schedule.collective.name not in ("reducescatter", "reduce", "alltoall")
+        return schedule.collective.name in ("allreduce", "allgather", "broadcast")
     return schedule.in_place
 
 

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs schedules on CUDA tensors: kernels on the caller's stream, and a Work that streams wait for, not the host."""
+"""Runs schedules on CUDA tensors, on the streams that torch's NCCL backend would take.
+
+A call with async_op=True runs on a stream of the group, after what the caller's stream has at the call, and beside what
+the caller launches later. `Work.wait` makes the then current stream wait for that call, not for later ones. A call with
+async_op=False, whose result the caller's stream waits for anyway, runs on the caller's stream. The group's calls run
+one after another on whichever streams (`CollectiveWorkspace.follow_stream`). While a CUDA graph is captured all calls
+run on the group's stream, forked from the caller's, which keeps their order: `follow_stream` does nothing there.
+"""
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +18,14 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.calls import BackendCall, require_room, run_staged, runs_in_place
-from stretto.collectives.backend.native import make_enqueued_work, profiled
+from stretto.collectives.backend.host_runner import Worker
+from stretto.collectives.backend.native import make_enqueued_work, make_work, profiled
 from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
+from stretto.collectives.executor.cuda.workspace import EndOfCall
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures
 from stretto.memory.gpus import find_obstacle
@@ -34,8 +44,11 @@ class CudaRunner:
         self._communicator: CudaCommunicator | None = None
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
+        self._tile_bytes: dict[int, int] = {}
         self._kernels: dict[tuple[int, str, str], FusedScheduleKernel | InterpretedSchedule] = {}
         self._of_graphs: dict[int, object] = {}  # kernels that graphs replay, even of discarded schedules
+        self._last_end: EndOfCall | None = None  # of the last call, unless a graph has captured it
+        self._worker = Worker(f"stretto, barriers of group {member.name}")
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -47,16 +60,20 @@ class CudaRunner:
         """The reductions of the CUDA executor."""
         return frozenset(OPERATIONS)
 
-    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def prepare(
+        self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
+    ) -> None:
         """Check that the group's GPUs can run the schedule. Its kernel is compiled at the first call."""
         communicator = self._communicator_or_none()
         if communicator is None:
             raise ValueError(f"no schedule runs on this group's GPUs: {self._obstacle}")
         communicator.workspace.require_lines_for(schedule.protocol, schedule.name)
         self._schedules[id(schedule)] = schedule
+        if tile_bytes is not None:
+            self._tile_bytes[id(schedule)] = tile_bytes
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
-        """Enqueue the schedule's kernels and all copies on the current stream."""
+        """Enqueue the schedule's kernels and all copies."""
         if call.note == "uneven sizes":
             raise ValueError(f"{call.describe()}: its sizes are not equal, as even_sizes=True had promised")
         require_room(call)
@@ -69,10 +86,11 @@ class CudaRunner:
             kernel(input, output)
             return _own_output(kernel, self._member.rank, input) if output is None else output
 
-        with profiled(call.title, call.inputs):
+        def launch() -> None:
             for part in call.collectives():
                 run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
-        return make_enqueued_work(self._member.rank, call.title, call.outputs)
+
+        return self._enqueue(call, launch)
 
     def start_fastest(self, call: BackendCall) -> FastestRun:
         """Enqueue the fastest known kernel for a call on single contiguous tensors; no Work if NCCL is to run it."""
@@ -97,30 +115,93 @@ class CudaRunner:
         kernel, name, why = communicator.find(call.collective, *buffers, call.reduction or "sum")
         if kernel is None or name is None:
             return _left_to_nccl(why)
-        with profiled(call.title, call.inputs):
-            kernel(*buffers)
-        return FastestRun(make_enqueued_work(self._member.rank, call.title, call.outputs), name, why)
+        return FastestRun(self._enqueue(call, lambda: kernel(*buffers)), name, why)
+
+    def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
+        """Make the current stream wait for the last call, or the host; see `Runner.begin_barrier`."""
+        if self._last_end is None or torch.cuda.is_current_stream_capturing():
+            return
+        if on_gpu:
+            self._last_end.wait()
+        elif not is_async:
+            self._finish()
+            failures.check()
 
     def after_schedules(self, barrier: "Work") -> "Work":
-        """The barrier itself: the stream keeps the order."""
-        return barrier
+        """A Work that ends when this one has, and the GPU has finished the last call before it."""
+        end = self._last_end
+        if end is None or torch.cuda.is_current_stream_capturing() or end.query():
+            return barrier
+        work = make_work(self._member.rank, "barrier", ())
+
+        def job() -> None:
+            try:
+                barrier.wait()
+                end.synchronize()
+                failures.check()
+            except BaseException as error:  # noqa: BLE001  (whatever it is, `work.wait` must raise it)
+                work.fail(error)
+            else:
+                work.succeed()
+
+        self._worker.submit(job)
+        return work
 
     def discard(self, schedule: Schedule) -> None:
-        """Drop the schedule and its kernels, except those that captured graphs replay."""
+        """Drop the schedule and its kernels once the GPU has finished with them, except those that graphs replay."""
+        self._finish()
         self._schedules.pop(id(schedule))
+        self._tile_bytes.pop(id(schedule), None)
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
 
     def close(self, seconds: float) -> None:
         """Wait for the GPU, save a failure that was never raised, and free everything."""
+        self._worker.close(seconds)
+        self._last_end = None
+        if self._communicator is not None:
+            torch.cuda.synchronize(self._communicator.workspace.device)
         self._kernels.clear()
         self._of_graphs.clear()
         self._schedules.clear()
         if self._communicator is not None:
-            torch.cuda.synchronize(self._communicator.workspace.device)
             failures.keep_unseen()
             self._communicator.close()
             self._communicator = None
         self._obstacle = "the group was destroyed"
+
+    def _enqueue(self, call: BackendCall, launch: Callable[[], None]) -> "Work":
+        """Launch a call's kernels on the stream that they belong to; returns their Work."""
+        assert self._communicator is not None
+        workspace = self._communicator.workspace
+        workspace.set_limit(call.timeout)  # the group's, which `set_timeout` may have changed
+        is_captured = workspace.is_capturing
+        rank, title = self._member.rank, call.title
+        if not call.is_async and not is_captured:
+            with profiled(title, call.inputs):
+                launch()
+            work = make_enqueued_work(rank, title, call.outputs)
+        else:
+            caller = torch.cuda.current_stream(workspace.device)
+            stream = workspace.group_stream
+            stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(stream), profiled(title, call.inputs):
+                    launch()
+                    work = make_enqueued_work(rank, title, call.outputs, (*call.inputs, *call.outputs))
+            except BaseException:
+                caller.wait_stream(stream)  # the caller may free the tensors; and a capture must be joined
+                raise
+            if not call.is_async:
+                caller.wait_stream(stream)
+        if not is_captured:
+            self._last_end = work.end
+            workspace.mark_end(work.end)
+        return work
+
+    def _finish(self) -> None:
+        """Make the host wait for the last call, but for calls of a graph, which have not begun."""
+        if self._last_end is not None and not torch.cuda.is_current_stream_capturing():
+            self._last_end.synchronize()
 
     def _communicator_or_none(self) -> CudaCommunicator | None:
         """The communicator, made at the first use by all ranks together; None where the GPUs cannot work together."""
@@ -149,6 +230,11 @@ class CudaRunner:
                 )
             variant = Variant(dtype, reduction, schedule.protocol)
             workspace = self._communicator.workspace
+            if (tile_bytes := self._tile_bytes.get(id(schedule))) is not None:
+                self._kernels[key] = InterpretedSchedule(
+                    schedule, workspace, variant, in_place=in_place, tile_bytes=tile_bytes
+                )
+                return self._kernels[key]
             try:
                 self._kernels[key] = FusedScheduleKernel(schedule, workspace, variant, in_place=in_place)
             except ValueError as error:

@@ -4,7 +4,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ class InstalledSchedule:
 
     min_bytes, max_bytes: the range, both inclusive (max_bytes 0: no limit); dtypes: None for all that the device's
     runner supports; even_sizes: also for all-to-alls with explicit sizes, which the user has promised to be equal on
-    all ranks.
+    all ranks; tile_bytes: of the executor's tiles, None for its default.
     """
 
     schedule: Schedule
@@ -37,6 +37,7 @@ class InstalledSchedule:
     max_bytes: int
     dtypes: frozenset[torch.dtype] | None
     even_sizes: bool = False
+    tile_bytes: int | None = None
 
     def find_obstacle(
         self, call: BackendCall, dtypes: frozenset[torch.dtype], reductions: frozenset[str]
@@ -101,6 +102,8 @@ class Dispatcher:
         self._is_bypassed = False
         self._debug_check = DebugCheck(member) if is_debugging() else None
         self.is_closed = False
+        self.load_schedules: Callable[[], object] | None = None
+        """What installs schedules before the first call that one could run, in which all ranks take part."""
 
     def __call__(
         self,
@@ -111,6 +114,7 @@ class Dispatcher:
         root: int,
         milliseconds: int,
         note: str,
+        is_async: bool = False,
     ) -> "Work | None":
         """Start a schedule for this call and return its Work; None: the inner backend is to run it.
 
@@ -118,16 +122,23 @@ class Dispatcher:
         STRETTO_DEBUG was set when the group was made, DisagreementError where ranks make different calls, and PeerError
         for a rank that does not arrive.
         """
-        if self.is_closed:
-            raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
-        if self._is_bypassed:
+        if self._is_bypassed and not self.is_closed:
             return None
+        timeout = milliseconds / 1000
+        call = BackendCall(operation, tuple(outputs), tuple(inputs), reduction, root, timeout, note, is_async)
+        return self.start(call)
+
+    def start(self, call: BackendCall) -> "Work | None":
+        """Start a schedule for this call, as `__call__`. ValueError for a user's own collective that has none."""
+        if self.is_closed:
+            raise RuntimeError(f"{call.operation}: the process group {self.member.name} was destroyed or aborted")
         failures.check()
-        call = BackendCall(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
         if self._debug_check is not None:
             self._debug_check.require_same(call)
         obstacle = find_obstacle(call, self.member.size)
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
+        if chosen is None and call.is_own:
+            raise ValueError(f"no installed schedule runs {call.describe()}: {why}")
         if chosen is None:
             fastest = self._start_fastest(call) if obstacle is None else None
             if fastest is not None and fastest.work is not None:
@@ -144,10 +155,23 @@ class Dispatcher:
         self.counter.count(call, f"schedule {chosen.schedule.name}", why)
         return work
 
+    def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
+        """Before a barrier of an inner backend: have it come after the schedules that this rank's GPU has begun.
+
+        on_gpu: of NCCL, which follows the current stream. A barrier of the CPU's backend follows nothing: with
+        is_async False the host waits here, otherwise the Work of `after_schedules` does. PeerError if a wait of this
+        process has failed.
+        """
+        runner = self._runners.get("cuda")
+        if runner is not None and not self._is_bypassed:
+            runner.begin_barrier(on_gpu, is_async)
+
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that ends when this barrier of the CPU's backend has, and all schedules that were started before."""
-        runner = self._runners.get("cpu")
-        return barrier if runner is None or self._is_bypassed else runner.after_schedules(barrier)
+        for runner in self._runners.values():
+            if runner is not None and not self._is_bypassed:
+                barrier = runner.after_schedules(barrier)
+        return barrier
 
     def warm_up_nccl_if_ready(self) -> None:
         """At a synchronous barrier of the CPU's backend: have NCCL connect if all ranks use GPUs."""
@@ -197,6 +221,12 @@ class Dispatcher:
 
     def _choose(self, call: BackendCall) -> tuple[InstalledSchedule | None, str]:
         """The installed schedule for a call, and the reason; the last installed one, if several match."""
+        # With GPUs not before a call on these: ranks may not have chosen theirs yet.
+        is_time = call.device_type == ("cuda" if "cuda" in self.inner else "cpu")
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if self.load_schedules is not None and is_time and not is_captured:
+            self.load_schedules()
+            self.load_schedules = None
         if not self.installed:
             return None, "no schedule is installed"
         runner = self.runner(call.device_type)

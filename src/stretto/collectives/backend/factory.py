@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the backend of one group: the inner backends gloo and NCCL, the dispatcher, and the c10d object over them."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.host_fallback import HostFallback
@@ -19,6 +22,7 @@ from stretto.memory import shared_gpus
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
 
+SCHEDULES_VARIABLE = "STRETTO_SCHEDULES"
 _dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
 """By the names of their groups, which are unique in a process at any time."""
 
@@ -75,11 +79,19 @@ def _create(
         cuda = _create_nccl(store, rank, size, timeout, name, ranks, options)
         dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, NcclWarmup(cuda, member))
     _dispatchers[name] = dispatcher
+    if size > 1 and (folder := os.environ.get(SCHEDULES_VARIABLE)):
+        dispatcher.load_schedules = partial(_load_schedules, name, folder)
     milliseconds = round(timeout.total_seconds() * 1000)
     backend: Any = make_backend(rank, size, cpu, cuda, dispatch or dispatcher, _split, milliseconds)
     backend.options.group_name = name
     backend.options.global_ranks_in_group = ranks
     return backend
+
+
+def _load_schedules(group_name: str, folder: str) -> None:
+    from stretto.collectives.backend.api import install_folder  # which imports this module
+
+    install_folder(folder, c10d._resolve_process_group(group_name))  # type: ignore[arg-type]  # a GroupName is a str
 
 
 def _has_gpus() -> bool:

@@ -50,9 +50,10 @@ class HostFallback:
         root: int,
         milliseconds: int,
         note: str,
+        is_async: bool = False,
     ) -> "Work | None":
         """As `Dispatcher.__call__`; RuntimeError for calls whose arguments the backend does not pass completely."""
-        work = self._dispatcher(operation, outputs, inputs, reduction, root, milliseconds, note)
+        work = self._dispatcher(operation, outputs, inputs, reduction, root, milliseconds, note, is_async)
         if work is not None or not any(tensor.device.type == self._device_type for tensor in (*outputs, *inputs)):
             return work
         return self._run(operation, list(outputs), list(inputs), reduction, root, note)

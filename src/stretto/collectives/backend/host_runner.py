@@ -44,6 +44,7 @@ class _PreparedSchedule:
 
     schedule: Schedule
     memory: HostMemory
+    tile_bytes: int
     passed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     plans: dict[tuple[object, ...], tuple[ExecutionPlan, dict[str, object]]] = field(default_factory=dict)
 
@@ -69,16 +70,19 @@ class HostRunner:
         """The reductions of the host executor, and averages, which `run_staged` divides."""
         return frozenset(REDUCTIONS) | {"avg"}
 
-    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def prepare(
+        self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
+    ) -> None:
         """Allocate shared memory for the schedule's largest plan."""
         self._worker.drain()  # this thread is about to use the group
         if self._agreement is None:
             self._agreement = Agreement(group, timeout)
-        elements = schedule.collective.input_chunks * DEFAULT_TILE_BYTES
-        largest = _make_plan(schedule, elements, torch.uint8, None, schedule.in_place)
+        tile_bytes = tile_bytes or DEFAULT_TILE_BYTES
+        elements = schedule.collective.input_chunks * tile_bytes
+        largest = _make_plan(schedule, elements, torch.uint8, None, schedule.in_place, tile_bytes)
         memory = allocate(largest.buffer_bytes, group, signals=largest.signals, timeout=timeout)
         assert isinstance(memory, HostMemory)
-        self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory)
+        self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory, tile_bytes)
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """Submit the call to the worker thread, and return its Work."""
@@ -96,6 +100,9 @@ class HostRunner:
 
         self._worker.submit(job)
         return work
+
+    def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
+        """Do nothing: `after_schedules` waits for all calls."""
 
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that waits for the barrier in the worker thread, after the schedules of earlier calls.
@@ -153,7 +160,8 @@ class HostRunner:
         if call.note == "uneven sizes":
             self._wait_and_compare(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
         collective = prepared.schedule.collective.name
-        average = self._member.size if call.reduction == "avg" else 1
+        is_scaled = _scales_inputs(call)
+        average = self._member.size if call.reduction == "avg" and not is_scaled else 1
         in_place = runs_in_place(prepared.schedule)
         parts = list(call.collectives())
         for number, part in enumerate(parts, 1):
@@ -189,6 +197,9 @@ class HostRunner:
             description = own | {"refused": str(error)}
         self._wait_and_compare(call, description)
         assert plan is not None  # otherwise `_wait_and_compare` has raised
+        if _scales_inputs(call):
+            ranks = self._member.size
+            input = input.div_(ranks) if output is None else input / ranks
         return self._execute(prepared, plan, input, output, call.timeout)
 
     def _wait_and_compare(self, call: BackendCall, description: dict[str, object]) -> None:
@@ -215,7 +226,7 @@ class HostRunner:
         if key not in prepared.plans:
             if len(prepared.plans) >= _MAX_PLANS:
                 prepared.plans.clear()
-            plan = _make_plan(prepared.schedule, elements, call.dtype, reduction, in_place)
+            plan = _make_plan(prepared.schedule, elements, call.dtype, reduction, in_place, prepared.tile_bytes)
             prepared.plans[key] = plan, plan.describe()
         return prepared.plans[key]
 
@@ -234,8 +245,13 @@ class HostRunner:
             memory.signal(peer, memory.signals - 1)  # `ExecutionPlan.gave_up`, of every plan of this schedule
 
 
+def _scales_inputs(call: BackendCall) -> bool:
+    """Whether an average divides each rank's input, as NCCL's does: 16 bits may hold the average and not the sum."""
+    return call.reduction == "avg" and call.dtype in (torch.float16, torch.bfloat16)
+
+
 def _make_plan(
-    schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool
+    schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool, tile_bytes: int
 ) -> ExecutionPlan:
     """The execution plan for an input of that many elements on each rank."""
     return make_plan(
@@ -245,7 +261,7 @@ def _make_plan(
         in_place=in_place,
         dtype=dtype,
         reduction=reduction,
-        tile_bytes=DEFAULT_TILE_BYTES,
+        tile_bytes=tile_bytes,
         slots=None,
     )
 

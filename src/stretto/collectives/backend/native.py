@@ -73,14 +73,19 @@ def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
     return module.ScheduledWork(rank, operation, list(outputs))
 
 
-def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
-    """Make a Work of kernels that were enqueued on the current stream: streams wait for it, the host may query it."""
+def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor] = ()) -> Any:
+    """Make a Work of kernels that were enqueued on the current stream: streams wait for it, the host may query it.
+
+    tensors: the caller's tensors, if the stream is not the caller's: their memory is not used again before the kernels
+    have ended, even if the caller frees it. The Work's attribute `end` has `wait`, `query` and `synchronize` as a
+    torch.cuda.Event that was recorded after the kernels.
+    """
     module = _find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonEnqueuedWork
 
-        return PythonEnqueuedWork(outputs)
-    return module.EnqueuedWork(rank, operation, list(outputs))
+        return PythonEnqueuedWork(outputs, tensors)
+    return module.EnqueuedWork(rank, operation, list(outputs), list(tensors))
 
 
 def profiled(operation: str, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:

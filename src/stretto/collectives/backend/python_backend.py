@@ -6,6 +6,7 @@ torch wraps every Work that a Python backend returns, including the inner backen
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -70,30 +71,60 @@ class PythonWork(Work):
 
 
 class PythonEnqueuedWork(Work):
-    """A Work of kernels on the current stream, as `EnqueuedWork` in native/work.hpp."""
+    """A Work of kernels on the current stream, as `EnqueuedWork` in native/work.hpp.
 
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
+    The caller's `tensors` are kept until `wait`, or as long as the Work; then the caching allocator is told of the
+    stream.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         super().__init__()
+        self._outputs = list(outputs)
+        self._tensors = list(tensors)
         self._device = outputs[0].device
-        self._end = torch.cuda.current_stream(self._device).record_event()
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._device])
-        self._future.set_result(list(outputs))
+        self._stream = torch.cuda.current_stream(self._device)
+        self.end: torch.cuda.Event = self._stream.record_event()
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        if tensors:
+            self._future = self._make_future()  # now, as it remembers what the current stream has
+
+    def __del__(self) -> None:
+        for tensor in self._tensors:
+            tensor.record_stream(self._stream)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make the current stream wait. PeerError if a wait of this process has failed."""
-        torch.cuda.current_stream(self._device).wait_event(self._end)
+        """Make the current stream wait for this call, and with a timeout the host too.
+
+        PeerError if a wait of this process has failed, RuntimeError after the timeout (0: none).
+        """
+        torch.cuda.current_stream(self._device).wait_event(self.end)
+        self._tensors.clear()
+        if timeout:
+            limit = time.monotonic() + timeout.total_seconds()
+            while not self.end.query():
+                if time.monotonic() >= limit:
+                    raise RuntimeError(f"the schedule has not ended within {timeout.total_seconds():g} s")
+                time.sleep(0.001)
         failures.check()
         return True
 
     def is_completed(self) -> bool:
         """Whether the GPU has finished it. PeerError as `wait`."""
-        done = self._end.query()
+        done = self.end.query()
         failures.check()
         return done
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """A future of the outputs."""
+        if self._future is None:
+            torch.cuda.current_stream(self._device).wait_event(self.end)  # the future remembers the current stream
+            self._future = self._make_future()
         return self._future
+
+    def _make_future(self) -> "torch.futures.Future[list[Tensor]]":
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._device])
+        future.set_result(self._outputs)
+        return future
 
 
 class PythonBackend(Backend):
@@ -206,6 +237,7 @@ class PythonBackend(Backend):
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """Run gloo's monitored barrier."""
         self._start_schedule("monitored_barrier", (), ())
+        self.dispatch.begin_barrier(False, False)  # type: ignore[attr-defined]
         self._cpu.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def barrier(self, opts: Any) -> Work:
@@ -214,6 +246,7 @@ class PythonBackend(Backend):
             opts.device_ids or (opts.device is not None and opts.device.type == "cuda")
         )
         self._start_schedule("barrier", (), (), note="cuda" if on_gpu else "")
+        self.dispatch.begin_barrier(bool(on_gpu), opts.asyncOp)  # type: ignore[attr-defined]
         if on_gpu:
             return self._cuda.barrier(opts)
         if self._cuda is not None and not opts.asyncOp:
@@ -256,7 +289,9 @@ class PythonBackend(Backend):
         note = note if getattr(opts, "rootTensor", 0) == 0 else "root tensor"
         note = "coalescing" if self._is_coalescing else note
         self._sequence_number += operation not in NON_COLLECTIVE
-        return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
+        milliseconds = round(limit.total_seconds() * 1000)
+        is_async = getattr(opts, "asyncOp", False)
+        return self.dispatch(operation, outputs, inputs, reduction, root, milliseconds, note, is_async)
 
 
 def _first(lists: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:

@@ -45,8 +45,12 @@ class Runner(Protocol):
     def reductions(self) -> frozenset[str]:
         """The reductions that it supports, of "sum", "avg", "prod", "min" and "max"."""
 
-    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def prepare(
+        self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
+    ) -> None:
         """Allocate what this schedule needs to run, once. All ranks call it together, with the same schedule.
+
+        tile_bytes: what a step handles at once of each chunk, None for the executor's default.
 
         ValueError for a schedule that cannot run here; PeerError for ranks that do not arrive in `timeout` seconds.
         """
@@ -63,6 +67,12 @@ class Runner(Protocol):
         """Start a call that no installed schedule matches by the fastest known implementation; None: there is none.
 
         The result's work is None where the inner backend is the fastest, or the only one that can run the call.
+        """
+
+    def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
+        """Have a barrier of an inner backend, which begins next, come after all schedules of earlier calls.
+
+        on_gpu: it follows the current stream. Otherwise the host waits here; if is_async, `after_schedules` waits.
         """
 
     def after_schedules(self, barrier: "Work") -> "Work":

@@ -19,11 +19,13 @@ Sum = frozenset[tuple[int, int]]
 class ValueTrace(NamedTuple):
     """What a schedule's steps make.
 
-    steps: each step's values, one for each of its chunks. writes: all writes to input and output buffers, as (rank,
+    steps: each step's values, one for each of its chunks. operands: of each step that adds, the pairs that it adds:
+    what it received or its destination held, and its source. writes: all writes to input and output buffers, as (rank,
     index of the chunk in its buffer, value).
     """
 
     steps: dict[StepPlace, list[Sum]]
+    operands: dict[StepPlace, list[tuple[Sum, Sum]]]
     writes: list[tuple[int, int, Sum]]
 
 
@@ -37,7 +39,7 @@ def trace_values(schedule: Schedule, collective: Collective) -> ValueTrace:
         for index in range(collective.input_chunks)
     }
     sent: dict[int, list[Sum]] = {}
-    trace = ValueTrace({}, [])
+    trace = ValueTrace({}, {}, [])
 
     def read(rank: int, buffer: Buffer, index: int) -> Sum:
         return held.get((rank, *collective.place(rank, buffer, index)), frozenset())
@@ -63,6 +65,8 @@ def trace_values(schedule: Schedule, collective: Collective) -> ValueTrace:
                 source_value = read(rank, step.source_buffer, step.source + at)
                 if step.type is StepType.REDUCE:
                     value = read(rank, step.destination_buffer, step.destination + at)
+                if step.type.reduces:
+                    trace.operands.setdefault(place, []).append((value, source_value))
                 value = value | source_value
             values.append(value)
             if step.type.writes_destination:
@@ -73,26 +77,43 @@ def trace_values(schedule: Schedule, collective: Collective) -> ValueTrace:
     return trace
 
 
-def find_completing_steps(schedule: Schedule, collective: Collective) -> frozenset[StepPlace]:
-    """The steps that complete a sum over all ranks, so that an average divides there.
+class Divisions(NamedTuple):
+    """The steps at which an average divides by the number of ranks: the sum that they make, or what they add."""
 
-    Raises ValueError for a step that completes the sums of only some of its chunks.
+    of_sums: frozenset[StepPlace] = frozenset()
+    of_left: frozenset[StepPlace] = frozenset()
+    of_right: frozenset[StepPlace] = frozenset()
+
+
+def find_divisions(schedule: Schedule, collective: Collective, *, of_inputs: bool) -> Divisions:
+    """Where an average divides: each sum over all ranks once, or with `of_inputs` each rank's input before it is added.
+
+    The left operand of a step is what it received or its destination held, the right one its source. Raises ValueError
+    for a step that would have to divide only some of its chunks.
     """
-    found: set[StepPlace] = set()
-    for place, values in trace_values(schedule, collective).steps.items():
-        rank, block, at = place
-        step = schedule.ranks[rank].thread_blocks[block].steps[at]
-        if not step.type.reduces:
-            continue
-        are_whole = {len(value) == collective.ranks for value in values}
-        if len(are_whole) > 1:
+    trace = trace_values(schedule, collective)
+    if not of_inputs:
+        are_whole = {
+            place: {len(value) == collective.ranks for value in trace.steps[place]} for place in trace.operands
+        }
+        return Divisions(of_sums=_find_steps(schedule, are_whole, "completes the sums of"))
+    are_inputs = [
+        {place: {len(pair[side]) == 1 for pair in pairs} for place, pairs in trace.operands.items()} for side in (0, 1)
+    ]
+    left, right = (_find_steps(schedule, inputs, "adds one rank's input to") for inputs in are_inputs)
+    return Divisions(of_left=left, of_right=right)
+
+
+def _find_steps(schedule: Schedule, answers: dict[StepPlace, set[bool]], what: str) -> frozenset[StepPlace]:
+    """The steps that do something to their chunks. ValueError for one that does it to some of them only."""
+    for (rank, block, at), answer in answers.items():
+        if len(answer) > 1:
+            step = schedule.ranks[rank].thread_blocks[block].steps[at]
             raise ValueError(
                 f"{schedule.name} cannot average: rank {rank}, thread block {block}, step {at} ({step.type.value}) "
-                "completes the sums of some chunks only"
+                f"{what} some chunks only"
             )
-        if are_whole == {True}:
-            found.add(place)
-    return frozenset(found)
+    return frozenset(place for place, answer in answers.items() if answer == {True})
 
 
 def find_narrowing_writes(

@@ -114,6 +114,31 @@ def test_the_interpreter_runs_on_four_ranks_in_two_nodes(folder):
                 check(kernels, torch.int64, "sum", in_place, elements, rng.choice([0, 1]), rng)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (FusedScheduleKernel, "ring-all-reduce"),
+        (InterpretedSchedule, "recursive-halving-all-reduce"),
+        pytest.param(FusedScheduleKernel, "two-shot-all-reduce", marks=pytest.mark.exhaustive),
+        pytest.param(InterpretedSchedule, "ring-all-reduce", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_average_in_16_bits_does_not_overflow_where_the_sum_would(name, kind, folder):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(4, folder)
+    kernels = make(kind, name, {"ranks": 4}, workspaces, Variant("float16", "avg", "LL"), True)
+    large = [torch.full((100,), 40000.0, dtype=torch.float16) for _ in range(4)]
+    run_all(kernels, [(tensor,) for tensor in large])
+    for tensor in large:
+        assert (tensor == 40000).all(), tensor
+    numbers = [torch.tensor([rng.uniform(-100, 100) for _ in range(100)], dtype=torch.float16) for _ in range(4)]
+    right = torch.stack(numbers).double().mean(0)
+    run_all(kernels, [(tensor,) for tensor in numbers])
+    for tensor in numbers:  # rounded three times at most, sums of up to 100 to 1 / 32
+        assert (tensor.double() - right).abs().max() < 3 / 32, SEED
+        assert torch.equal(tensor, numbers[0])
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "protocol", "dtype", "reduction"),

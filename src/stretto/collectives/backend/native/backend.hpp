@@ -49,9 +49,9 @@ inline const char* name_of(const c10d::ReduceOp& reduction) {
 
 class StrettoBackend : public Backend {
  public:
-  // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note) -> Work or None; note: "coalescing",
-  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes or lists), "cuda" (where no tensor shows it),
-  // "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
+  // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note, is_async) -> Work or None; note:
+  // "coalescing", "even sizes", "uneven sizes" (of an all-to-all that is given sizes or lists), "cuda" (where no tensor
+  // shows it), "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
   // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None on a rank outside.
   StrettoBackend(
       int rank,
@@ -116,60 +116,60 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     const char* note = note_of_root(opts.rootTensor);
-    auto work = start_schedule("broadcast", tensors, tensors, "", opts.rootRank, opts.timeout, note);
+    auto work = start_schedule("broadcast", tensors, tensors, "", opts.rootRank, opts, note);
     return work ? work : inner_of(tensors)->broadcast(tensors, opts);
   }
 
   intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    auto work = start_schedule("allreduce", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("allreduce", tensors, tensors, name_of(opts.reduceOp), 0, opts);
     return work ? work : inner_of(tensors)->allreduce(tensors, opts);
   }
 
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
-    auto work = start_schedule("allreduce_coalesced", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("allreduce_coalesced", tensors, tensors, name_of(opts.reduceOp), 0, opts);
     return work ? work : inner_of(tensors)->allreduce_coalesced(tensors, opts);
   }
 
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     const char* note = note_of_root(opts.rootTensor);
-    auto work = start_schedule("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts.timeout, note);
+    auto work = start_schedule("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts, note);
     return work ? work : inner_of(tensors)->reduce(tensors, opts);
   }
 
   intrusive_ptr<Work> allgather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto work = start_schedule("allgather", first_of(outputs), inputs, "", 0, opts.timeout);
+    auto work = start_schedule("allgather", first_of(outputs), inputs, "", 0, opts);
     return work ? work : inner_of(inputs)->allgather(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> _allgather_base(
       at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
-    auto work = start_schedule("_allgather_base", {output}, {input}, "", 0, opts.timeout);
+    auto work = start_schedule("_allgather_base", {output}, {input}, "", 0, opts);
     return work ? work : inner_of({input})->_allgather_base(output, input, opts);
   }
 
   intrusive_ptr<Work> allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto work = start_schedule("allgather_into_tensor_coalesced", outputs, inputs, "", 0, opts.timeout);
+    auto work = start_schedule("allgather_into_tensor_coalesced", outputs, inputs, "", 0, opts);
     return work ? work : inner_of(inputs)->allgather_into_tensor_coalesced(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
-    auto work = start_schedule("reduce_scatter", outputs, first_of(inputs), name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("reduce_scatter", outputs, first_of(inputs), name_of(opts.reduceOp), 0, opts);
     return work ? work : inner_of(outputs)->reduce_scatter(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
-    auto work = start_schedule("_reduce_scatter_base", {output}, {input}, name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("_reduce_scatter_base", {output}, {input}, name_of(opts.reduceOp), 0, opts);
     return work ? work : inner_of({input})->_reduce_scatter_base(output, input, opts);
   }
 
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto work =
-        start_schedule("reduce_scatter_tensor_coalesced", outputs, inputs, name_of(opts.reduceOp), 0, opts.timeout);
+        start_schedule("reduce_scatter_tensor_coalesced", outputs, inputs, name_of(opts.reduceOp), 0, opts);
     return work ? work : inner_of(inputs)->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
   }
 
@@ -182,13 +182,13 @@ class StrettoBackend : public Backend {
     const char* note = output_sizes.empty() && input_sizes.empty() ? ""
         : is_even(output_sizes) && is_even(input_sizes)            ? "even sizes"
                                                                    : "uneven sizes";
-    auto work = start_schedule("alltoall_base", {output}, {input}, "", 0, opts.timeout, note);
+    auto work = start_schedule("alltoall_base", {output}, {input}, "", 0, opts, note);
     return work ? work : inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts);
   }
 
   intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
     const char* note = is_even(sizes_of(outputs)) && is_even(sizes_of(inputs)) ? "even sizes" : "uneven sizes";
-    auto work = start_schedule("alltoall", outputs, inputs, "", 0, opts.timeout, note);
+    auto work = start_schedule("alltoall", outputs, inputs, "", 0, opts, note);
     return work ? work : inner_of(inputs)->alltoall(outputs, inputs, opts);
   }
 
@@ -234,7 +234,8 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
-    start_schedule("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
+    start_schedule("barrier", {}, {}, "", 0, opts, on_gpu ? "cuda" : "");
+    begin_barrier(on_gpu, opts.asyncOp);
     if (cuda_ && !on_gpu && !opts.asyncOp) {
       warm_up_nccl_if_ready();
     }
@@ -244,6 +245,7 @@ class StrettoBackend : public Backend {
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_for_all) override {
     count_message("monitored_barrier", {});
+    begin_barrier(false, false);
     cpu_->monitoredBarrier(opts, wait_for_all);
   }
 
@@ -393,16 +395,17 @@ class StrettoBackend : public Backend {
   }
 
   // The Work of a schedule that runs the call, or null: the inner backend is to run it.
+  template <typename Options>
   intrusive_ptr<Work> start_schedule(
       const char* operation,
       const Tensors& outputs,
       const Tensors& inputs,
       const char* reduction,
       int64_t root,
-      Milliseconds timeout,
+      const Options& opts,
       const char* note = "") {
     ++sequence_number_;
-    return call_dispatcher(operation, outputs, inputs, reduction, root, timeout, note);
+    return call_dispatcher(operation, outputs, inputs, reduction, root, opts.timeout, note, opts.asyncOp);
   }
 
   intrusive_ptr<Work> call_dispatcher(
@@ -412,22 +415,30 @@ class StrettoBackend : public Backend {
       const char* reduction,
       int64_t root,
       Milliseconds timeout,
-      const char* note) {
+      const char* note,
+      bool is_async) {
     const auto limit = timeout.count() > 0 ? timeout : options_->timeout;
     py::gil_scoped_acquire gil;
     const char* sent_note = coalescing_ ? "coalescing" : note;
-    auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), sent_note);
+    auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), sent_note, is_async);
     return answer.is_none() ? nullptr : answer.cast<intrusive_ptr<Work>>();
   }
 
   // For collectives that the inner backend always runs: the dispatcher counts and logs them.
   void count_collective(const char* operation, const Tensors& tensors) {
-    start_schedule(operation, tensors, tensors, "", 0, Milliseconds(0));
+    ++sequence_number_;
+    count_message(operation, tensors);
   }
 
   // For messages and other operations that not all ranks of the group call: they have no sequence number.
   void count_message(const char* operation, const Tensors& tensors) {
-    call_dispatcher(operation, tensors, tensors, "", 0, Milliseconds(0), "");
+    call_dispatcher(operation, tensors, tensors, "", 0, Milliseconds(0), "", false);
+  }
+
+  // Inner backends' barriers know nothing of schedules that run on the GPU: those end first.
+  void begin_barrier(bool on_gpu, bool is_async) {
+    py::gil_scoped_acquire gil;
+    dispatch_.get().attr("begin_barrier")(on_gpu, is_async);
   }
 
   // gloo's barrier waits for gloo's earlier calls; this also waits for earlier schedules, which gloo does not know.

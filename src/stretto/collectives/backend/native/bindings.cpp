@@ -31,12 +31,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("outputs"))
       .def("succeed", &stretto::ScheduledWork::succeed, py::call_guard<py::gil_scoped_release>())
       .def("fail", &stretto::ScheduledWork::fail, py::arg("error"));
+  py::class_<stretto::CallEnd, std::shared_ptr<stretto::CallEnd>>(module, "CallEnd")
+      .def("wait", &stretto::CallEnd::wait)
+      .def("query", &stretto::CallEnd::query)
+      .def("synchronize", &stretto::CallEnd::synchronize, py::call_guard<py::gil_scoped_release>());
   py::class_<stretto::EnqueuedWork, c10d::Work, c10::intrusive_ptr<stretto::EnqueuedWork>>(module, "EnqueuedWork")
       .def(
-          py::init<int, const std::string&, std::vector<at::Tensor>>(),
+          py::init<int, const std::string&, std::vector<at::Tensor>, std::vector<at::Tensor>>(),
           py::arg("rank"),
           py::arg("operation"),
-          py::arg("outputs"));
+          py::arg("outputs"),
+          py::arg("tensors"))
+      .def_property_readonly("end", &stretto::EnqueuedWork::end);
   module.def(
       "set_failure_check",
       [](uint64_t summary, py::object check) {

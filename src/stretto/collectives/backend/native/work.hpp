@@ -2,6 +2,7 @@
 // The Works of calls that schedules run: a worker thread ends those on the host, a stream those on a GPU.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -171,21 +172,80 @@ class ScheduledWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// A call whose kernels have been enqueued on the current stream. As with NCCL, `wait` makes the caller's stream wait,
-// not the host, and the Work is completed once the GPU has run the kernels.
-class EnqueuedWork : public c10d::Work {
+// When the GPU has done what the current stream had at a call's end. Methods are those of torch.cuda.Event.
+class CallEnd {
  public:
-  EnqueuedWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
-      : c10d::Work(rank, c10d::OpType::UNKNOWN, ("stretto:" + operation).c_str(), std::optional(outputs)),
-        outputs_(std::move(outputs)),
-        device_(outputs_.at(0).device()),
-        guard_(device_.type()),
-        end_(device_.type()) {
-    end_.record(guard_.getStream(device_));
+  explicit CallEnd(c10::Device device)
+      : device_(device), guard_(device.type()), stream_(guard_.getStream(device)), event_(device.type()) {
+    event_.record(stream_);
   }
 
-  bool wait(std::chrono::milliseconds = kNoTimeout) override {
-    end_.block(guard_.getStream(device_));
+  // Make the current stream wait for it.
+  void wait() const { event_.block(guard_.getStream(device_)); }
+
+  bool query() const { return event_.query(); }
+
+  // Without the GIL: the host waits.
+  void synchronize() const { event_.synchronize(); }
+
+  // Have the caching allocator reuse this tensor's memory only after what the call's stream has so far.
+  void keep_memory_of(const at::Tensor& tensor) const {
+    if (tensor.has_storage()) {
+      guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+    }
+  }
+
+ private:
+  c10::Device device_;
+  c10::impl::VirtualGuardImpl guard_;
+  c10::Stream stream_;
+  c10::Event event_;
+};
+
+// A call whose kernels have been enqueued on the current stream, which is the group's for async_op=True. As with NCCL,
+// `wait` makes the caller's stream wait for this call alone, not the host, and the Work is completed once the GPU has
+// run the kernels. A `wait` with a time limit of its own makes the host wait too.
+//
+// tensors: the caller's, of a call on the group's stream. The caching allocator knows nothing of that stream, so the Work
+// keeps them until `wait` has put the caller's stream behind the call; if nobody waits, the allocator gets to know.
+class EnqueuedWork : public c10d::Work {
+ public:
+  EnqueuedWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs, std::vector<at::Tensor> tensors)
+      : c10d::Work(rank, c10d::OpType::UNKNOWN, ("stretto:" + operation).c_str(), std::optional(outputs)),
+        operation_(operation),
+        outputs_(std::move(outputs)),
+        tensors_(std::move(tensors)),
+        end_(std::make_shared<CallEnd>(outputs_.at(0).device())) {
+    if (!tensors_.empty()) {
+      make_future();  // now, as it remembers what the current stream has
+    }
+  }
+
+  ~EnqueuedWork() override {
+    for (const auto& tensor : tensors_) {
+      try {
+        end_->keep_memory_of(tensor);
+      } catch (...) {  // the process ends
+      }
+    }
+  }
+
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    end_->wait();
+    release_tensors();
+    if (timeout != kNoTimeout) {
+      const auto limit = std::chrono::steady_clock::now() + timeout;
+      while (!end_->query()) {
+        TORCH_CHECK_WITH(
+            DistBackendError,
+            std::chrono::steady_clock::now() < limit,
+            operation_,
+            ": the schedule has not ended within ",
+            timeout.count(),
+            " ms");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
     raise_failure();
     return true;
   }
@@ -195,13 +255,13 @@ class EnqueuedWork : public c10d::Work {
   }
 
   bool isCompleted() override {
-    const bool is_completed = end_.query();
+    const bool is_completed = end_->query();
     raise_failure();
     return is_completed;
   }
 
   bool isSuccess() const override {
-    return end_.query();
+    return end_->query();
   }
 
   std::vector<at::Tensor> result() override {
@@ -209,22 +269,36 @@ class EnqueuedWork : public c10d::Work {
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    std::lock_guard<std::mutex> lock(future_mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
-      end_.block(guard_.getStream(device_));  // the future remembers the current stream
-      future_->markCompleted(c10::IValue(outputs_));
+      end_->wait();  // the future remembers the current stream
+      make_future();
     }
     return future_;
   }
 
+  std::shared_ptr<CallEnd> end() const {
+    return end_;
+  }
+
  private:
+  void make_future() {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{outputs_.at(0).device()});
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+
+  void release_tensors() {
+    std::vector<at::Tensor> released;
+    std::lock_guard<std::mutex> lock(mutex_);
+    released.swap(tensors_);
+  }
+
+  std::string operation_;
   std::vector<at::Tensor> outputs_;
-  c10::Device device_;
-  c10::impl::VirtualGuardImpl guard_;
-  c10::Event end_;
-  std::mutex future_mutex_;
+  std::vector<at::Tensor> tensors_;
+  std::shared_ptr<CallEnd> end_;
+  std::mutex mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

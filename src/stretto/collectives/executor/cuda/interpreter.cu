@@ -18,6 +18,8 @@
 #define WRITES 16
 #define COMPLETES 32
 #define AWAITED 64
+#define DIVIDES_LEFT 128
+#define DIVIDES_RIGHT 256
 #define SCRATCH 2
 
 struct StepRow { int kind, source, destination, size, awaited_block, awaited_step; };
@@ -82,8 +84,11 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
       }
       if (step.kind & REDUCES) {
         Pack left = step.kind & RECEIVES ? pack : load(destination + at, valid(destination_length, at, width));
-        Wide sum = combine(widen(left), widen(load(source + at, valid(source_length, at, width))));
-        pack = narrow(step.kind & COMPLETES ? complete(sum) : sum);
+        Wide wide_left = widen(left), wide_right = widen(load(source + at, valid(source_length, at, width)));
+        if (step.kind & DIVIDES_LEFT) wide_left = divide_by_ranks(wide_left);
+        if (step.kind & DIVIDES_RIGHT) wide_right = divide_by_ranks(wide_right);
+        Wide sum = combine(wide_left, wide_right);
+        pack = narrow(step.kind & COMPLETES ? divide_by_ranks(sum) : sum);
       } else if (!(step.kind & RECEIVES)) {
         pack = load(source + at, valid(source_length, at, width));
       }

@@ -26,7 +26,7 @@ from stretto.collectives.executor.cuda.variant import (
 from stretto.collectives.executor.cuda.workspace import COUNTS, CollectiveWorkspace
 from stretto.collectives.executor.layout import depends_on_chunk_length, find_layout, find_sizes, writes_input
 from stretto.collectives.executor.plan import ExecutionPlan, make_plan
-from stretto.collectives.executor.value_trace import find_completing_steps, find_narrowing_writes
+from stretto.collectives.executor.value_trace import Divisions, find_divisions, find_narrowing_writes
 from stretto.collectives.schedule import Schedule
 
 logger = logging.getLogger("stretto.collectives")
@@ -143,8 +143,9 @@ class InterpretedSchedule:
         self.collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
         self.needs_even = depends_on_chunk_length(self.collective, self.block_chunks)
-        is_average = variant.reduction == "avg"
-        self._completing = find_completing_steps(schedule, self.collective) if is_average else frozenset()
+        self._divisions = Divisions()
+        if variant.reduction == "avg":
+            self._divisions = find_divisions(schedule, self.collective, of_inputs=variant.is_16_bit_float)
         source = write_interpreter(workspace.world_size, workspace.rank, variant)
         self._function = workspace.load(source, list(PARAMETERS))
         self._region = workspace.regions[variant.protocol]
@@ -278,7 +279,7 @@ class InterpretedSchedule:
             )
         steps, blocks = (
             torch.from_numpy(table.view(np.uint8)).to(self.workspace.device)
-            for table in make_tables(plan, rank, fifos, self._completing)
+            for table in make_tables(plan, rank, fifos, self._divisions)
         )
         parameters = {
             "block_bytes": plan.layout.block_elements * itemsize,

@@ -9,7 +9,7 @@ import numpy as np
 from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.cuda.workspace import MAX_COUNTS
 from stretto.collectives.executor.plan import ExecutionPlan
-from stretto.collectives.executor.value_trace import StepPlace
+from stretto.collectives.executor.value_trace import Divisions, StepPlace
 from stretto.collectives.schedule import Step, StepType
 
 ConnectionKey = tuple[int, int, int]
@@ -60,9 +60,9 @@ def lay_out_fifos(plan: ExecutionPlan, tile_slot_bytes: int) -> FifoLayout:
 
 
 def make_tables(
-    plan: ExecutionPlan, rank: int, fifos: FifoLayout, completing: frozenset[StepPlace]
+    plan: ExecutionPlan, rank: int, fifos: FifoLayout, divisions: Divisions
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rank's steps and thread blocks, a row each. completing: the steps whose sum an average divides."""
+    """The rank's steps and thread blocks, a row each. divisions: where an average divides by the number of ranks."""
     numbers = {key: number for number, key in enumerate(sorted(plan.connections))}
     steps: list[tuple[int, ...]] = []
     blocks: list[tuple[int, ...]] = []
@@ -73,7 +73,7 @@ def make_tables(
         receive = receive if receive in fifos.slots else None
         first = len(steps)
         for at, step in enumerate(block.steps):
-            steps.append(_step_row(plan, rank, step, (rank, number, at) in completing))
+            steps.append(_step_row(plan, rank, step, (rank, number, at), divisions))
         blocks.append(
             (
                 -1 if send is None else send[1],
@@ -90,7 +90,7 @@ def make_tables(
     return np.array(steps or [(0,) * 6], dtype=_STEP_ROW), np.array(blocks or [empty], dtype=_BLOCK_ROW)
 
 
-def _step_row(plan: ExecutionPlan, rank: int, step: Step, completes: bool) -> tuple[int, ...]:
+def _step_row(plan: ExecutionPlan, rank: int, step: Step, place: StepPlace, divisions: Divisions) -> tuple[int, ...]:
     kind = step.type
     # In the order of the bits SENDS, RECEIVES, ... of interpreter.cu.
     flags = (
@@ -99,8 +99,10 @@ def _step_row(plan: ExecutionPlan, rank: int, step: Step, completes: bool) -> tu
         kind.reduces,
         kind.reads_source,
         kind.writes_destination,
-        completes,
+        place in divisions.of_sums,
         step.awaited,
+        place in divisions.of_left,
+        place in divisions.of_right,
     )
     needs_destination = kind.writes_destination or kind is StepType.REDUCE
     awaited = step.waits_for or (-1, -1)

@@ -120,12 +120,14 @@ __device__ __forceinline__ Wide combine(const Wide& a, const Wide& b) {
   return sum;
 }
 
-__device__ __forceinline__ Wide complete(Wide sum) {
+// For an average: applied once to each sum, where it is whole. Where sums of some ranks' inputs travel in 16 bits, in
+// which they might overflow, it is applied to each input before it is added, as NCCL does it.
+__device__ __forceinline__ Wide divide_by_ranks(Wide wide) {
 #if IS_AVERAGE
 #pragma unroll
-  for (int i = 0; i < ELEMENTS; ++i) sum.values[i] = sum.values[i] / (wide_t)WORLD;
+  for (int i = 0; i < ELEMENTS; ++i) wide.values[i] = wide.values[i] / (wide_t)WORLD;
 #endif
-  return sum;
+  return wide;
 }
 
 // An element is read in parts of up to 32 bits.

@@ -34,6 +34,11 @@ class Variant:
     protocol: str
     unroll: int = 1
 
+    @property
+    def is_16_bit_float(self) -> bool:
+        """Whether sums are made in fp32 and rounded to 16 bits."""
+        return self.dtype in ("float16", "bfloat16")
+
 
 def write_macros(variant: Variant, world_size: int, rank: int) -> str:
     """The definitions that the C++ sources expect."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,19 @@ class Waiting(Protocol):
         """Describe what a thread block waited for, from the two numbers that the kernel recorded."""
 
 
+class EndOfCall(Protocol):
+    """When a stream has done what it had at a call's end: a torch.cuda.Event, or what has its methods."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for it."""
+
+
 def words_of_broken_off(kernel: int) -> tuple[int, ...]:
     """The failure record of an aborted call of that kernel, as if one of its waits had timed out."""
     return _GAVE_UP, kernel, 0, 0, _BROKEN_OFF, 0
@@ -123,8 +136,15 @@ def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit:
     return f"{name}, call {epoch}, thread block {block} waited in vain for {what}, {limit / 1e9:g} s"
 
 
-def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: int, words: Sequence[int]) -> str:
-    said = describe_report(words, kernels, limit)
+@dataclass
+class _TimeLimit:
+    """How long a wait on the device may take, which the group's user may change."""
+
+    nanoseconds: int
+
+
+def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: _TimeLimit, words: Sequence[int]) -> str:
+    said = describe_report(words, kernels, limit.nanoseconds)
     return f"rank {rank} of {world}: {said}: the group's kernels are broken from here on"
 
 
@@ -162,7 +182,8 @@ class CollectiveWorkspace:
     """The memory of one group's kernels, on one stream: they run one after another, in the same order on all ranks.
 
     regions: by protocol, the bytes of mailboxes of one call; timeout: seconds that a wait on the device may take (None:
-    the group's own limit). The attribute has_nvlink says whether NVLink links all ranks' GPUs. Collective.
+    the group's own limit), until `set_limit`. The attribute has_nvlink says whether NVLink links all ranks' GPUs.
+    Collective.
     """
 
     def __init__(
@@ -185,11 +206,14 @@ class CollectiveWorkspace:
         self.has_nvlink = has_nvlink(group, self.device)
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
-        self.limit = int(timeout * 1e9)
+        self._end: EndOfCall | None = None
+        self.group_stream = torch.cuda.Stream(self.device)
+        self._limit = _TimeLimit(int(timeout * 1e9))
+        self._waiting_functions: WeakSet[Function] = WeakSet()
         self._kernels: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
         self._registered = 0
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        describe = partial(_describe, self.rank, self.world_size, self._kernels, self.limit)
+        describe = partial(_describe, self.rank, self.world_size, self._kernels, self._limit)
         self._record = failures.register(self, describe, self.device)
         torch.cuda.synchronize(self.device)
         self.memory.barrier()
@@ -212,7 +236,23 @@ class CollectiveWorkspace:
     def load(self, source: str, names: list[str], entry: str = "run") -> Launchable:
         """Compile CUDA C++ for this GPU and load its kernel `entry`. names: its parameters in order."""
         major, minor = torch.cuda.get_device_capability(self.device)
-        return Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
+        function = Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
+        if "limit" in names:
+            self._waiting_functions.add(function)
+        return function
+
+    @property
+    def limit(self) -> int:
+        """The nanoseconds that a wait on the device may take: what kernels are given as their parameter "limit"."""
+        return self._limit.nanoseconds
+
+    def set_limit(self, seconds: float) -> None:
+        """Set how long a wait on the device may take in all later launches, other than those that a graph replays."""
+        nanoseconds = int(seconds * 1e9)
+        if nanoseconds != self._limit.nanoseconds:
+            self._limit.nanoseconds = nanoseconds
+            for function in self._waiting_functions:
+                function.set("limit", nanoseconds)
 
     def copy_streams(self) -> CopyStreams:
         """The streams of calls by copy engines, made at first use."""
@@ -257,15 +297,30 @@ class CollectiveWorkspace:
     def follow_stream(self) -> None:
         """Order the next kernel after all earlier ones, on whichever stream these are: they share the mailboxes.
 
-        While a graph is captured, nothing outside of it can be waited for: the caller orders its replays.
+        On another stream than the last call's it waits for the end that `mark_end` has told, or else for all that the
+        last call's stream has. While a graph is captured, nothing outside of it can be waited for: the caller orders
+        its replays.
         """
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw == self._raw_stream or self.is_capturing:
+        if raw == self._raw_stream:
+            self._end = None
+            return
+        if self.is_capturing:
             return
         stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None:
+        if self._end is not None:
+            self._end.wait()
+        elif self._stream is not None:
             stream.wait_stream(self._stream)
-        self._raw_stream, self._stream = raw, stream
+        self._raw_stream, self._stream, self._end = raw, stream, None
+
+    def mark_end(self, end: EndOfCall) -> None:
+        """Tell where the call that has just been enqueued ends on the current stream.
+
+        The next call on another stream then waits for that, and not for what follows on this stream. Not to be used
+        while a graph is captured.
+        """
+        self._end = end
 
     def register(self, kernel: Waiting) -> int:
         """Give this kernel a number, by which a failure report names it."""

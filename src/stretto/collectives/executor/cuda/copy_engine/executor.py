@@ -196,7 +196,7 @@ class CopyEngineExecutor:
             self._compiled,
             self.block_chunks,
             self._flag_kernels,
-            self._fixed,
+            {**self._fixed, "limit": self.workspace.limit},  # as it is now
             zero_copy,
         )
 

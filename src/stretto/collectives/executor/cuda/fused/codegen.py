@@ -66,6 +66,23 @@ def most_threads(fused: FusedProgram, variant: Variant) -> int:
     return MAX_THREADS if is_narrow else WIDE_THREADS
 
 
+def divides_inputs(fused: FusedProgram, variant: Variant) -> bool:
+    """Whether an average divides each rank's input before it is added, and not each sum once it is whole.
+
+    It does where a rank rounds sums of some ranks' inputs to 16 bits, which may hold the average and not the sum.
+    """
+    return (
+        variant.reduction == "avg"
+        and variant.is_16_bit_float
+        and any(
+            reduce.value in program.rounded and not reduce.completes
+            for program in fused.ranks
+            for level in program.levels
+            for reduce in level.reduces
+        )
+    )
+
+
 def write_source(fused: FusedProgram, rank: int, block_chunks: int, variant: Variant) -> str:
     """The fused kernel `run` of a rank. block_chunks: the chunks of a block (see `BlockLayout`)."""
     writer = _Writer(fused, fused.ranks[rank], block_chunks, variant)
@@ -98,6 +115,10 @@ def parameter_names(world: int) -> list[str]:
     return [name for _, name in PARAMETERS] + [f"peer_{rank}" for rank in range(world)]
 
 
+def _divided(wide: str) -> str:
+    return f"divide_by_ranks({wide})"
+
+
 def _is_thread(number: int) -> str:
     """A C++ condition: whether this thread does the block's number-th single task, of which there may be many."""
     return f"threadIdx.x == {number}" if number < LEAST_THREADS else f"threadIdx.x == {number} % blockDim.x"
@@ -115,7 +136,7 @@ class _Writer:
         self.most_threads = most_threads(fused, variant)
         self.is_simple = variant.protocol == "Simple"
         self.is_line = variant.protocol == "LL128"
-        self.completes = {reduce.value for level in program.levels for reduce in level.reduces if reduce.completes}
+        self.divides_inputs = divides_inputs(fused, variant)
         self.sums = {reduce.value for level in program.levels for reduce in level.reduces}
 
     def kernel(self) -> Iterator[str]:
@@ -165,8 +186,13 @@ class _Writer:
         for reduce in level.reduces:
             yield f"    Wide w{reduce.value}[UNROLL]; Pack v{reduce.value}[UNROLL];"
             yield "    EACH {"
-            total = f"combine({self._wide(reduce.left)}, {self._wide(reduce.right)})"
-            yield f"      w{reduce.value}[u] = {f'complete({total})' if reduce.completes else total};"
+            sides = [
+                _divided(self._wide(value)) if self.divides_inputs and is_input else self._wide(value)
+                for value, is_input in zip((reduce.left, reduce.right), reduce.adds_inputs, strict=True)
+            ]
+            total = f"combine({', '.join(sides)})"
+            is_divided = reduce.completes and not self.divides_inputs
+            yield f"      w{reduce.value}[u] = {_divided(total) if is_divided else total};"
             yield f"      v{reduce.value}[u] = narrow(w{reduce.value}[u]);"
             yield "    }"
         if level.sends:

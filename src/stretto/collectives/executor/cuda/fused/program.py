@@ -65,12 +65,17 @@ class ReceiveChunk(NamedTuple):
 
 
 class ReduceChunks(NamedTuple):
-    """`value` = `left` + `right`. completes: whether it is the sum of all ranks' inputs (an average divides then)."""
+    """`value` = `left` + `right`.
+
+    completes: whether it is the sum of all ranks' inputs; adds_inputs: whether left and right are each one rank's
+    input, and not a sum. An average divides the one or the other (`divides_inputs`).
+    """
 
     value: int
     left: int
     right: int
-    completes: bool
+    completes: bool = False
+    adds_inputs: tuple[bool, bool] = (False, False)
 
 
 class StoreChunk(NamedTuple):
@@ -289,7 +294,7 @@ class _Tracer:
 
     def _reduce(self, rank: int, left: int, right: int) -> int:
         value = self._new_value(rank)
-        self._operations.append(_Operation(rank, ReduceChunks(value, left, right, completes=False)))
+        self._operations.append(_Operation(rank, ReduceChunks(value, left, right)))
         return value
 
     def _new_value(self, rank: int) -> int:
@@ -421,8 +426,10 @@ def _assemble(
             case LoadChunk(place=place):
                 if place in first_reads:
                     by_level[first_reads[place]][1].append(what)
-            case ReduceChunks(value):
-                by_level[at][2].append(what._replace(completes=_is_complete(inputs[rank, value], collective.ranks)))
+            case ReduceChunks(value, left, right):
+                is_complete = _is_complete(inputs[rank, value], collective.ranks)
+                are_inputs = len(inputs[rank, left]) == 1, len(inputs[rank, right]) == 1
+                by_level[at][2].append(what._replace(completes=is_complete, adds_inputs=are_inputs))
             case SendChunk():
                 by_level[at][3].append(what)
     for at, store in zip(stored_in, stores, strict=True):

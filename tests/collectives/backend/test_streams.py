@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stream a call on GPUs runs on, and what waits for it: as torch's NCCL backend. Streams here are threads."""
+
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from stretto.collectives.algorithms import find
+from stretto.collectives.backend import cuda_runner, python_backend
+from stretto.collectives.backend.calls import BackendCall
+from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.runner import Member
+from stretto.collectives.executor.cuda import workspace
+from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
+
+SECONDS = 20.0  # after which what should have come is given up; nothing that passes takes long
+
+
+class Event:
+    """A torch.cuda.Event that has been recorded on a stream."""
+
+    def __init__(self, streams, stream):
+        self._streams, self._done = streams, stream.put(int)
+
+    def wait(self, stream=None):
+        (stream or self._streams.current).wait_event(self)
+
+    def query(self):
+        assert not self._streams.is_capturing
+        return self._done.done()
+
+    def synchronize(self):
+        assert not self._streams.is_capturing
+        self._done.result(SECONDS)
+
+
+class Stream:
+    """A torch.cuda.Stream: a thread that does what is put on it in order."""
+
+    def __init__(self, streams, number):
+        self._streams, self.cuda_stream, self._thread = streams, number, ThreadPoolExecutor(1)
+
+    def put(self, function, *arguments):
+        return self._thread.submit(function, *arguments)
+
+    def record_event(self):
+        return Event(self._streams, self)
+
+    def wait_event(self, event):
+        self.put(event._done.result, SECONDS)
+
+    def wait_stream(self, stream):
+        self.wait_event(stream.record_event())
+
+
+class Streams:
+    """The CUDA streams of a process, in place of torch.cuda's functions. is_capturing: of the current stream."""
+
+    def __init__(self):
+        self._made = 0
+        self.current = self.stream()
+        self.is_capturing = False
+
+    def stream(self):
+        self._made += 1
+        return Stream(self, self._made)
+
+    @contextmanager
+    def use(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Workspace(CollectiveWorkspace):
+    """A workspace without memory, whose order of calls is the real one."""
+
+    def __init__(self, streams):
+        self.device = torch.device("cpu")
+        self.group_stream = streams.stream()
+        self._raw_stream, self._stream, self._end = -1, None, None
+        self._limit, self._waiting_functions = workspace._TimeLimit(int(1e9)), WeakSet()
+
+
+class Kernel:
+    """Puts on the current stream what waits until `release` has its name; records in `ended` what has run.
+
+    A call's name is its first element.
+    """
+
+    def __init__(self, streams, workspace):
+        self._streams, self._workspace = streams, workspace
+        self.ended, self.ran_on = [], {}
+        self._gates = {}
+        self.collective = find("ring-all-reduce").compile(ranks=2).collective
+
+    def __call__(self, input, output):
+        name = int(input[0])
+        self._workspace.follow_stream()
+        self.ran_on[name] = self._streams.current
+        self._streams.current.put(self._run, name)
+
+    def release(self, name):
+        self._gate(name).set()
+
+    def _gate(self, name):
+        return self._gates.setdefault(name, threading.Event())
+
+    def _run(self, name):
+        assert self._gate(name).wait(SECONDS)
+        self.ended.append(name)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A runner whose kernels wait for `kernel.release`, and the process's streams."""
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", streams.use)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: streams.is_capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: streams.current.cuda_stream, raising=False)
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: _Future(streams))
+    own = Workspace(streams)
+    kernel = Kernel(streams, own)
+    monkeypatch.setattr(cuda_runner, "FusedScheduleKernel", lambda *_, **__: kernel)
+    monkeypatch.setattr(
+        cuda_runner,
+        "make_enqueued_work",
+        lambda rank, title, outputs, tensors=(): python_backend.PythonEnqueuedWork(outputs, tensors),
+    )
+    recorded = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    runner = cuda_runner.CudaRunner(Member(0, 2, "g"))
+    runner._communicator = SimpleNamespace(workspace=own)
+    schedule = find("ring-all-reduce").compile(ranks=2)
+    runner._schedules[id(schedule)] = schedule
+
+    def call(name, is_async=True, timeout=1.0):
+        tensor = torch.full((4,), name)
+        return runner.start(schedule, BackendCall("allreduce", (tensor,), (tensor,), "sum", 0, timeout, "", is_async))
+
+    yield SimpleNamespace(
+        streams=streams,
+        kernel=kernel,
+        runner=runner,
+        call=call,
+        workspace=own,
+        recorded=recorded,
+        schedule=schedule,
+    )
+    for name in range(10):
+        kernel.release(name)
+
+
+class _Future:
+    """A torch.futures.Future with devices: it remembers the streams that are current when it gets its value."""
+
+    def __init__(self, streams):
+        self._streams = streams
+
+    def set_result(self, value):
+        self._value, self._end = value, self._streams.current.record_event()
+
+    def wait(self):
+        self._streams.current.wait_event(self._end)
+        return self._value
+
+
+def test_what_a_caller_launches_after_an_async_call_runs_beside_it(gpu):
+    begun = gpu.streams.current.put(int)
+    work = gpu.call(1)
+    gpu.streams.current.put(int).result(SECONDS)
+    assert begun.done()
+    assert gpu.kernel.ended == []
+    assert not work.is_completed()
+    gpu.kernel.release(1)
+    work.end.synchronize()
+    assert work.is_completed()
+
+
+def test_an_async_call_begins_after_what_its_caller_had_launched(gpu):
+    gate = threading.Event()
+    gpu.streams.current.put(gate.wait, SECONDS)
+    gpu.streams.current.put(gpu.kernel.ended.append, "caller")
+    gpu.kernel.release(1)
+    work = gpu.call(1)
+    assert not work.is_completed()
+    time.sleep(0.05)  # for a call that does not wait for its caller
+    gate.set()
+    work.end.synchronize()
+    assert gpu.kernel.ended == ["caller", 1]
+
+
+def test_wait_makes_the_current_stream_wait_for_that_call_alone(gpu):
+    first, second = gpu.call(1), gpu.call(2)
+    gpu.kernel.release(1)
+    first.wait()
+    gpu.streams.current.put(int).result(SECONDS)
+    assert gpu.kernel.ended == [1]
+    assert first.is_completed()
+    assert not second.is_completed()
+    second.wait()
+    after = gpu.streams.current.put(int)
+    assert not after.done()
+    gpu.kernel.release(2)
+    after.result(SECONDS)
+    assert gpu.kernel.ended == [1, 2]
+
+
+def test_the_future_waits_for_its_call_alone_and_making_it_for_none(gpu):
+    first = gpu.call(1)
+    gpu.call(2)
+    future = first.get_future()
+    gpu.streams.current.put(int).result(SECONDS)
+    gpu.kernel.release(1)
+    assert future.wait()[0].tolist() == [1] * 4
+    gpu.streams.current.put(int).result(SECONDS)
+    assert gpu.kernel.ended == [1]
+
+
+def test_wait_with_a_limit_makes_the_host_wait_that_long(gpu):
+    work = gpu.call(1)
+    with pytest.raises(RuntimeError, match=r"not ended within 0.05 s"):
+        work.wait(timedelta(seconds=0.05))
+    gpu.kernel.release(1)
+    assert work.wait(timedelta(seconds=SECONDS))
+    assert work.is_completed()
+
+
+def test_a_call_that_is_not_async_runs_on_its_callers_stream(gpu):
+    gpu.call(1, is_async=False)
+    assert gpu.kernel.ran_on[1] is gpu.streams.current
+    gpu.call(2)
+    assert gpu.kernel.ran_on[2] is gpu.workspace.group_stream
+
+
+def test_calls_of_a_group_run_one_after_another_and_wait_for_nothing_else_of_other_streams(gpu):
+    """They share mailboxes; but what follows an earlier call on its caller's stream is no business of theirs."""
+    gate = threading.Event()
+    other = gpu.streams.stream()
+    gpu.call(1, is_async=False)
+    gpu.streams.current.put(gate.wait, SECONDS)
+    with gpu.streams.use(other):
+        second, third = gpu.call(2), gpu.call(3, is_async=False)
+    for name in (3, 2):
+        gpu.kernel.release(name)
+    assert gpu.kernel.ended == []
+    gpu.kernel.release(1)
+    third.end.synchronize()
+    assert gpu.kernel.ended == [1, 2, 3]
+    assert second.is_completed()
+    gate.set()
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_memory_of_an_async_calls_tensors_is_not_reused_before_its_end(gpu, awaits):
+    work = gpu.call(1)
+    gpu.kernel.release(1)
+    assert work._tensors  # so no reuse so far
+    if awaits:
+        work.wait()
+        assert not work._tensors
+    del work
+    assert set(gpu.recorded) == (set() if awaits else {gpu.workspace.group_stream})
+    gpu.call(2, is_async=False)
+    assert set(gpu.recorded) == (set() if awaits else {gpu.workspace.group_stream})
+
+
+def test_captured_calls_are_ordered_by_the_groups_stream_and_join_their_callers(gpu):
+    gpu.kernel.release(1)
+    gpu.call(1)
+    gpu.runner.begin_barrier(False, False)
+    gpu.streams.is_capturing = True
+    with gpu.streams.use(gpu.streams.stream()):
+        work = gpu.call(2)
+        gpu.call(3, is_async=False)
+        joined = gpu.streams.current.put(list, gpu.kernel.ended)
+        gpu.kernel.release(3)
+        gpu.kernel.release(2)
+        assert joined.result(SECONDS) == [1, 2, 3]
+        work.wait()
+    assert gpu.kernel.ended == [1, 2, 3]
+    assert gpu.kernel.ran_on[2] is gpu.kernel.ran_on[3] is gpu.workspace.group_stream
+    gpu.streams.is_capturing = False
+    gpu.runner.begin_barrier(False, False)  # of nothing: the calls of a graph have not run
+
+
+@pytest.mark.parametrize("is_async_call", [True, False])
+def test_a_barrier_comes_after_the_schedules_that_the_gpu_has_begun(gpu, is_async_call):
+    gpu.call(1, is_async_call)
+    dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo", "cuda": "nccl"})
+    dispatcher._runners["cuda"] = gpu.runner
+    barrier = SimpleNamespace(wait=lambda: True)  # the inner backend's, which has ended
+    # Of gloo, with async_op=True: its Work waits.
+    dispatcher.begin_barrier(False, True)
+    work = dispatcher.after_schedules(barrier)
+    assert not work.is_completed()
+    # Of NCCL: it follows the current stream.
+    other = gpu.streams.stream()
+    with gpu.streams.use(other):
+        dispatcher.begin_barrier(True, False)
+    after = other.put(int)
+    assert not after.done()
+    # Of gloo: the host waits before it tells the peers that it has come.
+    with ThreadPoolExecutor(1) as pool:
+        begin = pool.submit(dispatcher.begin_barrier, False, False)
+        assert not begin.done()
+        gpu.kernel.release(1)
+        begin.result(SECONDS)
+    assert gpu.kernel.ended == [1]
+    assert work.wait()
+    after.result(SECONDS)
+    assert dispatcher.after_schedules(barrier) is barrier
+    gpu.runner._worker.close(SECONDS)
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_a_discarded_kernel_lives_until_its_call_has_ended_and_on_where_a_graph_has_captured_it(
+    gpu, is_captured, monkeypatch
+):
+    monkeypatch.setattr(cuda_runner, "FusedScheduleKernel", lambda *_, **__: Kernel(gpu.streams, gpu.workspace))
+    gpu.call(1)
+    (kernel,) = map(weakref.ref, gpu.runner._kernels.values())
+    if is_captured:
+        gpu.streams.is_capturing = True
+        gpu.call(2)
+        gpu.streams.is_capturing = False
+        kernel().release(2)
+    with ThreadPoolExecutor(1) as pool:
+        discarding = pool.submit(gpu.runner.discard, gpu.schedule)
+        assert not discarding.done()
+        kernel().release(1)
+        discarding.result(SECONDS)
+    gpu.workspace.group_stream.put(int).result(SECONDS)
+    gc.collect()
+    assert (kernel() is not None) == is_captured
+
+
+def test_waits_on_the_gpu_take_the_time_limit_that_the_group_has_at_the_call(gpu, monkeypatch):
+    class Function:
+        def __init__(self, _, names, entry):
+            self.limit = None
+
+        def set(self, name, value):
+            assert name == "limit"
+            self.limit = value
+
+    monkeypatch.setattr(workspace, "Function", Function)
+    monkeypatch.setattr(workspace, "load_or_compile", lambda *_: b"")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    waiting, other = gpu.workspace.load("", ["state", "limit"]), gpu.workspace.load("", ["state"])
+    gpu.call(1, timeout=1.0)
+    assert (waiting.limit, other.limit) == (None, None)  # what it was made with
+    gpu.call(2, timeout=7.5)
+    assert (waiting.limit, other.limit, gpu.workspace.limit) == (7_500_000_000, None, 7_500_000_000)
