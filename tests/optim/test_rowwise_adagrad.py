@@ -88,3 +88,11 @@ def test_a_resumed_optimizer_goes_on_as_the_first_would() -> None:
         one.grad, other.grad = torch.ones(3, 4), torch.ones(2, 4, dtype=torch.bfloat16)
         optimizer.step()
     assert all(torch.equal(table, other) for table, other in zip(tables, others, strict=True))
+
+
+def test_a_rank_without_tables_has_an_optimizer_too() -> None:
+    for nothing in ([], iter(()), [{"params": []}]):
+        optimizer = RowWiseAdagrad(nothing, lr=LR)
+        optimizer.step()
+        optimizer.zero_grad()
+        RowWiseAdagrad([]).load_state_dict(optimizer.state_dict())

@@ -17,7 +17,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     Parameters are [rows, dim], with dense gradients or sparse ones, which touch only the rows that were looked up.
     `state[parameter]["sum"]` is [rows]. Repeated rows of a sparse gradient are added up first, in their order. Sums of
-    fp16 and bf16 tables are fp32, and so are their steps, which are rounded at the end.
+    fp16 and bf16 tables are fp32, and so are their steps, which are rounded at the end. A rank without a table gives no
+    parameters.
     """
 
     def __init__(
@@ -25,7 +26,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or eps < 0:
             raise ValueError(f"lr is {lr} and eps is {eps}, but both must be at least 0")
-        super().__init__(params, {"lr": lr, "eps": eps})
+        groups: list[Any] = list(params)
+        super().__init__(groups or [{"params": []}], {"lr": lr, "eps": eps})  # torch refuses an empty list
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"a parameter has shape {list(parameter.shape)}, but must be a table, [rows, dim]")
