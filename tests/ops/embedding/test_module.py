@@ -77,7 +77,7 @@ def test_data_parallel_replicates_the_model_around_tables_and_leaves_the_tables_
         assert (after != before) == bool(optimizer and names)
         # Of a gradient that each row gets once, 0.5, nothing is divided by the number of ranks.
         assert grads == ([] if optimizer else [[[0.5] * DIM] * ROWS[name] for name in names])
-        assert replicated == outcomes[0][3:]
+        assert replicated == list(outcomes[0][3:])
 
 
 def wrap_what_ddp_cannot_hold():
