@@ -50,13 +50,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if not gradient.is_sparse:
             gradient = _drop_after_failure(gradient.to(sums.dtype))
             sums += gradient.square().mean(dim=1)
-            table.copy_(table.to(sums.dtype) - lr * gradient / (sums.sqrt() + eps).unsqueeze(1))
+            table.copy_(table.to(sums.dtype) - lr * gradient / _find_divisors(sums, eps).unsqueeze(1))
             return
         gradient = gradient.to(sums.dtype).coalesce()
         rows, values = gradient.indices()[0], _drop_after_failure(gradient.values())
         seen = sums.index_select(0, rows) + values.square().mean(dim=1)
         sums.index_copy_(0, rows, seen)
-        changed = table.index_select(0, rows) + values * (-lr / (seen.sqrt() + eps)).unsqueeze(1)
+        changed = table.index_select(0, rows) + values * (-lr / _find_divisors(seen, eps)).unsqueeze(1)
         table.index_copy_(0, rows, changed.to(table.dtype))
 
     def sums(self, table: Tensor) -> Tensor:
@@ -74,6 +74,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for place, table in zip(places, parameters, strict=True):
             if place in state_dict["state"] and table.dtype.itemsize < torch.float32.itemsize:
                 self.state[table]["sum"] = state_dict["state"][place]["sum"].to(table.device, torch.float32, copy=True)
+
+
+def _find_divisors(sums: Tensor, eps: float) -> Tensor:
+    """Return sqrt(sum) + eps of each row; 1 where that is 0, so that a row whose gradients were zeros stays as it is."""
+    divisors = sums.sqrt() + eps
+    return divisors.masked_fill_(divisors == 0, 1.0)
 
 
 def _drop_after_failure(gradient: Tensor) -> Tensor:

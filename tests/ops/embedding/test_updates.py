@@ -150,6 +150,22 @@ def test_a_table_of_several_features_gets_one_step_of_all_its_lookups(interpret,
         assert state == [ranks**2, 4 * ranks**2, ranks**2, 0]
 
 
+def update_without_an_epsilon():
+    """Adagrad's rows after gradients of zeros, and of ones, on states of zeros; row 0 has more lookups than a chunk."""
+    layer = ops.EmbeddingAllToAll([(3, 4)], optimizer="adagrad", learning_rate=0.5, epsilon=0.0)
+    layer.tables[0].data.fill_(1.0)
+    indices = torch.tensor([0] * 40 + [1])
+    for factor in (0.0, 1.0):
+        out = layer(indices, torch.tensor([0, 20, 41]))
+        (out * torch.tensor([[0.0], [factor]])[dist.get_rank()]).sum().backward()
+    return layer.tables[0].tolist(), layer.states[0].tolist()
+
+
+def test_without_an_epsilon_a_gradient_of_zeros_changes_nothing(interpret):
+    found = interpret(2, update_without_an_epsilon)
+    assert found == [([[0.5] * 4, [0.5] * 4, [1.0] * 4], [400.0, 1.0, 0.0])] * 2
+
+
 def move_modules():
     """Modules whose tables become fp16, that come from the meta device, and that begin anew, train as others do."""
     world = dist.get_world_size()

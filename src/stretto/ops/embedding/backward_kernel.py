@@ -379,5 +379,7 @@ def _apply(target, pointers, mask, row, state, dim, held, total, segment_mask): 
             squares = tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
             squares += tl.load(squares_at, mask=segment_mask, other=0.0)
             tl.store(squares_at, squares, mask=segment_mask)
-            step = step / (tl.sqrt_rn(squares) + tl.load(target.settings + 1))[:, None]
+            divisor = tl.sqrt_rn(squares) + tl.load(target.settings + 1)
+            # Without an epsilon, a row whose gradients have all been zeros stays as it is.
+            step = step / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
         tl.store(pointers, (held - step).to(pointers.dtype.element_ty), mask=mask)
