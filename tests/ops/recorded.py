@@ -223,7 +223,7 @@ def run_look_up(kind: LookUp) -> None:
     """A look-up and its backward pass, of new tensors."""
     batch, device = 4 * WORLD, torch.device("cpu")
     dims = tuple(kind.dims if rank == Memory.rank else (8,) for rank in range(WORLD))
-    placement = placements.setdefault(kind.dims, EmbeddingPlacement(Memory.rank, dims, torch.float32, batch, True))
+    placement = placements.setdefault(kind.dims, EmbeddingPlacement(Memory.rank, dims, torch.float32, batch))
     tables = [torch.zeros(10, dim) for dim in kind.dims]
 
     def make(size: int, dtype: torch.dtype) -> torch.Tensor:

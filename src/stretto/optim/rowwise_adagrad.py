@@ -77,7 +77,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _find_divisors(sums: Tensor, eps: float) -> Tensor:
-    """Return sqrt(sum) + eps of each row; 1 where that is 0, so that a row whose gradients were zeros stays as it is."""
+    """Return sqrt(sum) + eps of each row; 1 where that is 0, since all of the row's gradients were zeros then."""
     divisors = sums.sqrt() + eps
     return divisors.masked_fill_(divisors == 0, 1.0)
 
