@@ -62,11 +62,12 @@ def embedding_all_to_all(
     sums are fp32. The output lies in memory that peers store into: see docs/embedding.md.
 
     Gradients go to the tables: dense ones, or with sparse=True coalesced sparse tensors, for which the host waits once.
-    All ranks' tables need gradients, or none; `EmbeddingAllToAll` updates its tables without making any.
+    In each call, all ranks' tables need gradients, or none; `EmbeddingAllToAll` updates its tables without making any.
+    Where gradients are enabled, a rank without tables gets an output that requires one.
 
     checks: check every index and offset on the device. A bad one is read as zeros (an empty bag), and raises a
-    ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. With
-    checks=False it reads whatever lies there. ValueError at once for other invalid input (a batch that the group does
+    ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. That call stores
+    nothing, and the other ranks raise an error, too. With checks=False it reads whatever lies there. ValueError at once for other invalid input (a batch that the group does
     not divide, tables that disagree between ranks, ...), and on a rank outside of the group; PeerError if a rank does
     not come. Punniyamurthy et al., section 3.
     """
