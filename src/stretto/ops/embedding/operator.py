@@ -66,10 +66,10 @@ def embedding_all_to_all(
     Where gradients are enabled, a rank without tables gets an output that requires one.
 
     checks: check every index and offset on the device. A bad one is read as zeros (an empty bag), and raises a
-    ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. That call stores
-    nothing, and the other ranks raise an error, too. With checks=False it reads whatever lies there. ValueError at once for other invalid input (a batch that the group does
-    not divide, tables that disagree between ranks, ...), and on a rank outside of the group; PeerError if a rank does
-    not come. Punniyamurthy et al., section 3.
+    ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. That call
+    stores nothing, and the other ranks raise an error, too. With checks=False it reads whatever lies there. ValueError
+    at once for other invalid input (a batch that the group does not divide, tables that disagree between ranks, ...),
+    and on a rank outside of the group; PeerError if a rank does not come. Punniyamurthy et al., section 3.
     """
     if sparse and torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         options = {"weights": weights, "mode": mode, "batch": batch, "name": name, "checks": checks, "sparse": True}
