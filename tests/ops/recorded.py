@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.ops import Blocks, KernelConfig, matmul_reduce_scatter_copies, small_m
-from stretto.ops.embedding import backward, forward, output_ring
+from stretto.ops.embedding import backward, forward, output_ring, placement
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
@@ -214,6 +214,8 @@ def patch_embedding() -> None:
 
     for module in (forward, backward, output_ring):
         module.find_kept = find_kept  # type: ignore[attr-defined]
+    placement.find_known = find_kept  # type: ignore[attr-defined]
+    backward.is_kept = lambda *_: True  # type: ignore[attr-defined]
     for module in (backward, output_ring):
         module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)  # type: ignore[attr-defined]
     tiles.BlockChannel.allocate = staticmethod(allocate)  # type: ignore[method-assign, assignment]
@@ -223,7 +225,7 @@ def run_look_up(kind: LookUp) -> None:
     """A look-up and its backward pass, of new tensors."""
     batch, device = 4 * WORLD, torch.device("cpu")
     dims = tuple(kind.dims if rank == Memory.rank else (8,) for rank in range(WORLD))
-    placement = placements.setdefault(kind.dims, EmbeddingPlacement(Memory.rank, dims, torch.float32, batch, True))
+    seen = placements.setdefault(kind.dims, EmbeddingPlacement(Memory.rank, dims, torch.float32, batch))
     tables = [torch.zeros(10, dim) for dim in kind.dims]
 
     def make(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -234,9 +236,9 @@ def run_look_up(kind: LookUp) -> None:
     offsets = make(len(kind.dims) * batch + 1, torch.int64)
     config = LaunchConfig(kind.bags, 2, 4, 1, 3, "mixed")
     found = find_tables(tables, device)
-    forward.look_up_and_send(indices, offsets, found, weights, placement, "", kind.mode, config=config)
+    forward.look_up_and_send(indices, offsets, found, weights, seen, "", kind.mode, config=config)
     lookups = backward.LookupInput(indices, offsets, weights, kind.mode, found.rows, found.dims)
-    staged = backward.stage_gradients(torch.zeros(4, placement.width), lookups, placement, "")
+    staged = backward.stage_gradients(torch.zeros(4, seen.width), lookups, seen, "")
     assert staged is not None
     settings = torch.zeros(2) if kind.action == "sgd" else None
     zeros = [0] * len(kind.dims)

@@ -45,9 +45,14 @@ def forward_arguments(
     return (
         make_channel("p2p"), mapping, lookup or look_up(), way or pooling(),
         Bags(indices, indices, FLOATS if weighted else None),
-        forward_kernel.RingPointers(torch.zeros(64, dtype=dtype), LONGS, WORDS, 12345), REPORT,
+        forward_kernel.RingPointers(torch.zeros(64, dtype=dtype), LONGS, WORDS, WORDS), REPORT,
         LONGS if trace else None, 99, order,
     )  # fmt: skip
+
+
+def begin_arguments():
+    tables, announced = tiles.look_up_tiles(*[WORDS] * 5), 12345 | 1 << 40
+    return make_channel("p2p"), tables, WORDS, LONGS, WORDS, WORDS, WORDS, REPORT, 4096, announced, 16
 
 
 def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, scaled=True):
@@ -57,11 +62,12 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     )
     settings = None if action == "store" else FLOATS
     failed = None if action == "store" else WORDS
-    target = backward_kernel.Target(LONGS, WORDS, settings, failed, *constants(action, by_number, 256, 4))
+    target = backward_kernel.Target(LONGS, WORDS, settings, failed, WORDS, *constants(action, by_number, 256, 4))
     mapping = tiles.shard_tiles(256, 4, 1, channels=2)
     partials = torch.zeros(64)
     return {
-        "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, 4, 1024),
+        "begin_push": (make_channel("p2p"), mapping, WORDS, 3, 32),
+        "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, WORDS, 3, 4, 1024),
         "find_keys": (
             look_up(0), pooling(8, 1, True), Bags(LONGS, LONGS, FLOATS), LONGS,
             backward_kernel.LookupKeys(WORDS, WORDS, FLOATS), 4, 640, REPORT, 32,
@@ -85,8 +91,7 @@ def to_ptx(target="sm_90", warps=1, **options):
 def test_every_kernel_compiles(target):
     forms = compile_kernel(forward_kernel.pool_and_send, forward_arguments(), {"num_warps": 1}, target)
     assert forms.keys() >= {"cubin" if target in NVIDIA else "hsaco"}
-    begin = (make_channel("p2p"), tiles.look_up_tiles(*[WORDS] * 5), WORDS, LONGS, WORDS, 4096, 12345, 16)
-    compile_kernel(forward_kernel.begin_pooling, begin, {}, target)
+    compile_kernel(forward_kernel.begin_pooling, begin_arguments(), {}, target)
     alone = (look_up(), pooling(), Bags(LONGS, LONGS, None), FLOATS, WORDS, REPORT, 4, "mixed")
     compile_kernel(forward_kernel.pool_alone, alone, {"num_warps": 1}, target)
     for name, arguments in backward_launches().items():
@@ -152,7 +157,7 @@ def test_rows_that_updates_change_are_stored_no_wider_than_they_are_aligned():
     for address in (1 << 12, (1 << 12) + 4):
         multiple = common_multiple((256, address // 4), 4)
         segments, _, *rest = backward_launches("sgd", scaled=False)["reduce_chunks"]
-        target = backward_kernel.Target(LONGS, WORDS, FLOATS, WORDS, *constants("sgd", False, 256, multiple))
+        target = backward_kernel.Target(LONGS, WORDS, FLOATS, WORDS, WORDS, *constants("sgd", False, 256, multiple))
         launch = (segments, target, *rest)
         lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)
         wide.append(sum(bool(re.search(r"st\.global\.v4\.b32", line)) for line in lines))

@@ -88,3 +88,21 @@ def test_a_resumed_optimizer_goes_on_as_the_first_would() -> None:
         one.grad, other.grad = torch.ones(3, 4), torch.ones(2, 4, dtype=torch.bfloat16)
         optimizer.step()
     assert all(torch.equal(table, other) for table, other in zip(tables, others, strict=True))
+
+
+def test_a_rank_without_tables_has_an_optimizer_too() -> None:
+    for nothing in ([], iter(()), [{"params": []}]):
+        optimizer = RowWiseAdagrad(nothing, lr=LR)
+        optimizer.step()
+        optimizer.zero_grad()
+        RowWiseAdagrad([]).load_state_dict(optimizer.state_dict())
+
+
+def test_without_an_epsilon_a_gradient_of_zeros_changes_nothing() -> None:
+    for sparse in (False, True):
+        table = nn.Parameter(torch.ones(3, 4))
+        table.grad = torch.tensor([[0.0], [2.0], [0.0]]).expand(3, 4).clone()
+        if sparse:
+            table.grad = torch.sparse_coo_tensor([[0, 1]], table.grad[:2], (3, 4))
+        RowWiseAdagrad([table], lr=LR, eps=0.0).step()
+        assert torch.equal(table, torch.tensor([[1.0], [1.0 - LR], [1.0]]).expand(3, 4))

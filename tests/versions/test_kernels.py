@@ -65,8 +65,7 @@ def launch_added_tiles() -> Launch:
 
 
 def launch_begin_of_pooling() -> Launch:
-    tables = tiles.look_up_tiles(*[WORDS] * 5)
-    return Launch(forward_kernel.begin_pooling, (make_channel("p2p"), tables, WORDS, LONGS, WORDS, 4096, 12345, 16), {})
+    return Launch(forward_kernel.begin_pooling, embedding.begin_arguments(), {})
 
 
 def launch_pooling_alone() -> Launch:

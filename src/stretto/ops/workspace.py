@@ -125,6 +125,11 @@ def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any
     return _find_in(_find_cache(name), device, key, make)
 
 
+def is_kept(name: str, device: torch.device, key: Any) -> bool:
+    """Whether `find_kept` or `find_known` has made this, so that it would not be a collective."""
+    return (device, key) in _find_cache(name).kept
+
+
 def abandon(name: str, channel: BlockChannel) -> None:
     """Retire a channel after an error of the host in the middle of a call: no later call uses it.
 

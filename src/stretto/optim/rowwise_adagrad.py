@@ -17,7 +17,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     Parameters are [rows, dim], with dense gradients or sparse ones, which touch only the rows that were looked up.
     `state[parameter]["sum"]` is [rows]. Repeated rows of a sparse gradient are added up first, in their order. Sums of
-    fp16 and bf16 tables are fp32, and so are their steps, which are rounded at the end.
+    fp16 and bf16 tables are fp32, and so are their steps, which are rounded at the end. A rank without a table gives no
+    parameters.
     """
 
     def __init__(
@@ -25,7 +26,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or eps < 0:
             raise ValueError(f"lr is {lr} and eps is {eps}, but both must be at least 0")
-        super().__init__(params, {"lr": lr, "eps": eps})
+        groups: list[Any] = list(params)
+        super().__init__(groups or [{"params": []}], {"lr": lr, "eps": eps})  # torch refuses an empty list
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"a parameter has shape {list(parameter.shape)}, but must be a table, [rows, dim]")
@@ -48,13 +50,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if not gradient.is_sparse:
             gradient = _drop_after_failure(gradient.to(sums.dtype))
             sums += gradient.square().mean(dim=1)
-            table.copy_(table.to(sums.dtype) - lr * gradient / (sums.sqrt() + eps).unsqueeze(1))
+            table.copy_(table.to(sums.dtype) - lr * gradient / _find_divisors(sums, eps).unsqueeze(1))
             return
         gradient = gradient.to(sums.dtype).coalesce()
         rows, values = gradient.indices()[0], _drop_after_failure(gradient.values())
         seen = sums.index_select(0, rows) + values.square().mean(dim=1)
         sums.index_copy_(0, rows, seen)
-        changed = table.index_select(0, rows) + values * (-lr / (seen.sqrt() + eps)).unsqueeze(1)
+        changed = table.index_select(0, rows) + values * (-lr / _find_divisors(seen, eps)).unsqueeze(1)
         table.index_copy_(0, rows, changed.to(table.dtype))
 
     def sums(self, table: Tensor) -> Tensor:
@@ -72,6 +74,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for place, table in zip(places, parameters, strict=True):
             if place in state_dict["state"] and table.dtype.itemsize < torch.float32.itemsize:
                 self.state[table]["sum"] = state_dict["state"][place]["sum"].to(table.device, torch.float32, copy=True)
+
+
+def _find_divisors(sums: Tensor, eps: float) -> Tensor:
+    """Return sqrt(sum) + eps of each row; 1 where that is 0, since all of the row's gradients were zeros then."""
+    divisors = sums.sqrt() + eps
+    return divisors.masked_fill_(divisors == 0, 1.0)
 
 
 def _drop_after_failure(gradient: Tensor) -> Tensor:

@@ -97,8 +97,10 @@ def may_publish(channel):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def advance_targets(channel, producer, counts, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1):  # type: ignore[no-untyped-def]
     """Add this call's signals to `targets` (those that arrive here) and `sends` (this rank's); one program runs it.
+
+    TIMES: -1 takes them back, for a call that no rank goes on with.
 
     counts: None where the producer's mapping is static; else int32 [2, world, capacity]: how often each source will
     notify each channel here, and how often this rank will notify each channel of each destination.
@@ -118,8 +120,8 @@ def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ig
             going = tl.load(counts + channel.world * channel.capacity + word, mask=mask, other=0)
         else:
             coming, going = count_static(channel, producer, index, other)
-        _add_to(targets + word, coming, mask)
-        _add_to(sends + word, going, mask & publishes)
+        _add_to(targets + word, coming * TIMES, mask)
+        _add_to(sends + word, going * TIMES, mask & publishes)
 
 
 @triton.jit

@@ -13,11 +13,14 @@ import torch.distributed as dist
 from tests.ops.embedding.jagged import is_close, look_up_case, make_case, own_rows
 
 from stretto import ops
+from stretto.memory import MAX_SIGNALS, allocate_in_process
 from stretto.ops.embedding import autotune, backward, forward, launch_config
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.launch_config import LaunchConfig, LookupSize
-from stretto.ops.embedding.output_ring import find_output_rings
+from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, find_output_rings, limit_channels
+from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
+from stretto.tiles import BlockChannel, shard_tiles
 from stretto.tuning import TuningStore
 
 SEED = random.randrange(10**6)
@@ -55,6 +58,68 @@ def look_up_random_batches(first, calls):
 def test_random_jagged_batches_are_pooled_where_they_belong(interpret, ranks, calls):
     print("seed", SEED)
     assert interpret(ranks, look_up_random_batches, SEED, calls) == [[]] * ranks
+
+
+def look_up_on_some_of_many_ranks(world):
+    """What the first, the middle and the last of very many ranks store into all ranks' outputs, and how they signal it.
+
+    All ranks' memory is in this process. The others have begun the call, and nobody waits for slices.
+    """
+    senders, dims = (1, world // 2 | 1, world - 1), tuple((4,) * (1 + rank % 3) for rank in range(world))
+    slots, channels = 1 << 16, limit_channels(world, CHANNELS) * world
+    head, data = -(-4 * world * (channels + 2) // 128) * 128, -(-32 * world // 128) * 128
+    memories = allocate_in_process(world, head + data + 3 * slots)
+    counters = [memories[0].buffer(rank)[: 4 * world * (channels + 2)].view(torch.int32) for rank in range(world)]
+    launches = {}
+    for rank in senders:
+        placement = EmbeddingPlacement(rank, dims, torch.float32, 2 * world)
+        ring = OutputRing(BlockChannel(memories[rank], channels, 1, 30.0), slots, 2)
+        counts, unused = forward._count_signals(placement, torch.device("cpu"))
+        mapping = shard_tiles(of_rank := forward.count_channels(placement), world, 1, channels=of_rank, fixed=True)
+        permit, first = torch.zeros(1, dtype=torch.int32), placement.first_column(rank)
+        launches[rank] = (
+            placement,
+            forward._ForwardLaunch(ring, ring.slots.view(torch.float32), permit, counts, unused, mapping, first),
+        )
+        ring.destinations[1, :, 1] = placement.announce(needs_grad=False)
+        counters[rank][world * channels : world * (channels + 1)] = 1  # all ranks have begun call 1
+    out, right = [memory.buffer()[head + data :].view(torch.float32) for memory in memories], []
+    for rank, (placement, launch) in launches.items():
+        tables = [torch.full((2 * world, 4), float(number)) for number in range(len(dims[rank]))]
+        tables = [table + torch.arange(2.0 * world)[:, None] for table in tables]
+        indices = torch.arange(2 * world).repeat(len(tables))
+        offsets = torch.arange(len(indices) + 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward._ForwardLaunch, "find", lambda *_, launch=launch: launch)
+            patch.setattr(forward, "limit_waiting", lambda *_: 0)
+            found = find_tables(tables, torch.device("cpu"))
+            forward.look_up_and_send(indices, offsets, found, None, placement, "", "sum")
+        columns = slice(launch.first_column, launch.first_column + 4 * len(tables))
+        for reader in range(world):
+            stored = out[reader][: 2 * placement.width].view(2, -1)[:, columns]
+            numbers = torch.arange(len(tables)).repeat_interleave(4) + 2 * reader + torch.arange(2)[:, None]
+            seen = counters[reader][rank * channels : (rank + 1) * channels]
+            own = EmbeddingPlacement(reader, dims, torch.float32, 2 * world)
+            expected = forward._count_signals(own, torch.device("cpu"))[0][0, rank]
+            right.append(torch.equal(stored, numbers.float()) and torch.equal(seen, expected))
+        right.append(torch.equal(launch.counts[0].view(-1), launch.ring.channel._state[9:][: world * channels]))
+        launch.ring.channel.close()
+    return len(right), all(right)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [65, 128, 200])
+def test_more_than_64_ranks_are_sent_what_is_theirs(interpret, ranks):
+    assert interpret(1, look_up_on_some_of_many_ranks, ranks) == [(3 * (ranks + 1), True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 64, 65, 128, 180, 181, 200, 500])
+def test_the_signals_of_many_ranks_fit_into_memory(ranks):
+    for most in (CHANNELS, backward._CHANNELS):
+        channels = limit_channels(ranks, most)
+        assert 1 <= channels <= most
+        assert channels == most or 2 * channels * ranks**2 > MAX_SIGNALS - 2 * ranks
+        assert ranks * (channels * ranks + 2) <= MAX_SIGNALS
 
 
 def hold_outputs(count):

@@ -2,6 +2,7 @@
 """Embedding look-ups that are refused: wrong arguments, indices out of range, ranks that disagree or do not come."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from stretto import ops
 from stretto.memory import PeerError
+from stretto.ops.embedding.index_errors import BAD_OFFSETS, IndexErrors
 from stretto.ops.embedding.output_ring import find_output_rings
 
 
@@ -73,6 +75,90 @@ def look_up_other_tables_under_one_name():
 
 def test_ranks_that_see_other_tables_say_so(interpret):
     assert interpret(2, look_up_other_tables_under_one_name) == [[[1.0] * 8]] * 2
+
+
+def look_up_tables_of_two_sets():
+    """Rank 2 looks up as it did in one set of tables, in which it has none, and the others as in another one."""
+    rank, count = dist.get_rank(), 6
+    parts = [[[4], [4, 4], []], [[8], [8], [4]]]
+    found = []
+    for number, own in enumerate((*(of_set[rank] for of_set in parts), parts[rank != 2][rank], parts[0][rank])):
+        tables = [torch.full((2, dim), number + 1.0) for dim in own]
+        indices, offsets = torch.zeros(count * len(own), dtype=torch.int64), torch.arange(count * len(own) + 1)
+        (ring,) = find_output_rings(dist.group.WORLD.group_name) or [None]
+        before = None if ring is None else ring.slots.clone()
+        try:
+            found.append(ops.embedding_all_to_all(indices, offsets, tables, batch=count).unique().tolist())
+        except ValueError as error:
+            found.append(str(error))
+            assert torch.equal(ring.slots, before)
+    return found
+
+
+def test_tables_of_another_set_store_nothing_and_are_an_error_on_ranks_without_tables_too(interpret):
+    for found in interpret(3, look_up_tables_of_two_sets):
+        assert (found[0], found[1], found[3]) == ([1.0], [2.0], [4.0])
+        assert "has looked up other tables in this call" in found[2]
+
+
+def look_up_with_indices_of_two_dtypes():
+    """Ranks with tables compare the dtypes of their indices; one without has none to look up."""
+    rank = dist.get_rank()
+    tables = [torch.ones(2, 4)] * (rank != 1)
+    offsets = torch.arange(3 * len(tables) + 1)
+
+    def look_up(dtypes, name):
+        indices = torch.zeros(3 * len(tables), dtype=dtypes[rank])
+        return ops.embedding_all_to_all(indices, offsets, tables, batch=3, name=name).unique().tolist()
+
+    with pytest.raises(ValueError, match="one dtype of indices: rank 0's is int32, rank 2's int64"):
+        look_up((torch.int32, torch.int32, torch.int64), "two")
+    found = look_up((torch.int32, torch.int64, torch.int32), "one")
+    return found, look_up((torch.int64, torch.int32, torch.int64), "one")
+
+
+def test_ranks_whose_indices_have_other_dtypes_say_so(interpret):
+    assert interpret(3, look_up_with_indices_of_two_dtypes) == [([1.0], [1.0])] * 3
+
+
+def look_up_after_a_bad_batch(optimizer):
+    """As on GPUs, where a bad offset is seen by the host after its call: rank 1 raises its error in the next one.
+
+    The others, which learn of it later still, go on with their step: gradients of zeros, and rows that stay.
+    """
+    rank = dist.get_rank()
+    layer = ops.EmbeddingAllToAll([(2, 4)] * (rank < 2), optimizer=optimizer, sparse=optimizer is None and rank == 0)
+    indices, offsets = torch.zeros(3 * (rank < 2), dtype=torch.int64), torch.arange(3 * (rank < 2) + 1)
+
+    def step():
+        layer(indices, offsets, batch=3).sum().backward()
+        grads = [table.grad.to_dense().tolist() for table in layer.tables if table.grad is not None]
+        layer.zero_grad()
+        return grads
+
+    step()
+    before = [table.tolist() for table in layer.tables]
+    (ring,) = find_output_rings(dist.group.WORLD.group_name)
+    if rank == 1:
+        ring.index_errors._words[:5] = torch.tensor([BAD_OFFSETS.value, 0, 2, 1, 9])
+        with pytest.raises(ValueError, match=r"rank 1: the offsets of bag 2 .* go from 1 to 9"):
+            step()
+    else:
+        with mock.patch.object(IndexErrors, "check"):
+            assert step() == ([] if rank == 2 or optimizer else [[[0.0] * 4] * 2])
+        with pytest.raises(ValueError, match="rank 1 had bad indices or offsets in an earlier call and raised"):
+            ops.check_indices()
+    assert [table.tolist() for table in layer.tables] == before
+    grads = step()
+    ops.check_indices()
+    return grads, [table.tolist() for table in layer.tables] == before
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_no_rank_waits_for_one_that_raises_the_error_of_an_earlier_call(interpret, optimizer):
+    first, second, third = interpret(3, look_up_after_a_bad_batch, optimizer)
+    assert third == ([], True)
+    assert first == second == (([], False) if optimizer else ([[[3.0] * 4, [0.0] * 4]], True))
 
 
 def wait_for_nobody():

@@ -150,6 +150,61 @@ def test_a_table_of_several_features_gets_one_step_of_all_its_lookups(interpret,
         assert state == [ranks**2, 4 * ranks**2, ranks**2, 0]
 
 
+def freeze_and_train():
+    """Tables that are frozen, trained, frozen again, and two look-ups of which one trains; rank 1 has no tables.
+
+    Returns the gradients of each step, and what ranks are told of which one alone trains its tables.
+    """
+    rank, count = dist.get_rank(), 3
+    tables = [torch.ones(2, 4)] * (rank != 1)
+    indices, offsets = torch.zeros(count * len(tables), dtype=torch.int64), torch.arange(count * len(tables) + 1)
+    scale = torch.ones(1, requires_grad=True)  # what a frozen model trains besides
+
+    def look_up(trains, place=0):
+        leaves = [(table + place).requires_grad_(trains) for table in tables]
+        out = ops.embedding_all_to_all(indices, offsets, leaves, batch=count)
+        return leaves, (out * scale).sum()
+
+    grads = []
+    for trains in (False, True, False, True):
+        leaves, loss = look_up(trains)
+        loss.backward()
+        grads += [leaf.grad[:, 0].tolist() for leaf in leaves if leaf.grad is not None]
+    (_, teacher), (leaves, student) = look_up(False), look_up(True, 1)
+    (student - teacher).backward()
+    (leaves, student), (_, teacher) = look_up(True), look_up(False, 1)
+    (student - teacher).backward()
+    grads += [leaf.grad[:, 0].tolist() for leaf in leaves]
+    with pytest.raises(ValueError, match="tables of rank 2 need gradients in this call, and rank 0 will send none"):
+        look_up(rank == 2)
+    with torch.set_grad_enabled(rank != 1):
+        with pytest.raises(ValueError, match="tables of rank 2 need gradients in this call, and rank 1 will send none"):
+            look_up(True)
+    return grads
+
+
+def test_tables_may_be_frozen_and_trained_from_call_to_call(interpret):
+    first, without, last = interpret(3, freeze_and_train, timeout=40.0)
+    assert without == []
+    assert first == last == [[3.0, 0.0]] * 3
+
+
+def update_without_an_epsilon():
+    """Adagrad's rows after gradients of zeros, and of ones, on states of zeros; row 0 has more lookups than a chunk."""
+    layer = ops.EmbeddingAllToAll([(3, 4)], optimizer="adagrad", learning_rate=0.5, epsilon=0.0)
+    layer.tables[0].data.fill_(1.0)
+    indices = torch.tensor([0] * 40 + [1])
+    for factor in (0.0, 1.0):
+        out = layer(indices, torch.tensor([0, 20, 41]))
+        (out * torch.tensor([[0.0], [factor]])[dist.get_rank()]).sum().backward()
+    return layer.tables[0].tolist(), layer.states[0].tolist()
+
+
+def test_without_an_epsilon_a_gradient_of_zeros_changes_nothing(interpret):
+    found = interpret(2, update_without_an_epsilon)
+    assert found == [([[0.5] * 4, [0.5] * 4, [1.0] * 4], [400.0, 1.0, 0.0])] * 2
+
+
 def move_modules():
     """Modules whose tables become fp16, that come from the meta device, and that begin anew, train as others do."""
     world = dist.get_world_size()

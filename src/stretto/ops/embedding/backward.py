@@ -26,6 +26,7 @@ from stretto.ops.embedding.backward_kernel import (
     LookupKeys,
     Segments,
     Target,
+    begin_push,
     combine_chunks,
     count_chunks,
     find_keys,
@@ -45,14 +46,14 @@ from stretto.ops.embedding.launch_config import (
     hold_for_replays,
     round_up_to_power,
 )
-from stretto.ops.embedding.output_ring import round_size
-from stretto.ops.embedding.placement import EmbeddingPlacement, common_multiple
+from stretto.ops.embedding.output_ring import find_capture, limit_channels, round_size
+from stretto.ops.embedding.placement import AGREED, GRADIENTS, EmbeddingPlacement, common_multiple, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
 from stretto.ops.embedding.table_set import TableSet
 from stretto.ops.gemm.config import bound_programs
-from stretto.ops.workspace import find_group, find_kept
+from stretto.ops.workspace import find_group, find_kept, is_kept
 
-_CHANNELS = 8  # signals for each rank's rows of the gradient
+_CHANNELS = 8  # the most signals for each rank's rows of the gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
 _MOST_BY_32_BITS = 1 << 31  # places in a gradient, in QUANTUMs; more take 64 bits
 _KEYS = LaunchConfig(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
@@ -91,7 +92,7 @@ class StagedGradients(NamedTuple):
 
     gradients: of the global batch, for this rank's tables. segments, uniques: the sorted lookups and each segment's
     key. bases: each table's first key, then the number of all rows. kind: everything in segments that kernels are
-    compiled for.
+    compiled for. permit: the look-up's, see `backward_kernel.Target`.
     """
 
     gradients: Tensor
@@ -100,6 +101,7 @@ class StagedGradients(NamedTuple):
     bases: tuple[int, ...]
     config: BackwardConfig
     kind: Hashable
+    permit: Tensor | None = None
 
 
 class _Staging(NamedTuple):
@@ -155,26 +157,37 @@ def stage_gradients(
     group: str,
     zeros: Sequence[Tensor] = (),
     firsts: tuple[int, ...] | None = None,
+    *,
+    permit: Tensor | None = None,
+    need: int = AGREED,
 ) -> StagedGradients | None:
     """Push grad [batch / world, width] to the tables' owners; meanwhile fill `zeros` and sort this rank's lookups.
 
-    firsts: see `sort_lookups`. Returns None where this rank has no lookups, and so has only pushed.
+    firsts: see `sort_lookups`. permit: what the look-up permits; default: the placement's last. need: the bits of it
+    without which nothing is pushed, and later stored. Returns None where this rank has no lookups, and so has only
+    pushed.
     """
     if placement.batch == 0 or placement.width == 0:
         fill_zeros(zeros)
         return None
     grad = grad.contiguous()
     device = grad.device
+    permit = find_permit(group, device, placement) if permit is None else permit
+    is_first = not is_kept(group, device, ("embedding staging", placement))
+    if is_first and find_capture(device) is None and int(permit) & need != need:
+        fill_zeros(zeros)  # ranks whose tables get no gradients do not come to allocate staging
+        return None
     block = round_up_to_power(max(lookups.dims, default=4))
     config = choose_backward_config(block * placement.dtype.itemsize, device)
     staging = _Staging.find(group, device, placement)
     with tiles.copy_engine(staging.channel):
-        _push(staging, grad, placement, config)
+        _push(staging, grad, placement, config, permit, need)
     fill_zeros(zeros)
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has reported errors in the input, so nobody reads those that this sort records.
         staged = sort_lookups(lookups, placement, staging.own, config, staging.index_errors, firsts)
+        staged = staged._replace(permit=permit)
     tiles.join_copies(staging.channel)
     return staged
 
@@ -183,25 +196,42 @@ def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel
     process_group = find_group(group)
     return tiles.BlockChannel.allocate(
         process_group,
-        channels=_CHANNELS * process_group.size(),
+        channels=limit_channels(process_group.size(), _CHANNELS) * process_group.size(),
         data_bytes=size,
         backend="cuda" if device.type == "cuda" else "host",
     )
 
 
-def _push(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement, config: BackwardConfig) -> None:
+def _push(
+    staging: _Staging,
+    grad: Tensor,
+    placement: EmbeddingPlacement,
+    config: BackwardConfig,
+    permit: Tensor,
+    need: int,
+) -> None:
     """Push each rank's columns to their owner, and wait for the columns that others push; on the current stream."""
     if not config.push_programs:
-        _copy_columns(staging, grad, placement)
+        # The host issues copies, so it waits for the permit; not in a CUDA graph, whose capture knows no values.
+        if find_capture(grad.device) is not None or int(permit) & need == need:
+            _copy_columns(staging, grad, placement)
         return
     rows = 4
     groups = -(-placement.local_batch // rows)
-    mapping = tiles.shard_tiles(groups, placement.world_size, 1, channels=min(_CHANNELS, groups))
-    begun = staging.channel.begin("embedding_all_to_all's gradient", mapping, mapping, "p2p")
+    mapping = tiles.shard_tiles(
+        groups, placement.world_size, 1, channels=min(limit_channels(placement.world_size, _CHANNELS), groups)
+    )
+    begun = staging.channel.begin("embedding_all_to_all's gradient", mapping, mapping, "p2p", launches=False)
+    channels = round_up_to_power(staging.channel.channels)
+    permit_kind = tiles.kind_of(permit)
+    staging.channel.launch(
+        begin_push, (placement, need, permit_kind), 1, (begun, mapping, permit, need, channels), num_warps=4
+    )
     block = min(round_up_to_power(max(placement.widths)), 2048)
     arguments = begun, mapping, grad, staging.columns, staging.everyones, placement.local_batch, placement.width
-    key = placement, tiles.kind_of(grad)
-    staging.channel.launch(push_gradients, key, config.push_programs, (*arguments, rows, block), num_warps=8)
+    key = placement, tiles.kind_of(grad), need, permit_kind
+    rest = permit, need, rows, block
+    staging.channel.launch(push_gradients, key, config.push_programs, (*arguments, *rest), num_warps=8)
 
 
 def _copy_columns(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement) -> None:
@@ -325,12 +355,12 @@ def reduce_rows(
     target = _describe_target(tuple(dims), multiple, action, by_number, device)
     hold_for_replays(target.tables_of)
     failed = None if action == "store" else failures.failure_flag(device)
-    target = target._replace(meta=meta, settings=settings, failed=failed)
+    target = target._replace(meta=meta, settings=settings, failed=failed, permit=staged.permit)
     block = target.block.value
     cuts = (segments.total - 1) // config.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
     constants = action, by_number, block, target.multiple.value
-    kinds = staged.kind, gradients.dtype, tiles.kind_of(settings), constants
+    kinds = staged.kind, gradients.dtype, tiles.kind_of(settings), tiles.kind_of(staged.permit), constants
     arguments = segments, target, gradients, partials, config.limit
     programs = config.programs * count_multiprocessors(device)
     _launches[device](
@@ -351,7 +381,7 @@ def _describe_target(
 ) -> Target:
     """Make a target without addresses and settings."""
     constants = (action, by_number, round_up_to_power(max(dims)), multiple)
-    return Target(None, _find_tables_of(dims, device), None, None, *(tl.constexpr(value) for value in constants))
+    return Target(None, _find_tables_of(dims, device), None, None, None, *(tl.constexpr(value) for value in constants))
 
 
 @functools.lru_cache(maxsize=64)
@@ -362,13 +392,21 @@ def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def find_gradients(
-    grad: Tensor, lookups: LookupInput, placement: EmbeddingPlacement, group: str, *, sparse: bool
+    grad: Tensor,
+    lookups: LookupInput,
+    placement: EmbeddingPlacement,
+    group: str,
+    *,
+    sparse: bool,
+    permit: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return each table's gradient, given the output's gradient; all ranks call it."""
+    """Return each table's gradient, given the output's gradient; all ranks call it. permit: see `stage_gradients`."""
+    need = AGREED | GRADIENTS
     if sparse:
-        return sparse_gradients(stage_gradients(grad, lookups, placement, group), lookups.rows, lookups.dims, grad)
+        staged = stage_gradients(grad, lookups, placement, group, permit=permit, need=need)
+        return sparse_gradients(staged, lookups.rows, lookups.dims, grad)
     grads = [grad.new_empty(shape) for shape in zip(lookups.rows, lookups.dims, strict=True)]
-    staged = stage_gradients(grad, lookups, placement, group, zeros=grads)
+    staged = stage_gradients(grad, lookups, placement, group, zeros=grads, permit=permit, need=need)
     if staged is not None:
         add_gradients(staged, grads)
     return grads
@@ -416,7 +454,7 @@ def sparse_gradients(
     staged: StagedGradients | None, rows: Sequence[int], dims: Sequence[int], like: Tensor
 ) -> list[Tensor]:
     """Return each table's gradient as a coalesced sparse tensor [rows, dim]; the host waits for their sizes."""
-    if staged is None:
+    if staged is None or (staged.permit is not None and not int(staged.permit)):
         empty = torch.empty(1, 0, dtype=torch.int64, device=like.device)
         return [
             torch.sparse_coo_tensor(

@@ -87,7 +87,8 @@ class Target(NamedTuple):
     meta: int64 [tables, 4]: address, first key, dim, and the last word: the address of the table's state (fp32 [rows]),
     or with by_number the number of the table's first segment. tables_of: int32, the table of each QUANTUM of columns.
     settings: fp32 [2], learning rate and epsilon. failed: int32 [1], the process's failure flag, for optimizers: while
-    it is set, nothing is updated.
+    it is set, nothing is updated. permit: int32 [1], 0 for a look-up that ranks did not make together, whose backward
+    pass stores and updates nothing; or None.
     Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the table's
     rows; block, the power of two that holds every dim; multiple, which divides every dim and every address (in
     elements).
@@ -97,6 +98,7 @@ class Target(NamedTuple):
     tables_of: Any
     settings: Any
     failed: Any
+    permit: Any
     action: Any
     by_number: Any
     block: Any
@@ -104,10 +106,24 @@ class Target(NamedTuple):
 
 
 @triton.jit
-def push_gradients(channel, mapping, grad, columns, staging, batch, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin_push(channel, mapping, permit, need, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin the call of `push_gradients`, if the look-up permits it; one program, in a launch before.
+
+    permit: int32 [1], the look-up's, which is the same on all ranks; need: the bits that a push takes. A rank without
+    tables does not know on the host whether the others' tables get gradients, and a rank may not know yet that the
+    look-up was refused: then all ranks skip the push.
+    """
+    if (tl.load(permit) & need) == need:
+        tiles.begin_call(channel, mapping, None, None, True, BLOCK)
+
+
+@triton.jit
+def push_gradients(  # type: ignore[no-untyped-def]
+    channel, mapping, grad, columns, staging, batch, width, permit, need, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Push each rank's columns of grad [batch, width] into its staging [world * batch, that rank's columns].
 
-    columns: int64 [world + 1], where each rank's begin.
+    columns: int64 [world + 1], where each rank's begin. permit, need: as in `begin_push`.
     Order: the next rank's columns first, own ones last.
     Signals: after the stores of ROWS rows, their channel at the columns' owner ("p2p").
     Waits: at the end, each program for its share of (source, channel) pairs, so staging is complete when the kernel has
@@ -115,7 +131,7 @@ def push_gradients(channel, mapping, grad, columns, staging, batch, width, ROWS:
     another group's kernels (`bound_programs`).
     Reuse: staging is written only once all ranks have begun this call, and so have ended the previous one.
     """
-    groups = tl.cdiv(batch, ROWS)
+    groups = tl.where((tl.load(permit) & need) == need, tl.cdiv(batch, ROWS), 0)
     index = tiles.claim(channel)
     while index < channel.world * groups:
         following = tiles.claim(channel)  # before the copy, which takes longer
@@ -366,6 +382,10 @@ def _apply(target, pointers, mask, row, state, dim, held, total, segment_mask): 
 
     state: the address of the table's state; held: what `_read` returned.
     """
+    if target.permit is not None:
+        agrees = tl.load(target.permit) != 0
+        mask = mask & agrees
+        segment_mask = segment_mask & agrees
     if target.action == "store":
         tl.store(pointers, total.to(pointers.dtype.element_ty), mask=mask)
     else:
@@ -379,5 +399,7 @@ def _apply(target, pointers, mask, row, state, dim, held, total, segment_mask): 
             squares = tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
             squares += tl.load(squares_at, mask=segment_mask, other=0.0)
             tl.store(squares_at, squares, mask=segment_mask)
-            step = step / (tl.sqrt_rn(squares) + tl.load(target.settings + 1))[:, None]
+            divisor = tl.sqrt_rn(squares) + tl.load(target.settings + 1)
+            # Without an epsilon, a row whose gradients have all been zeros stays as it is.
+            step = step / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
         tl.store(pointers, (held - step).to(pointers.dtype.element_ty), mask=mask)

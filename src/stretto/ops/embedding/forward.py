@@ -6,6 +6,7 @@ _ForwardLaunch.find     what all calls of a placement share: ring, signal counts
 look_up_and_send        a call: begin it on the channel, take an output slot, launch the two kernels
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto import tiles
+from stretto.memory import PeerError
 from stretto.ops.embedding.autotune import find_tuned_config
 from stretto.ops.embedding.forward_kernel import UNIT, RingPointers, begin_pooling, pool_alone, pool_and_send
 from stretto.ops.embedding.index_errors import IndexErrors
@@ -27,8 +29,8 @@ from stretto.ops.embedding.launch_config import (
     find_kind,
     round_up_to_power,
 )
-from stretto.ops.embedding.output_ring import CHANNELS, OutputRing
-from stretto.ops.embedding.placement import EmbeddingPlacement
+from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, find_capture, limit_channels
+from stretto.ops.embedding.placement import EmbeddingPlacement, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.gemm.config import limit_waiting
@@ -39,13 +41,15 @@ from stretto.tiles.launches import launch_kernel
 class _ForwardLaunch(NamedTuple):
     """What all calls of a placement share.
 
-    slots: the ring's, in the tables' dtype. counts, unused: how often each channel is signalled in a call, and a
-    mapping for functions that require one, though counts say everything; see `_count_signals`. mapping: from
-    (destination, channel) to the signal. first_column: of this rank's tables in the output.
+    slots: the ring's, in the tables' dtype. permit: see `find_permit`. counts, unused: how often each channel is
+    signalled in a call, and a mapping for functions that require one, though counts say everything; see
+    `_count_signals`. mapping: from (destination, channel) to the signal. first_column: of this rank's tables in the
+    output.
     """
 
     ring: OutputRing
     slots: Tensor
+    permit: Tensor
     counts: Tensor
     unused: tiles.DynamicMapping
     mapping: tiles.StaticMapping
@@ -60,7 +64,8 @@ class _ForwardLaunch(NamedTuple):
             channels = count_channels(placement)
             mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
             slots = ring.slots.view(placement.dtype)
-            return cls(ring, slots, *_count_signals(placement, device), mapping, placement.first_column(placement.rank))
+            permit, first_column = find_permit(group, device, placement), placement.first_column(placement.rank)
+            return cls(ring, slots, permit, *_count_signals(placement, device), mapping, first_column)
 
         return find_kept(group, device, ("embedding launch", placement), make)
 
@@ -77,12 +82,18 @@ def look_up_and_send(
     checks: bool = True,
     config: LaunchConfig | None = None,
     trace: Tensor | None = None,
+    needs_grad: bool = False,
+    call_permit: Tensor | None = None,
 ) -> Tensor:
     """Pool this rank's tables for the global batch and exchange the vectors; all ranks call it.
 
     Returns this rank's samples' vectors of all ranks' tables, [batch / world, width], in memory that peers stored into.
     config: None for `find_launch_config`; each rank may take its own. trace: int64 [`count_trace`, 4], which the kernel
-    fills with clocks, for benches.
+    fills with clocks, for benches. needs_grad: whether this rank makes a backward pass if tables get gradients.
+    call_permit: int32 [1], which gets what this call permits that pass (`placement.AGREED`).
+
+    Bad indices of an earlier call raise an error in this one, which all ranks then end without storing anything, and
+    of which the others raise an error, too: no rank waits in this call for the rank that has raised.
     """
     device = offsets.device
     shape = (placement.local_batch, placement.width)
@@ -90,21 +101,16 @@ def look_up_and_send(
         return torch.empty(shape, dtype=placement.dtype, device=device)
     launch = _ForwardLaunch.find(group, device, placement)
     ring = launch.ring
-    ring.index_errors.check()
+    found = ring.index_errors.take()
+    if found is not None:
+        if found.is_own and find_capture(device) is None:
+            with contextlib.suppress(PeerError):  # a wait has failed, so the others do not go on either
+                _begin(launch, placement, 0, placement.announce(needs_grad=needs_grad, refuses=True), None)
+        raise found.error
     count, total = len(tables.dims), indices.shape[0]
     config = find_launch_config(placement, count, total, device) if config is None else config.check()
-    channel = ring.channel.begin(
-        "embedding_all_to_all", launch.unused, launch.unused, "p2p", counts=launch.counts, meets=False, launches=False
-    )
     offset, finish = ring.take(shape, placement.dtype)
-    unit, block = offset // UNIT.value, round_up_to_power(ring.channel.channels)
-    ring.channel.launch(
-        begin_pooling,
-        (placement, tiles.kind_of(unit)),
-        1,
-        (channel, launch.unused, launch.counts, ring.destinations, ring.tickets, unit, placement.fingerprint, block),
-        num_warps=4,
-    )
+    channel = _begin(launch, placement, offset // UNIT.value, placement.announce(needs_grad=needs_grad), call_permit)
     kernel_tables = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
     programs = count_programs(config, placement, count, device)
     waiters = limit_waiting(programs, device)
@@ -114,7 +120,7 @@ def look_up_and_send(
         kernel_tables,
         describe_pooling(config, mode, checks),
         Bags(indices, offsets, weights),
-        RingPointers(launch.slots, ring.destinations, ring.tickets, placement.fingerprint),
+        RingPointers(launch.slots, ring.destinations, ring.tickets, launch.permit),
         ring.index_errors.report(),
         trace,
         waiters,
@@ -139,6 +145,25 @@ def look_up_and_send(
     if device.type == "cpu":  # the kernel has ended: this call raises its errors, not the next one
         ring.index_errors.check()
     return out
+
+
+def _begin(
+    launch: _ForwardLaunch, placement: EmbeddingPlacement, unit: int, announced: int, call_permit: Tensor | None
+) -> tiles.Channel:
+    """Begin a call, and return the argument of its kernels. PeerError if a wait has failed before."""
+    ring = launch.ring
+    channel = ring.channel.begin(
+        "embedding_all_to_all", launch.unused, launch.unused, "p2p", counts=launch.counts, meets=False, launches=False
+    )
+    words = launch.unused, launch.counts, ring.destinations, ring.tickets, launch.permit, call_permit
+    ring.channel.launch(
+        begin_pooling,
+        (placement, tiles.kind_of(unit), tiles.kind_of(call_permit)),
+        1,
+        (channel, *words, ring.index_errors.report(), unit, announced, round_up_to_power(ring.channel.channels)),
+        num_warps=4,
+    )
+    return channel
 
 
 def find_shape(placement: EmbeddingPlacement, tables: int, total: int) -> LookupSize:
@@ -169,7 +194,8 @@ def count_trace(config: LaunchConfig, placement: EmbeddingPlacement, tables: int
 @functools.lru_cache(maxsize=256)
 def count_channels(placement: EmbeddingPlacement) -> int:
     """Return how many channels a rank has at each other rank: groups of its tables, each with a signal of its own."""
-    return min(round_up_to_power(max(len(dims) for dims in placement.dims)), CHANNELS)
+    most = limit_channels(placement.world_size, CHANNELS)
+    return min(round_up_to_power(max(len(dims) for dims in placement.dims)), most)
 
 
 def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> tuple[Tensor, tiles.DynamicMapping]:
@@ -178,7 +204,7 @@ def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> tuple
     The mapping holds nothing: its kind alone tells `begin_call` to read the counts.
     """
     rank, world, channels = placement.rank, placement.world_size, count_channels(placement)
-    counts = torch.zeros(2, world, world * CHANNELS, dtype=torch.int32)
+    counts = torch.zeros(2, world, world * limit_channels(world, CHANNELS), dtype=torch.int32)
     for peer in range(world):
         if peer != rank:
             for source, reader, direction in ((peer, rank, 0), (rank, peer, 1)):

@@ -3,7 +3,8 @@
 
 A call on each rank is two launches:
 
-    begin_pooling    1 program: say where this rank's output lies, and wait until all other ranks have said it
+    begin_pooling    1 program: say where this rank's output lies, wait until all other ranks have said it, and see
+                     whether all of them make the same call; if not, it ends here on all ranks, with an error
     pool_and_send    programs take slices by tickets: pool, store into the destination rank's output slot, signal;
                      the last programs to finish wait for the slices of all other ranks
 
@@ -17,9 +18,10 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
-from stretto.ops.embedding.index_errors import OTHER_TABLES, record_index_error
+from stretto.ops.embedding.index_errors import OTHER_GRADIENTS, OTHER_TABLES, REFUSED, record_index_error
+from stretto.ops.embedding.placement import AGREED, GRADIENTS, Announced
 from stretto.ops.embedding.pooling_kernel import find_table, pool_bags, read_bags, store_bags
-from stretto.tiles.call_state import EPOCH
+from stretto.tiles.call_state import EPOCH, advance_targets
 from stretto.tiles.intrinsics import now
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
@@ -30,6 +32,12 @@ the same for one slice of every table at a time. remote_first: all slices for ot
 UNIT = tl.constexpr(16)
 """Bytes: the unit in which a rank tells the others where its output lies in its ring."""
 
+HAS_TABLES = tl.constexpr(Announced.HAS_TABLES.value)
+NEEDS_GRAD = tl.constexpr(Announced.NEEDS_GRAD.value)
+REFUSES = tl.constexpr(Announced.REFUSES.value)
+_PERMITS = tl.constexpr(AGREED)
+_PERMITS_GRADIENTS = tl.constexpr(AGREED | GRADIENTS)
+
 TRACE_WORDS = 4
 """Words of a trace's row. Task: program, destination, begin, end. Program: begin, begin of its wait, end, 0."""
 
@@ -38,28 +46,35 @@ class RingPointers(NamedTuple):
     """Kernel argument: where all ranks' outputs lie; see `output_ring.OutputRing`.
 
     slots: this rank's, of the tables' dtype, at the same place in symmetric memory on all ranks. destinations: int64
-    [2, world, 2]: by the call's parity and the rank, where its output begins (in UNITs from `slots` on) and the
-    fingerprint of its placement. tickets: int32 [1], how many tasks are taken. fingerprint: of this rank's placement.
+    [2, world, 2]: by the call's parity and the rank, where its output begins (in UNITs from `slots` on) and what it has
+    announced (`EmbeddingPlacement.announce`). tickets: int32 [1], how many tasks are taken. permit: int32 [1], 0 in a
+    call that ranks do not make together.
     """
 
     slots: Any
     destinations: Any
     tickets: Any
-    fingerprint: Any
+    permit: Any
 
 
 @triton.jit
-def begin_pooling(channel, unused, counts, destinations, tickets, offset, fingerprint, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin_pooling(  # type: ignore[no-untyped-def]
+    channel, unused, counts, destinations, tickets, permit, call_permit, report, offset, announced, BLOCK: tl.constexpr
+):
     """Begin a call: tell all ranks where in this rank's ring its output lies, and wait for the same from them.
 
     One program. unused: a mapping, since `counts` say everything. offset: UNITs from the ring's beginning on.
+    announced: what this rank says of the call. permit, call_permit: int32 [1] each, or None, which get what the call
+    permits its backward pass: of this placement's last call, and of this one.
     Signals: peer tile 0 at all other ranks, after the words in their `destinations`: this rank has begun the call, so
     it has ended the previous one, and peers may store into its output.
     Waits: for that signal from all other ranks, so that no program of `pool_and_send` has to: those may fill the GPU,
     and then a kernel of another group, on which a peer depends, would find no place.
     Reuse: `destinations` has words for each parity of the call number. This rank writes the words of call e once it has
-    ended call e - 1, in which it received what their readers, the owners of tables, sent in e - 1; so the readers had
-    ended call e - 2, the last to read these words.
+    ended call e - 1, in which it heard that all ranks had begun e - 1; so they had ended call e - 2, the last to read
+    these words.
+    Agreement: each rank compares what all have announced. Unless all are alike, each sees a difference, so all of them
+    end the call here: they record an error, and take back the counters' targets, since no slice is sent or awaited.
     """
     tiles.begin_call(channel, unused, counts, None, False, BLOCK)
     tl.debug_barrier()
@@ -70,10 +85,36 @@ def begin_pooling(channel, unused, counts, destinations, tickets, offset, finger
         peer = (channel.rank + distance) % channel.world
         words = tiles.peer_pointer(channel, destinations, peer) + word
         tl.store(words, tl.cast(offset, tl.int64), mask=publishes)
-        tl.store(words + 1, tl.cast(fingerprint, tl.int64), mask=publishes)
+        tl.store(words + 1, tl.cast(announced, tl.int64), mask=publishes)
     tl.store(tickets, 0)
     tiles.peer_tile_notify(channel, 0, mode="broadcast")
-    tiles.peer_tile_wait(channel, 0, mode="broadcast")
+    ready = tiles.peer_tile_wait(channel, 0, mode="broadcast")
+    own = tl.cast(announced, tl.int64)
+    other, refusing, needing, reluctant = -1, -1, -1, -1
+    for peer in tl.static_range(channel.world):
+        said = tl.load(destinations + ((epoch & 1) * channel.world + peer) * 2 + 1 + ready)
+        needs_grad = ((said >> NEEDS_GRAD) & 1) == 1
+        other = tl.where(((said ^ own) & 0x7FFFFFFF) != 0, peer, other)
+        refusing = tl.where(((said >> REFUSES) & 1) == 1, peer, refusing)
+        needing = tl.where(needs_grad & (((said >> HAS_TABLES) & 1) == 1), peer, needing)
+        reluctant = tl.where(needs_grad, reluctant, peer)
+    permits = tl.where(needing >= 0, _PERMITS_GRADIENTS, _PERMITS)
+    if (other >= 0) | (refusing >= 0) | ((needing >= 0) & (reluctant >= 0)):
+        permits = 0
+        advance_targets(channel, unused, counts, BLOCK, -1)
+        # A failed wait is reported already, and a refusing rank's host raises the error for which it refuses. An atomic
+        # shows all threads the same flag.
+        reports = tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0
+        if reports & (((own >> REFUSES) & 1) == 0):
+            if refusing >= 0:
+                record_index_error(report, REFUSED, refusing, refusing, refusing, refusing)
+            elif other >= 0:
+                record_index_error(report, OTHER_TABLES, other, other, other, other)
+            else:
+                record_index_error(report, OTHER_GRADIENTS, needing, reluctant, needing, needing)
+    tl.store(permit, permits)
+    if call_permit is not None:
+        tl.store(call_permit, permits)
 
 
 @triton.jit
@@ -96,7 +137,8 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     """
     began = _clock_if(trace)
     per_rank = tl.cdiv(tables.batch, pooling.slice)  # slices of a rank and table
-    tasks = channel.world * tables.count * per_rank
+    agrees = tl.load(ring.permit) != 0
+    tasks = tl.where(agrees, channel.world * tables.count * per_rank, 0)
     parity = (tl.load(channel.state + EPOCH) & 1) * channel.world
     units: tl.constexpr = UNIT * 8 // ring.slots.dtype.element_ty.primitive_bitwidth
     ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
@@ -105,12 +147,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
         destination, table, group = place_task(ticket, channel.world, channel.rank, tables.count, per_rank, ORDER=ORDER)
         address, rows, dim, column = find_table(tables, table)
         first = group * pooling.slice
-        words = ring.destinations + (parity + destination) * 2
-        slot = tl.load(words) * units
-        is_other = tl.load(words + 1) != ring.fingerprint
-        # Report it unless a wait has failed, which is reported already. An atomic shows all threads the same flag.
-        if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
-            record_index_error(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
+        slot = tl.load(ring.destinations + (parity + destination) * 2) * units
         # After a failed wait, the slot may be one that its rank has given to another tensor by now.
         publishes = tiles.may_publish(channel)
         for part in range(0, pooling.slice, pooling.bags):
@@ -137,7 +174,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     waits = _clock_if(trace)
     waiter = tiles.arrive_produced(channel) - (tl.num_programs(0) - waiters)
     if waiter >= 0:
-        for index in range(waiter, (channel.world - 1) * mapping.channels, waiters):
+        for index in range(waiter, tl.where(agrees, (channel.world - 1) * mapping.channels, 0), waiters):
             source = (channel.rank + 1 + index // mapping.channels) % channel.world
             tile = channel.rank * mapping.channels + index % mapping.channels
             tiles.consumer_tile_wait(channel, mapping, tile, source=source)

@@ -56,7 +56,8 @@ def embedding_all_to_all_update(
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     if traces:
         count = operator.index(count)
-    width, dtype, _ = agree_on_placement(group_name, device, name, known.dims, known.dtype, count, False)
+    agreed = known.dims, known.dtype, count, False, indices.dtype
+    width, dtype = agree_on_placement(group_name, device, name, *agreed)
     if grad.shape != (count // world, width) or grad.dtype != dtype or grad.device != device:
         raise ValueError(
             f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "

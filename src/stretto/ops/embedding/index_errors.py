@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in indices and offsets: kernels record the first one on the device, and the host raises it as a ValueError."""
+"""Errors that kernels find in a call, such as bad indices: recorded on the device, and raised by the host."""
 
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ WORDS = 8
 BAD_INDEX = tl.constexpr(1)
 BAD_OFFSETS = tl.constexpr(2)
 OTHER_TABLES = tl.constexpr(3)
+OTHER_GRADIENTS = tl.constexpr(4)
+REFUSED = tl.constexpr(5)
 
 
 class IndexErrorReport(NamedTuple):
@@ -21,6 +23,13 @@ class IndexErrorReport(NamedTuple):
 
     state: Any
     words: Any
+
+
+class FoundError(NamedTuple):
+    """An error, and whether no other rank knows of it yet."""
+
+    error: ValueError
+    is_own: bool
 
 
 class IndexErrors:
@@ -37,22 +46,42 @@ class IndexErrors:
 
     def check(self) -> None:
         """Raise the recorded error as a ValueError, once; synchronize first to see errors of all kernels launched."""
-        kind, table, position, value, bound, *_ = self._words.tolist()
-        if not kind:
-            return
+        found = self.take()
+        if found is not None:
+            raise found.error
+
+    def take(self) -> "FoundError | None":
+        """Return the recorded error, once; None if there is none."""
+        if not self._words[0]:
+            return None
+        words = self._words.tolist()
         self._words.zero_()
         self._state.zero_()
+        return FoundError(ValueError(self._describe(*words[:5])), words[0] in (BAD_INDEX.value, BAD_OFFSETS.value))
+
+    def _describe(self, kind: int, table: int, position: int, value: int, bound: int) -> str:
         if kind == BAD_INDEX.value:
-            raise ValueError(
+            return (
                 f"rank {self._rank}: indices[{position}] is {value}, but table {table} of this rank has {bound} rows: "
                 f"0 to {bound - 1} will do. It was looked up as a row of zeros"
             )
         if kind == OTHER_TABLES.value:
-            raise ValueError(
+            return (
                 f"rank {self._rank}: rank {table} has looked up other tables in this call, or sees this rank's as they "
-                "were in another one: give each set of tables of a group a name="
+                "were in another one: give each set of tables of a group a name=. Nothing was stored"
             )
-        raise ValueError(
+        if kind == OTHER_GRADIENTS.value:
+            return (
+                f"rank {self._rank}: the tables of rank {table} need gradients in this call, and rank {position} will "
+                "send none (its tables have requires_grad=False, or it looks up under no_grad): all ranks' tables get "
+                "gradients, or none. Nothing was stored"
+            )
+        if kind == REFUSED.value:
+            return (
+                f"rank {self._rank}: rank {table} had bad indices or offsets in an earlier call and raised an error in "
+                "this one, in which nothing was stored: see that rank's error"
+            )
+        return (
             f"rank {self._rank}: the offsets of bag {position} (table {table} of this rank) go from {value} to "
             f"{bound}: offsets begin at 0 or later, never fall, and end at the number of indices or "
             "before. It was taken for an empty bag"

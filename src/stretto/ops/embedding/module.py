@@ -1,26 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EmbeddingAllToAll`: this rank's tables as a module, trained by a torch optimizer or by a fused one in backward."""
+"""`EmbeddingAllToAll`: this rank's tables as a module, trained by a torch optimizer or by a fused one in backward.
+
+`NamedTables` holds the tables under names that all ranks agree on, so that state dicts of several ranks can be merged.
+`_keep_tables_from_ddp` keeps `DistributedDataParallel` from treating different tables as replicas.
+"""
 
 import itertools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from stretto.memory import group_timeout, store_all_gather
 from stretto.ops.checks import find_name
 from stretto.ops.embedding.fused_optimizer import OPTIMIZERS, TableUpdate, embedding_all_to_all_updating
 from stretto.ops.embedding.operator import embedding_all_to_all
 from stretto.ops.embedding.placement import require_mode
 from stretto.ops.embedding.table_set import require_shape
-from stretto.ops.workspace import find_kept
+from stretto.ops.workspace import find_group, find_kept
+
+
+class NamedTables(nn.Module):
+    """This rank's tables, in their order; each is a parameter under the table's name.
+
+    `tables[0]` is the first table, `tables["user"]` the one of that name. Iterating yields the tables.
+    """
+
+    def __init__(self, tables: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, table in tables.items():
+            self.register_parameter(name, table)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the tables' names."""
+        return tuple(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return self.parameters(recurse=False)
+
+    def __getitem__(self, place: int | str) -> nn.Parameter:
+        return self.get_parameter(self.names[place] if isinstance(place, int) else place)
 
 
 class EmbeddingAllToAll(nn.Module):
     """This rank's tables, looked up for the global batch by `embedding_all_to_all`.
 
-    shapes: (rows, dim) of each table; a rank may have none. All ranks of the group make their modules in one order.
+    shapes: (rows, dim) of each table; a rank may have none. All ranks of the group make their modules in one order, and
+    making one is collective: the ranks compare their tables' names, through the group's store.
+    names: of this rank's tables, such as the features'. No two tables of the group have the same name. The state dict's
+    keys contain them: `tables.<name>` and, with "adagrad", `state_<name>`. So the state dicts of all ranks can be saved
+    as one by torch.distributed.checkpoint, and loaded by any number of ranks with any placement. Default:
+    `rank<global rank>_<place>`, for which a state dict is loaded by the same placement alone.
     optimizer: with None, `tables` are parameters with gradients (sparse ones with sparse=True). With "sgd" or "adagrad"
     (row-wise; see `embedding_all_to_all_update`), the backward pass itself updates the rows that were looked up: then
     `tables` need no gradients, and no other optimizer should have them. learning_rate, epsilon: the fused optimizer's;
@@ -29,9 +68,17 @@ class EmbeddingAllToAll(nn.Module):
 
     Rows start uniformly distributed within +-1 / sqrt(rows) (`reset_parameters`; call it after `to_empty` if the module
     was made on the meta device). dtype is the tables': settings and states are fp32, and stay so when the module is
-    moved to another dtype. ValueError for invalid tables or optimizers.
+    moved to another dtype.
+
+    DistributedDataParallel leaves tables and the optimizer's states alone, which are this rank's own, wherever in its
+    model the module is. It refuses the module with a ValueError if its group has ranks outside of the tables' group,
+    unless its ranks hold replicas (each is in another tables' group) and optimizer is None: then it averages gradients.
+
+    ValueError, on all ranks, for invalid tables, names or optimizers of any rank; PeerError for a rank that makes no
+    module within the group's time limit.
     """
 
+    _version = 2  # of state dicts; 1 had the tables' places in keys, not their names
     settings: Tensor
 
     def __init__(
@@ -39,6 +86,7 @@ class EmbeddingAllToAll(nn.Module):
         shapes: Sequence[tuple[int, int]],
         group: dist.ProcessGroup | None = None,
         *,
+        names: Sequence[str] | None = None,
         mode: str = "sum",
         optimizer: str | None = None,
         learning_rate: float = 0.01,
@@ -49,26 +97,33 @@ class EmbeddingAllToAll(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if optimizer is not None and optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-        if optimizer is not None and sparse:
-            raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
-        if not (learning_rate >= 0 and epsilon >= 0):
-            raise ValueError(f"learning_rate is {learning_rate} and epsilon {epsilon}, but both must be at least 0")
-        require_mode(mode)
-        for place, (rows, dim) in enumerate(shapes):
-            require_shape(place, rows, dim, dtype or torch.get_default_dtype())
-        self.name = _find_new_name(group)
+        dtype = dtype or torch.get_default_dtype()
+        number = _count_module(group)
+        if names is None:
+            names = [f"rank{dist.get_rank()}_{place}" for place in range(len(shapes))]
+        error = ""
+        try:
+            _require_options(optimizer, sparse, learning_rate, epsilon, mode)
+            for place, (rows, dim) in enumerate(shapes):
+                require_shape(place, rows, dim, dtype)
+            self._require_names(names, len(shapes))
+        except ValueError as invalid:
+            error = str(invalid)
+        _agree_on_names([] if error else list(names), error, group, number)
+        self.name = f"module {number}"
         self.group, self.mode, self.optimizer = group, mode, optimizer
         self.sparse, self.checks = sparse, checks
         self._rates = learning_rate, epsilon
-        self.tables = nn.ParameterList(
-            nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=optimizer is None)
-            for shape in shapes
+        self.tables = NamedTables(
+            {
+                name: nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=optimizer is None)
+                for name, shape in zip(names, shapes, strict=True)
+            }
         )
         self.register_buffer("settings", torch.empty(2, dtype=torch.float32, device=device), persistent=False)
-        for place, (rows, _) in enumerate(shapes if optimizer == "adagrad" else ()):
-            self.register_buffer(f"state_{place}", torch.empty(rows, dtype=torch.float32, device=device))
+        if optimizer == "adagrad":
+            for name, (rows, _) in zip(names, shapes, strict=True):
+                self.register_buffer(f"state_{name}", torch.empty(rows, dtype=torch.float32, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,8 +138,8 @@ class EmbeddingAllToAll(nn.Module):
     @property
     def states(self) -> list[Tensor]:
         """Return adagrad's row-wise states, fp32 [rows] each."""
-        count = len(self.tables) if self.optimizer == "adagrad" else 0
-        return [getattr(self, f"state_{place}") for place in range(count)]
+        names = self.tables.names if self.optimizer == "adagrad" else ()
+        return [self.get_buffer(f"state_{name}") for name in names]
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the fused optimizer's learning rate, for the backward passes from now on."""
@@ -118,11 +173,136 @@ class EmbeddingAllToAll(nn.Module):
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
+    def _require_names(self, names: Sequence[str], count: int) -> None:
+        """ValueError unless there are `count` names that parameters and buffers of this module can have."""
+        if isinstance(names, str) or len(names) != count:
+            raise ValueError(f"names has one name for each table, {count}, not {names!r}")
+        taken = NamedTables({})
+        for name in names:
+            if not isinstance(name, str) or not name or "." in name:
+                raise ValueError(f"a table's name is a string without a dot, and not empty; not {name!r}")
+            if hasattr(taken, name) or hasattr(self, f"state_{name}"):
+                raise ValueError(f"no table can be named {name!r}, since a module has an attribute of that name")
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
+    ) -> None:
+        """Load as `nn.Module` does; also state dicts from before tables had names, by the tables' places."""
+        renamed = {}
+        for place, name in enumerate(self.tables.names):
+            for kind in ("tables.", "state_"):
+                old, new = f"{prefix}{kind}{place}", f"{prefix}{kind}{name}"
+                if old in state_dict and (local_metadata.get("version") == 1 or new not in state_dict):
+                    renamed[new] = old
+        values = {new: state_dict[old] for new, old in renamed.items()}
+        for old in renamed.values():
+            del state_dict[old]
+        state_dict.update(values)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
     def extra_repr(self) -> str:
         """Return the mode and the optimizer."""
         return f"mode={self.mode!r}, optimizer={self.optimizer!r}"
 
 
-def _find_new_name(group: dist.ProcessGroup | None) -> str:
-    """Return a name that no other module of the group has; equal on all ranks, which make modules in one order."""
-    return f"module {next(find_kept(find_name(group), torch.device('cpu'), 'embedding modules', itertools.count))}"
+def _require_options(optimizer: str | None, sparse: bool, learning_rate: float, epsilon: float, mode: str) -> None:
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    if optimizer is not None and sparse:
+        raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
+    if not (learning_rate >= 0 and epsilon >= 0):
+        raise ValueError(f"learning_rate is {learning_rate} and epsilon {epsilon}, but both must be at least 0")
+    require_mode(mode)
+
+
+def _count_module(group: dist.ProcessGroup | None) -> int:
+    """Return how many modules of the group were made before: equal on all ranks, which make modules in one order."""
+    return next(find_kept(find_name(group), torch.device("cpu"), "embedding modules", itertools.count))
+
+
+def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | None, number: int) -> None:
+    """Compare the names of all ranks' tables. ValueError on all ranks for a name given twice, or where a rank has one.
+
+    error: why this rank cannot make its module, which all ranks then raise; "" if it can.
+    """
+    members = find_group(find_name(group))
+    sent = json.dumps({"names": names, "error": error})
+    received = store_all_gather(sent, members, "stretto embedding tables", number + 1, group_timeout(members))
+    of_ranks = [json.loads(text) for text in received]
+    if error:
+        raise ValueError(error)
+    owners: dict[str, int] = {}
+    for rank, other in enumerate(of_ranks):
+        if other["error"]:
+            raise ValueError(f"rank {rank} of the group cannot make its EmbeddingAllToAll: {other['error']}")
+        for name in other["names"]:
+            if name in owners:
+                raise ValueError(
+                    f"rank {owners[name]} and rank {rank} of the group both have a table named {name!r}, of which a "
+                    "checkpoint would hold only one: give each table of the group another name"
+                )
+            owners[name] = rank
+
+
+def _keep_tables_from_ddp(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Have a `DistributedDataParallel` that is being made ignore the tables of its module, wherever they are in it.
+
+    Torch calls this hook for every registered module. DDP registers its module before it broadcasts anything, and
+    honours `_ddp_params_and_buffers_to_ignore` of that module alone, which an inner module cannot set.
+    """
+    if not isinstance(owner, DistributedDataParallel) or name != "module" or module is None:
+        return
+    ours: set[int] = set()
+    for inner in module.modules():
+        if isinstance(inner, EmbeddingAllToAll):
+            own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+            # A user who has DDP ignore the tables keeps replicas equal in another way.
+            ignored = {found for name, found in _name_tensors(module) if name in owner.parameters_to_ignore}
+            if not own <= ignored and _are_own(inner, owner.process_group):
+                ours |= own
+    if not ours:
+        return
+    owner.parameters_to_ignore |= {name for name, tensor in _name_tensors(module) if tensor in ours}
+    owner._module_parameters = [one for one in owner._module_parameters if id(one) not in ours]
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) in ours:
+            tensor._ddp_ignored = True  # type: ignore[attr-defined]  # read by DDP's mixed precision
+    if not any(parameter.requires_grad for parameter in owner._module_parameters):
+        raise ValueError(
+            "DistributedDataParallel is not needed: the module has no parameters with gradients but the tables of "
+            "EmbeddingAllToAll, each of which is trained by the rank that has it"
+        )
+
+
+def _name_tensors(module: nn.Module) -> list[tuple[str, int]]:
+    """Return all names of parameters and buffers, with the tensors' ids; shared ones have several names."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return [(name, id(tensor)) for name, tensor in named]
+
+
+def _are_own(module: EmbeddingAllToAll, replicas: dist.ProcessGroup) -> bool:
+    """Return whether DDP over `replicas` must ignore the module's tables; False where its ranks hold replicas of them.
+
+    ValueError for groups with which replicas of the tables would part ways.
+    """
+    ranks = set(dist.get_process_group_ranks(replicas))
+    owners = set(dist.get_process_group_ranks(find_group(find_name(module.group))))
+    if ranks <= owners:
+        return True
+    if ranks & owners != {dist.get_rank()}:
+        raise ValueError(
+            f"DistributedDataParallel over ranks {sorted(ranks)} cannot hold an EmbeddingAllToAll over ranks "
+            f"{sorted(owners)}: of ranks outside of the tables' group, nobody would keep the tables equal to these. "
+            "Give DistributedDataParallel a group inside of the tables' group, or have it ignore the tables "
+            "(_set_params_and_buffers_to_ignore_for_model) and reduce their gradients yourself"
+        )
+    if module.optimizer is not None:
+        raise ValueError(
+            f"DistributedDataParallel over ranks {sorted(ranks)} would keep replicas of the tables of an "
+            f"EmbeddingAllToAll over ranks {sorted(owners)}, but optimizer={module.optimizer!r} makes no gradients "
+            "that it could average: take optimizer=None and a torch optimizer"
+        )
+    return False
+
+
+register_module_module_registration_hook(_keep_tables_from_ddp)

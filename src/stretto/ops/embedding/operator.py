@@ -62,13 +62,14 @@ def embedding_all_to_all(
     sums are fp32. The output lies in memory that peers store into: see docs/embedding.md.
 
     Gradients go to the tables: dense ones, or with sparse=True coalesced sparse tensors, for which the host waits once.
-    All ranks' tables need gradients, or none; `EmbeddingAllToAll` updates its tables without making any.
+    In each call, all ranks' tables need gradients, or none; `EmbeddingAllToAll` updates its tables without making any.
+    Where gradients are enabled, a rank without tables gets an output that requires one.
 
     checks: check every index and offset on the device. A bad one is read as zeros (an empty bag), and raises a
-    ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. With
-    checks=False it reads whatever lies there. ValueError at once for other invalid input (a batch that the group does
-    not divide, tables that disagree between ranks, ...), and on a rank outside of the group; PeerError if a rank does
-    not come. Punniyamurthy et al., section 3.
+    ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. That call
+    stores nothing, and the other ranks raise an error, too. With checks=False it reads whatever lies there. ValueError
+    at once for other invalid input (a batch that the group does not divide, tables that disagree between ranks, ...),
+    and on a rank outside of the group; PeerError if a rank does not come. Punniyamurthy et al., section 3.
     """
     if sparse and torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         options = {"weights": weights, "mode": mode, "batch": batch, "name": name, "checks": checks, "sparse": True}
@@ -80,15 +81,15 @@ def embedding_all_to_all(
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     if traces:
         count = operator.index(count)  # ranks agree on each batch: torch.compile traces another one anew
-    agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad()
+    agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad(), indices.dtype
     if traces:
-        width, dtype, needs_grad = agree_on_placement(*agreed)
-        anchor = _anchors[device] if _needs_anchor(known, needs_grad) else None
-        return torch.ops.stretto.embedding_all_to_all(
-            indices, offsets, list(tables), weights, anchor, mode, count, width, dtype, checks, sparse, name, group_name
-        )
+        width, dtype = agree_on_placement(*agreed)
+        needs_grad = torch.is_grad_enabled() and (not known.dims or known.needs_grad())
+        anchor = _anchors[device] if _needs_anchor(known) else None
+        rest = mode, count, width, dtype, checks, sparse, needs_grad, name, group_name
+        return torch.ops.stretto.embedding_all_to_all(indices, offsets, list(tables), weights, anchor, *rest)
     call = _EagerLookup(known, find_placement(*agreed), name, group_name, mode, checks, sparse)
-    anchor = _find_anchor(device) if _needs_anchor(known, call.placement.needs_grad) else None
+    anchor = _find_anchor(device) if _needs_anchor(known) else None
     if is_differentiated(anchor, *tables[:1]):  # all tables need gradients, or none
         return _LookUp.apply(call, indices, offsets, weights, anchor, *tables)
     return look_up_and_send(indices, offsets, known, weights, call.placement, group_name, mode, checks=checks)
@@ -102,12 +103,13 @@ _look_up_outside_of_graphs = torch.compiler.disable(
 _anchors: dict[torch.device, Tensor] = {}
 
 
-def _needs_anchor(tables: TableSet, needs_grad: bool) -> bool:
-    """Return whether a rank without tables needs an anchor: its output must depend on something with a gradient.
+def _needs_anchor(tables: TableSet) -> bool:
+    """Return whether this rank, without tables, needs an anchor: its output must depend on something with a gradient.
 
-    Otherwise autograd would skip its backward pass, in which it pushes gradients to the other ranks.
+    Otherwise autograd would skip its backward pass, in which it pushes gradients to the other ranks. Whether their
+    tables get gradients may change from call to call, and the device is told (`begin_pooling`), so it decides then.
     """
-    return not tables.dims and needs_grad and torch.is_grad_enabled()
+    return not tables.dims and torch.is_grad_enabled()
 
 
 def _find_anchor(device: torch.device) -> Tensor:
@@ -127,14 +129,15 @@ def agree_on_placement(
     dtype: torch.dtype | None,
     batch: int,
     needs_grad: bool,
-) -> tuple[int, torch.dtype, bool]:
-    """Agree with all ranks on the placement; returns (output's columns, dtype, whether tables need gradients).
+    index_dtype: torch.dtype,
+) -> tuple[int, torch.dtype]:
+    """Agree with all ranks on the placement; returns (output's columns, dtype).
 
     torch.compile takes the result for a constant.
     """
-    placement = find_placement(group, device, name, dims, dtype, batch, needs_grad)
+    placement = find_placement(group, device, name, dims, dtype, batch, needs_grad, index_dtype)
     _find_anchor(device)
-    return placement.width, placement.dtype, placement.needs_grad
+    return placement.width, placement.dtype
 
 
 @torch.library.custom_op("stretto::embedding_all_to_all", mutates_args=())
@@ -150,12 +153,15 @@ def _embedding_all_to_all(
     dtype: torch.dtype,
     checks: bool,
     sparse: bool,
+    needs_grad: bool,
     name: str,
     group: str,
 ) -> Tensor:
     known = find_tables(tables, offsets.device)
     placement = find_placement_again(group, offsets.device, known.dims, dtype, batch, name)
-    return look_up_and_send(indices, offsets, known, weights, placement, group, mode, checks=checks)
+    return look_up_and_send(
+        indices, offsets, known, weights, placement, group, mode, checks=checks, needs_grad=needs_grad
+    )
 
 
 @_embedding_all_to_all.register_fake
@@ -171,6 +177,7 @@ def _(
     dtype: torch.dtype,
     checks: bool,
     sparse: bool,
+    needs_grad: bool,
     name: str,
     group: str,
 ) -> Tensor:
@@ -222,7 +229,7 @@ def _empty_anchor_gradient(grad: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    indices, offsets, tables, weights, _, mode, batch, *_, sparse, name, group = inputs
+    indices, offsets, tables, weights, _, mode, batch, *_, sparse, _, name, group = inputs
     ctx.save_for_backward(indices, offsets, weights)
     ctx.shapes = [table.shape[0] for table in tables], [table.shape[1] for table in tables]
     ctx.mode, ctx.batch, ctx.sparse, ctx.name, ctx.group = mode, batch, sparse, name, group
@@ -240,7 +247,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads = _call_gradients(grad, lookups, ctx.batch, ctx.name, ctx.group)
         if not dims:
             (anchor,), grads = grads, []
-    return None, None, grads, None, anchor, *[None] * 8
+    return None, None, grads, None, anchor, *[None] * 9
 
 
 def _call_gradients(grad: Tensor, lookups: LookupInput, batch: int, name: str, group: str) -> list[Tensor]:
@@ -276,9 +283,10 @@ class _LookUp(torch.autograd.Function):
         *tables: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(indices, offsets, weights)
-        ctx.call = call
+        ctx.call, ctx.permit = call, torch.empty(1, dtype=torch.int32, device=offsets.device)
+        ring_call = call.tables, weights, call.placement, call.group, call.mode
         return look_up_and_send(
-            indices, offsets, call.tables, weights, call.placement, call.group, call.mode, checks=call.checks
+            indices, offsets, *ring_call, checks=call.checks, needs_grad=True, call_permit=ctx.permit
         )
 
     @staticmethod
@@ -290,7 +298,7 @@ class _LookUp(torch.autograd.Function):
         if is_traced(grad) and not call.sparse:
             grads = _call_gradients(grad, lookups, call.placement.batch, call.name, call.group)[: len(lookups.dims)]
         else:
-            grads = find_gradients(grad, lookups, call.placement, call.group, sparse=call.sparse)
+            grads = find_gradients(grad, lookups, call.placement, call.group, sparse=call.sparse, permit=ctx.permit)
         return *[None] * 5, *grads
 
 
@@ -315,7 +323,8 @@ def tune_embedding(
     device = offsets.device
     known = find_tables(tables, device)
     count = require_input(indices, offsets, len(tables), weights, mode, batch, find_group(group_name).size())
-    placement = find_placement(group_name, device, name, known.dims, known.dtype, count, needs_grad=False)
+    agreed = known.dims, known.dtype, count, known.needs_grad(), indices.dtype
+    placement = find_placement(group_name, device, name, *agreed)
     shape = find_shape(placement, len(tables), indices.numel())
 
     def run(config: LaunchConfig) -> Tensor:

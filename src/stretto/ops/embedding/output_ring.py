@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.memory import MAX_SIGNALS
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import BlockChannel
@@ -35,7 +36,7 @@ OUTPUTS = 2
 """Outputs of one group and size class that can be alive at once without a copy."""
 
 CHANNELS = 32
-"""Signals from each rank to each other one: a rank's tables are divided among them."""
+"""The most signals from each rank to each other one: a rank's tables are divided among them."""
 
 _SMALLEST = 1 << 16
 _FINE = 64 << 20  # bytes; larger sizes are rounded up to eighths of a power of two, smaller ones to powers of two
@@ -74,7 +75,7 @@ class OutputRing:
             world = process_group.size()
             channel = BlockChannel.allocate(
                 process_group,
-                channels=CHANNELS * world,
+                channels=limit_channels(world, CHANNELS) * world,
                 peer_tiles=1,
                 data_bytes=_round_up(32 * world, _ALIGNMENT) + slot_bytes * (OUTPUTS + 1),
                 backend="cuda" if device.type == "cuda" else "host",
@@ -139,6 +140,16 @@ class _CudaMemory:
             "strides": None,
             "version": 2,
         }
+
+
+def limit_channels(world: int, most: int) -> int:
+    """Return how many signals each of `world` ranks may have at each other one: a power of two, up to `most`.
+
+    Each rank has a counter for every channel of every pair of ranks, and a channel's memory holds `MAX_SIGNALS`: 32
+    each from 2 to 180 ranks, 16 up to 255, and so on.
+    """
+    fitting = (MAX_SIGNALS // world - 2) // world  # beside a peer tile, and the slot of the channel's own
+    return min(most, 1 << max(fitting.bit_length() - 1, 0))
 
 
 def round_size(size: int) -> int:

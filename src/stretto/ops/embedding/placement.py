@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table placement (which rank has which tables, agreed on at the first call), and checks of a call's input."""
 
+import enum
 import functools
 import math
 import zlib
@@ -17,22 +18,36 @@ from stretto.ops.embedding.table_set import name_dtypes
 from stretto.ops.workspace import find_group, find_known
 
 MODES = ("sum", "mean")
+AGREED, GRADIENTS = 1, 2
+"""Bits of a call's permit. AGREED: all ranks make the call. GRADIENTS: the tables get gradients of it."""
+
 _TIMEOUT = 60.0
+
+
+class Announced(enum.IntEnum):
+    """Bits of what a rank tells the others of a call, above the 31 bits of its placement's fingerprint.
+
+    HAS_TABLES: the rank has tables. NEEDS_GRAD: it will make a backward pass. REFUSES: it raises an error in this call,
+    which no rank then makes. ALWAYS: set.
+    """
+
+    HAS_TABLES = 32
+    NEEDS_GRAD = 33
+    REFUSES = 34
+    ALWAYS = 40
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingPlacement:
     """All ranks' tables as one rank sees them. There may be hundreds, so properties are computed once.
 
-    rank: this one. dims: of each rank's tables. dtype: of all tables. batch: global. needs_grad: whether the tables
-    need gradients.
+    rank: this one. dims: of each rank's tables. dtype: of all tables. batch: global.
     """
 
     rank: int
     dims: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     batch: int
-    needs_grad: bool
 
     @property
     def world_size(self) -> int:
@@ -66,6 +81,14 @@ class EmbeddingPlacement:
         It is odd and has 31 bits, so that Triton compiles one kernel for all values.
         """
         return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode()) & 0x7FFFFFFF | 1
+
+    def announce(self, *, needs_grad: bool, refuses: bool = False) -> int:
+        """Return what this rank tells all others of a call: the fingerprint, and bits above it (`Announced`).
+
+        It is odd and has more than 32 bits, so that Triton compiles one kernel for all values.
+        """
+        bits = 1 << Announced.ALWAYS | needs_grad << Announced.NEEDS_GRAD | refuses << Announced.REFUSES
+        return bits | bool(self.dims[self.rank]) << Announced.HAS_TABLES | self.fingerprint
 
     def first_column(self, rank: int) -> int:
         """Return the first column of a rank's tables in the output."""
@@ -148,12 +171,13 @@ def _require_device(name: str, offsets: Tensor) -> None:
 
 
 class _RankTables(NamedTuple):
-    """What a rank tells the others about its tables. dtype, needs_grad: None if it has no tables."""
+    """What a rank tells the others about its tables. dtype, needs_grad, index_dtype: None if it has no tables."""
 
     dims: tuple[int, ...]
     dtype: str | None
     batch: int
     needs_grad: bool | None
+    index_dtype: str | None
 
 
 def find_placement(
@@ -164,18 +188,36 @@ def find_placement(
     dtype: torch.dtype | None,
     batch: int,
     needs_grad: bool,
+    index_dtype: torch.dtype | None = None,
 ) -> EmbeddingPlacement:
     """Find the placement of this rank's tables. The first call with these arguments is collective: all ranks make it.
 
-    dtype: None if this rank has no tables. needs_grad: only the first call's counts. ValueError if ranks differ in
-    dtype, batch or needs_grad.
+    dtype: None if this rank has no tables. needs_grad, index_dtype: compared in the first call alone; the kernels
+    compare the gradients of each call, and each rank reads its own indices only. ValueError if ranks differ.
     """
 
     def make() -> EmbeddingPlacement:
-        named = None if dtype is None else str(dtype).removeprefix("torch.")
-        return _agree(group, device, _RankTables(dims, named, batch, needs_grad if dims else None))
+        if not dims:
+            return _agree(group, device, _RankTables(dims, None, batch, None, None))
+        return _agree(group, device, _RankTables(dims, _name(dtype), batch, needs_grad, _name(index_dtype)))
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement) -> Tensor:
+    """Return int32 [1] on the device: what the placement's last look-up permits its backward pass (`AGREED`).
+
+    At first it permits everything, for callers that make no look-up.
+    """
+
+    def make() -> Tensor:
+        return torch.full((1,), AGREED | GRADIENTS, dtype=torch.int32, device=device)
+
+    return find_known(group, device, ("embedding permit", placement), make)
 
 
 def _agree(group: str, device: torch.device, told: _RankTables) -> EmbeddingPlacement:
@@ -189,19 +231,24 @@ def _agree(group: str, device: torch.device, told: _RankTables) -> EmbeddingPlac
     owners = [(rank, other) for rank, other in enumerate(every) if other.dims]
     if not owners:
         raise ValueError("embedding_all_to_all: no rank of the group has a table")
-    for what in ("dtype", "batch", "needs_grad"):
+    for what in ("dtype", "batch", "needs_grad", "index_dtype"):
         among = list(enumerate(every)) if what == "batch" else owners
         (first, value), *others = ((rank, getattr(other, what)) for rank, other in among)
         for rank, other_value in others:
             if other_value != value:
-                names = {"dtype": "tables' dtype", "batch": "global batch", "needs_grad": "tables' requires_grad"}
+                names = {
+                    "dtype": "tables' dtype",
+                    "batch": "global batch",
+                    "needs_grad": "tables' requires_grad",
+                    "index_dtype": "dtype of indices",
+                }
                 raise ValueError(
                     f"embedding_all_to_all: all ranks have one {names[what]}: rank {first}'s is {value}, rank {rank}'s "
                     f"{other_value}"
                 )
     dtype = getattr(torch, owners[0][1].dtype or "")
     dims = tuple(other.dims for other in every)
-    return EmbeddingPlacement(process_group.rank(), dims, dtype, told.batch, bool(owners[0][1].needs_grad))
+    return EmbeddingPlacement(process_group.rank(), dims, dtype, told.batch)
 
 
 @functools.lru_cache(maxsize=256)
