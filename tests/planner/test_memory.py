@@ -254,6 +254,8 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "checkpoint", "keep_gathered", "shards"),
     [
+        ({"z": 4}, 1, False, True, "unsharded"),
+        ({"data": 2, "z": 2}, 1, True, False, "unsharded"),
         ({"z": 4}, 4, False, True, False),
         ({"x": 4}, 16, False, True, True),
         ({"z": 4}, 4, False, False, False),
@@ -269,7 +271,8 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
 def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     ranks, grid, micro_batch, checkpoint, keep_gathered, shards
 ):
-    options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered, "shard_sequence": shards}
+    options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered, "shard_sequence": shards is True}
+    options["accumulate_unsharded"] = shards == "unsharded"
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)  # between processes on a CPU nothing is pushed either
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
