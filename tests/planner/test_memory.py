@@ -127,6 +127,20 @@ def test_checkpointing_keeps_one_input_a_block_and_one_block_whole():
     assert recomputed / 2 / tokens == pytest.approx(24 * 4096 + block)
 
 
+def test_gradients_that_are_accumulated_unsharded_are_there_whole_with_several_micro_batches():
+    options = {"batch": 64, "checkpoint_activations": False, "keep_gathered": True}
+    for micro_batch, whole in ((4, 24 * 12 * 4096**2 + 50304 * 4096), (16, 0)):
+        shards, both = (
+            plan_of({"x": 2, "z": 2}, micro_batch=micro_batch * 2, accumulate_unsharded=is_whole, **options)
+            for is_whole in (False, True)
+        )
+        assert both.memory["gradients"] - shards.memory["gradients"] == 4 * whole / 2
+    one = plan_of({"x": 4}, micro_batch=4, accumulate_unsharded=True, **options)  # z divides nothing
+    assert one == plan_of({"x": 4}, micro_batch=4, **options)
+    crowded = plan_of({"z": 4}, batch=4096, accumulate_unsharded=True, micro_batch=512, checkpoint_activations=False)
+    assert "gradients accumulated as shards (accumulate_unsharded=false)" in crowded.why
+
+
 def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_fit():
     small = stretto.Cluster(
         name="small",
