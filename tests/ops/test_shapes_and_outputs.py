@@ -196,11 +196,14 @@ def write_to_outputs():
                 assert out._version > version  # autograd sees that it was written to
                 assert torch.equal(around[[0, 1, 2, 3, -4, -3, -2, -1]], torch.full((8,), 7.0))
         for bias in (None, [random_of(20, 24), None]):
-            expected = ops.all_gather_matmul(x, weights, bias=bias)
-            outs = [torch.empty_like(one) for one in expected]
-            given = ops.all_gather_matmul(x, weights, bias=bias, out=outs)
-            assert all(map(torch.equal, outs, expected))
-            assert all(one is out for one, out in zip(given, outs, strict=True))
+            for implementation in ("auto", "library"):
+                expected = ops.all_gather_matmul(x, weights, bias=bias, implementation=implementation)
+                outs = [torch.empty_like(one) for one in expected]
+                with torch.autocast("cpu", torch.bfloat16):  # which leaves operators as they are
+                    given = ops.all_gather_matmul(x, weights, bias=bias, out=outs, implementation=implementation)
+                assert all(map(torch.equal, outs, expected))
+                assert all(out._version > 0 for out in outs)
+                assert all(one is out for one, out in zip(given, outs, strict=True))
         down = random_of(30 + rank, 16, 24)
         expected = ops.mlp(x, weights[0], down)
         out = torch.empty_like(expected)

@@ -28,8 +28,10 @@ from stretto.ops.dispatch import (
     describe_problem,
     is_traced,
     make_call_key,
+    note_write,
     pin_backward,
     recall_config,
+    require_no_tangents,
     save_operands,
     without_autocast,
     write_to,
@@ -187,7 +189,10 @@ def _multiply_gathered(
     if out is None or is_traced(x, weight, bias, out):
         product, gathered = _gathered(x, weight, bias, group, implementation)
         return copy_to(out, product), gathered
-    return _run(x, weight, bias, group, implementation, returns_gathered=True, out=out)
+    require_no_tangents(x, weight, bias)
+    results = without_autocast(_run)(x, weight, bias, group, implementation, returns_gathered=True, out=out)
+    note_write(out)
+    return results
 
 
 def _run_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:

@@ -150,8 +150,13 @@ def write_to(
         out.copy_(call(*inputs))
         return
     run(*inputs, out)
+    note_write(out)
+
+
+def note_write(out: Tensor) -> None:
+    """Tell autograd that a kernel has written to a tensor, which torch does not see."""
     if not out.is_inference():
-        torch.autograd.graph.increment_version(out)  # kernels write past torch
+        torch.autograd.graph.increment_version(out)
 
 
 def copy_to(out: Tensor | None, result: Tensor) -> Tensor:
