@@ -124,7 +124,7 @@ def multiply_several(lead, needs, plan, has_bias, compiles):
         assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, grad)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("needs", ["xw", "x", "w", ""])
 @pytest.mark.parametrize(
     ("lead", "plan", "has_bias", "compiles"),
