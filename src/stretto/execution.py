@@ -65,6 +65,8 @@ class ExecutionOptions:
     checkpoint_activations: keep the inputs of blocks alone, and run their forward passes again in the backward pass.
     shard_sequence: between blocks, keep only this x rank's part of the tokens.
     tune_matmuls: time every linear's products in each layout of the operands, and use the fastest.
+    accumulate_unsharded: with several micro-batches, add up weights' gradients whole, and reduce-scatter them over z
+        once a step; False reduce-scatters those of each micro-batch, and keeps shards alone.
     """
 
     overlap: Overlap = field(default_factory=Overlap)
@@ -72,6 +74,7 @@ class ExecutionOptions:
     checkpoint_activations: bool = False
     shard_sequence: bool = False
     tune_matmuls: bool = False
+    accumulate_unsharded: bool = False
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
         """The same with other values by name; `overlap` may be a bool (`Overlap.parse`). TypeError for no option."""
@@ -88,6 +91,7 @@ class ExecutionKeywords(TypedDict, total=False):
     checkpoint_activations: bool
     shard_sequence: bool
     tune_matmuls: bool
+    accumulate_unsharded: bool
 
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's

@@ -102,6 +102,51 @@ def test_gradients_of_matmul_all_reduce_are_the_unfused_layers(interpret, needs)
         assert max(errors.values()) <= 3 * ROUNDING[torch.float32]
 
 
+def differentiate_a_replicated_loss(shape):
+    """Gradients of a loss that all ranks compute alike, by each convention, beside one process's whole layer."""
+    rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    whole = [random_of(0, *size).double().requires_grad_() for size in ((rows, k * world), (n, k * world), (n,))]
+    x, weight, bias = whole
+    factor = random_of(9, rows, n)
+    ((x @ weight.T + bias).square() * factor).sum().backward()
+    expected = [x.grad.chunk(world, 1)[rank], weight.grad.chunk(world, 1)[rank], bias.grad]
+
+    def differentiate(layer, **options):
+        mine = [x.detach().chunk(world, 1)[rank], weight.detach().chunk(world, 1)[rank], bias.detach()]
+        mine = [one.float().contiguous().requires_grad_() for one in mine]
+        (layer(*mine, **options).square() * factor).sum().backward()
+        return [one.grad for one in mine]
+
+    def reduce(x, weight, bias, **options):
+        return ops.matmul_all_reduce(x, weight, bias=bias, **options)
+
+    compiled = torch.compile(reduce, backend="aot_eager", fullgraph=True)
+    replicated = {"grad_convention": "replicated-loss"}
+    for given in (differentiate(reduce, **replicated), differentiate(compiled, **replicated)):
+        assert max(map(relative_error, given, expected)) < 1e-5
+    summed = differentiate(reduce)
+    assert max(map(relative_error, summed, [world * expected[0], world * expected[1], expected[2]])) < 1e-5
+
+
+def test_a_loss_that_all_ranks_replicate_counts_once_if_that_is_asked_for(interpret):
+    interpret(2, differentiate_a_replicated_loss, (5, 7, 8), timeout=200.0)
+
+
+def misuse_conventions():
+    x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
+    with pytest.raises(ValueError, match="grad_convention is one of sum-of-losses, replicated-loss, not 'megatron'"):
+        ops.matmul_all_reduce(x, weight, grad_convention="megatron")
+    with pytest.raises(ValueError, match=r"ranks of a group make the same calls.*replicated-loss"):
+        ops.matmul_all_reduce(x, weight, grad_convention=("sum-of-losses", "replicated-loss")[dist.get_rank()])
+    loss = ops.matmul_all_reduce(x, weight, grad_convention="replicated-loss").square().sum()
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_conventions_that_there_are_not_or_that_ranks_mix_are_refused(interpret):
+    interpret(2, misuse_conventions)
+
+
 def differentiate_an_mlp(shape, activation, is_gated, needs_gradients):
     """Errors of an MLP's output and of all gradients that it has, against the whole MLP in fp64."""
     rank, world, (rows, hidden, k) = dist.get_rank(), dist.get_world_size(), shape
@@ -150,6 +195,7 @@ def check_registration(shape):
         torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, (*arguments, "kernel"))
         torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None, "kernel"))
         torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*arguments, "kernel"))
+        torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*arguments, "kernel", "replicated-loss"))
 
 
 def test_the_operators_are_registered_as_torch_asks(interpret):

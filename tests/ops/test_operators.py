@@ -262,7 +262,8 @@ def ask_wrongly():
     for operator in (ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce):
         name = operator.__name__
         for arguments, words in (
-            ((x[None], weight), f"{name} takes x .* of two dims each, not .1, 4, 8. and .6, 8."),
+            ((x[0], weight), f"{name} takes x .* of two dims or more, not .8."),
+            ((x, weight[None]), f"{name} takes x .* and weight .* two dims, not .4, 8. and .1, 6, 8."),
             ((x, weight[:, :7]), r"x \[4, 8\] and weight \[6, 7\] differ in k"),
             ((x, weight.bfloat16()), "x is torch.float32 and weight torch.bfloat16"),
             ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),

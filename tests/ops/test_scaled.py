@@ -35,7 +35,7 @@ ERRORS = {
     "transposed": "takes a contiguous fp8 weight",
     "k": "differ in k",
     "odd k": "k of fp8 operands is a multiple of 16, not 24",
-    "dims": "of two dims each, not [32] and [6, 32]",
+    "dims": "takes x [..., k], of two dims or more, not [32]",
     "blocks of scales": "x_scale is one number, or one for each of 4 rows, not [4, 2]",
     "number of scales": "weight_scale is one number, or one for each of 6 rows, not [5]",
     "scale's dtype": "x_scale is of torch.float32 on cpu, not of torch.bfloat16",

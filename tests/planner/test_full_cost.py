@@ -93,6 +93,22 @@ def test_smaller_micro_batches_send_weights_more_often_and_gradients_over_data_o
     assert split.communication["all_reduce_data"] == pytest.approx(whole.communication["all_reduce_data"])
 
 
+def test_gradients_that_are_accumulated_unsharded_go_over_z_once_a_step():
+    grid = {"data": 2, "z": 2}
+    whole, split, once = (
+        step(cluster(), grid, micro_batch=size, accumulate_unsharded=is_once)
+        for size, is_once in ((4, True), (1, False), (1, True))
+    )
+    kinds = ("all_gather_z", "reduce_scatter_z", "all_reduce_data")
+    factors = [once.communication[kind] / whole.communication[kind] for kind in kinds]
+    assert factors == pytest.approx([4, 1, 1], rel=1e-6)
+    assert once.communication["all_gather_z"] == split.communication["all_gather_z"]
+    hidden = [plan.communication["reduce_scatter_z"] + plan.communication["all_gather_z"] for plan in (split, once)]
+    exposed = [plan.exposed["z"] for plan in (split, once)]
+    assert 0 < exposed[1] < hidden[1]
+    assert step(cluster(), grid, micro_batch=4) == whole  # without micro-batches there is nothing to accumulate
+
+
 def test_a_measured_product_takes_the_time_that_was_measured():
     # On one rank the weight's gradient of qkv is [3072, tokens] x [tokens, 1024], and so on.
     tokens = 16 * 1024

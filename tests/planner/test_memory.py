@@ -127,6 +127,20 @@ def test_checkpointing_keeps_one_input_a_block_and_one_block_whole():
     assert recomputed / 2 / tokens == pytest.approx(24 * 4096 + block)
 
 
+def test_gradients_that_are_accumulated_unsharded_are_there_whole_with_several_micro_batches():
+    options = {"batch": 64, "checkpoint_activations": False, "keep_gathered": True}
+    for micro_batch, whole in ((4, 24 * 12 * 4096**2 + 50304 * 4096), (16, 0)):
+        shards, both = (
+            plan_of({"x": 2, "z": 2}, micro_batch=micro_batch * 2, accumulate_unsharded=is_whole, **options)
+            for is_whole in (False, True)
+        )
+        assert both.memory["gradients"] - shards.memory["gradients"] == 4 * whole / 2
+    one = plan_of({"x": 4}, micro_batch=4, accumulate_unsharded=True, **options)  # z divides nothing
+    assert one == plan_of({"x": 4}, micro_batch=4, **options)
+    crowded = plan_of({"z": 4}, batch=4096, accumulate_unsharded=True, micro_batch=512, checkpoint_activations=False)
+    assert "gradients accumulated as shards (accumulate_unsharded=false)" in crowded.why
+
+
 def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_fit():
     small = stretto.Cluster(
         name="small",
@@ -254,6 +268,8 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "checkpoint", "keep_gathered", "shards"),
     [
+        ({"z": 4}, 1, False, True, "unsharded"),
+        ({"data": 2, "z": 2}, 1, True, False, "unsharded"),
         ({"z": 4}, 4, False, True, False),
         ({"x": 4}, 16, False, True, True),
         ({"z": 4}, 4, False, False, False),
@@ -269,7 +285,8 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
 def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     ranks, grid, micro_batch, checkpoint, keep_gathered, shards
 ):
-    options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered, "shard_sequence": shards}
+    options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered, "shard_sequence": shards is True}
+    options["accumulate_unsharded"] = shards == "unsharded"
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)  # between processes on a CPU nothing is pushed either
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)

@@ -247,6 +247,15 @@ def test_the_command_prints_the_plans_as_json(gpus, count, grid, expected):
     assert plan["step_time"] == pytest.approx(expected[-1], rel=1e-9)
 
 
+def test_the_command_counts_gradients_that_are_accumulated_unsharded():
+    largest = []
+    for option in ("--no-accumulate-unsharded", "--accumulate-unsharded"):
+        result = stretto_plan("gpt-20b", "perlmutter", 32, 1024, "--micro-batch", "1", option, "--json")
+        assert result.exit_code == 0, result.output
+        largest.append(max(plan["memory"]["gradients"] for plan in json.loads(result.stdout) if plan["grid"]["z"] > 1))
+    assert largest[1] > 2 * largest[0]
+
+
 def test_without_a_cost_the_command_prints_the_same_keys():
     result = stretto_plan("gpt-20b", "perlmutter", 32, 1024, "--json")
     assert result.exit_code == 0, result.output

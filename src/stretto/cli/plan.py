@@ -50,6 +50,10 @@ def plan(
     shard_sequence: Annotated[
         bool, typer.Option("--shard-sequence", help="For --cost full: try train.shard_sequence too, where x > 1.")
     ] = False,
+    accumulate_unsharded: Annotated[
+        bool | None,
+        typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or not)."),
+    ] = None,
     overlap: Annotated[bool, typer.Option(help="For --cost full: collectives are hidden where they can be.")] = True,
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 15,
     as_json: Json = False,
@@ -68,6 +72,7 @@ def plan(
             "seq_len": seq_len,
             "dtype": dtype,
             "optimizer": optimizer,
+            "accumulate_unsharded": accumulate_unsharded,
         }
         asked = _from_config(config) if config is not None else {}
         asked |= {name: value for name, value in given.items() if value is not None}
@@ -135,6 +140,7 @@ def _from_config(path: Path) -> dict[str, Any]:
         "seq_len": run.seq_len,
         "dtype": run.dtype,
         "optimizer": run.optimizer,
+        "accumulate_unsharded": run.accumulate_unsharded,
     }
 
 

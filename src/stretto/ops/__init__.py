@@ -15,6 +15,7 @@ from stretto.ops.embedding import (
     tune_embedding,
 )
 from stretto.ops.gemm.config import Blocks, KernelConfig
+from stretto.ops.maintenance import Workspace, check, free_workspaces, workspaces
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.mlp import mlp
@@ -31,15 +32,18 @@ __all__ = [
     "EmbeddingAllToAll",
     "KernelConfig",
     "TableUpdate",
+    "Workspace",
     "all_gather_matmul",
     "all_gather_matmul_gathered",
     "all_gather_scaled_matmul",
+    "check",
     "check_indices",
     "counts",
     "embedding_all_to_all",
     "embedding_all_to_all_put",
     "embedding_all_to_all_update",
     "embedding_all_to_all_updating",
+    "free_workspaces",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "mlp",
@@ -48,6 +52,7 @@ __all__ = [
     "scaled_matmul_reduce_scatter",
     "tune",
     "tune_embedding",
+    "workspaces",
 ]
 
 __getattr__ = alias(__name__, {"Plan": "KernelConfig"})

@@ -6,8 +6,10 @@ Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). The ope
 them. `gathered_rows` has what both share: the moves, and the products of gathered rows.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -17,16 +19,22 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops import unfused
-from stretto.ops.checks import find_name, require_operands
+from stretto.ops.checks import find_name, flatten_rows, require_operands, require_out
 from stretto.ops.dispatch import (
     Autograd,
     choose_config,
+    copy_to,
     define_operator,
     describe_problem,
+    is_traced,
     make_call_key,
+    note_write,
     pin_backward,
     recall_config,
+    require_no_tangents,
     save_operands,
+    without_autocast,
+    write_to,
 )
 from stretto.ops.gathered_rows import (
     GatherShard,
@@ -65,11 +73,13 @@ from stretto.ops.gemm.tile import (
     scale_tile,
     specialization_key,
 )
+from stretto.ops.several_weights import multiply_several, pair_lists
 from stretto.ops.workspace import abandon, find_group, find_workspace
 
 _SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
 
 
+@overload
 def all_gather_matmul(
     x: Tensor,
     weight: Tensor,
@@ -77,21 +87,77 @@ def all_gather_matmul(
     *,
     bias: Tensor | None = None,
     saves_gathered: bool = True,
+    out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Sequence[Tensor | None] | None = None,
+    saves_gathered: bool = True,
+    out: Sequence[Tensor] | None = None,
+    implementation: str | KernelConfig = "auto",
+) -> list[Tensor]: ...
+
+
+def all_gather_matmul(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    saves_gathered: bool = True,
+    out: Tensor | Sequence[Tensor] | None = None,
+    implementation: str | KernelConfig = "auto",
+) -> Tensor | list[Tensor]:
     """The group's x, gathered along dim 0, times weight's transpose: [m / world, k], [n, k] -> [m, n].
 
     bf16, fp16 or fp32, all of one dtype; sums are fp32. bias: [n]. group: None for all ranks. x is of one shape on all
-    ranks, and contiguous; weight is, or its transpose. x's gradient is a `matmul_reduce_scatter`; weight's needs the
-    gathered x, which is kept for it, or, with saves_gathered=False, gathered again in the backward pass.
+    ranks, and contiguous; weight is, or its transpose. x may have more dims, [d / world, ..., k]: the output is
+    [d, ..., n], where rank r's part is the r-th of the first dim (rows are the flattened dims before the last one, as
+    in Megatron-LM's sequence parallelism, where x is [sequence / world, batch, k]).
+
+    weight may be a list of weights [n_i, k], with a list of biases or None: returns the list of products [m, n_i] of
+    one gather, whose widest product is multiplied as rows come, and the others after it.
+
+    x's gradient is a `matmul_reduce_scatter` (for a list, products and then one reduce-scatter); weight's needs the
+    gathered x, which is kept for it, or, with saves_gathered=False (of one weight), gathered again in the backward
+    pass. out: where to write the output, without gradients: of its shape and x's dtype, contiguous; a list for a list.
     implementation: "auto" (the fastest measured, or a default), "kernel" (Stretto's, or it raises), "library" (an
     all-gather, then a GEMM) or a `KernelConfig`. ValueError for other input and for a rank outside of the group;
     PeerError for a rank that does not call. Flux, sections 3.3 and 4.
     """
     name, how = find_name(group), encode_implementation(implementation)
+    rows = flatten_rows("all_gather_matmul", x)
+    if not isinstance(weight, Tensor):
+        weights, biases, outs = pair_lists(rows, weight, bias, out, saves_gathered, how)
+        shapes = [_shape_product(x, weight, group) for weight in weights]
+        for place, (shape, one) in enumerate(zip(shapes, outs, strict=True)):
+            if one is not None:
+                require_out("all_gather_matmul", one, shape, x.dtype, x, *weights, *biases, *outs[:place])
+        multiply = partial(_multiply_gathered, rows, name, how)
+        flat = [None if one is None else one.flatten(0, -2) for one in outs]
+        products = multiply_several(multiply, weights, biases, flat)
+        if out is not None:
+            return [one for one in outs if one is not None]
+        return [product.view(shape) for product, shape in zip(products, shapes, strict=True)]
+    if not (bias is None or isinstance(bias, Tensor)) or not (out is None or isinstance(out, Tensor)):
+        raise ValueError("all_gather_matmul takes a list of biases, and of outputs, only with a list of weights")
+    if out is not None:
+        require_operands("all_gather_matmul", rows, weight, bias, how)
+        require_out("all_gather_matmul", out, _shape_product(x, weight, group), x.dtype, x, weight, bias)
+        write_to(out.flatten(0, -2), _plain, _run_into, rows, weight, bias, name, how)
+        return out
     if saves_gathered and torch.is_grad_enabled() and weight.requires_grad:
-        return _gathered(x, weight, bias, name, how)[0]
-    return _plain(x, weight, bias, name, how)
+        product = _gathered(rows, weight, bias, name, how)[0]
+    else:
+        product = _plain(rows, weight, bias, name, how)
+    return product if x.dim() == 2 else product.view(_shape_product(x, weight, group))
 
 
 def all_gather_matmul_gathered(
@@ -104,11 +170,38 @@ def all_gather_matmul_gathered(
 ) -> tuple[Tensor, Tensor]:
     """`all_gather_matmul` that also returns the gathered x: ([m, n], [m, k])."""
     how = encode_implementation(implementation)
-    return _gathered(x, weight, bias, find_name(group), how)
+    rows = flatten_rows("all_gather_matmul", x)
+    product, gathered = _gathered(rows, weight, bias, find_name(group), how)
+    if x.dim() == 2:
+        return product, gathered
+    shape = _shape_product(x, weight, group)
+    return product.view(shape), gathered.view(*shape[:-1], x.shape[-1])
+
+
+def _shape_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return x.shape[0] * dist.get_world_size(group), *x.shape[1:-1], weight.shape[0]
+
+
+def _multiply_gathered(
+    x: Tensor, group: str, implementation: str, weight: Tensor, bias: Tensor | None, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(product, in `out` if there is one; gathered x)."""
+    if out is None or is_traced(x, weight, bias, out):
+        product, gathered = _gathered(x, weight, bias, group, implementation)
+        return copy_to(out, product), gathered
+    require_no_tangents(x, weight, bias)
+    results = without_autocast(_run)(x, weight, bias, group, implementation, returns_gathered=True, out=out)
+    note_write(out)
+    return results
 
 
 def _run_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
     return _run(x, weight, bias, group, implementation, returns_gathered=False)[0]
+
+
+@without_autocast
+def _run_into(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, out: Tensor) -> Tensor:
+    return _run(x, weight, bias, group, implementation, returns_gathered=False, out=out)[0]
 
 
 def _run_gathered(
@@ -118,9 +211,16 @@ def _run_gathered(
 
 
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, *, returns_gathered: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    implementation: str,
+    *,
+    returns_gathered: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(product, gathered x); the latter is x itself where the gathered x is not returned."""
+    """(product, in `out` if there is one; gathered x, or x itself where that is not returned)."""
     key = make_call_key("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
     config = recall_config(group, key)
     if config is None:
@@ -130,15 +230,16 @@ def _run(
         problem = describe_problem("all_gather_matmul", rows * world, x, weight, group)
         config = choose_config(problem, x, weight, group, implementation, key)
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
-        out, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
+        product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
         if returns_gathered and n == 0:
             gathered = unfused.gather_rows(x, group)
-        return out if bias is None else out + bias, gathered
+        return copy_to(out, product if bias is None else product + bias), gathered
     if config == LIBRARY:
-        return unfused.all_gather_matmul(x, weight, bias, group)
+        product, gathered = unfused.all_gather_matmul(x, weight, bias, group)
+        return copy_to(out, product), gathered
     if returns_gathered:  # a program cannot tell the host which slot it has gathered into
         config = config._replace(transfer="copies", direction="push")
-    out = x.new_empty(rows * world, n)
+    out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
     launch_gather(config, x, weight, bias, out, group, returned=returned)
     return out, x if returned is None else returned
@@ -175,7 +276,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_gathered: Tensor | None =
     grad_x = grad_weight = grad_bias = None
     if grad is not None:
         grad = grad.contiguous()
-        if needs_x:
+        if needs_x and grad_gathered is None:
             reduce_scatter = torch.ops.stretto.matmul_reduce_scatter
             grad_x = reduce_scatter(grad, weight.t(), None, ctx.group, None, ctx.implementation)
         if needs_weight:
@@ -183,9 +284,9 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_gathered: Tensor | None =
             grad_weight = grad.t() @ gathered
         if ctx.has_bias and needs_bias:
             grad_bias = grad.sum(0)
-    if grad_gathered is not None and needs_x:
-        direct = unfused.scatter_sum(grad_gathered.contiguous(), ctx.group)
-        grad_x = direct if grad_x is None else grad_x + direct
+    if grad_gathered is not None and needs_x:  # one reduce-scatter for both, which this product cannot hide
+        total = grad_gathered if grad is None else torch.addmm(grad_gathered, grad, weight)
+        grad_x = unfused.scatter_sum(total.contiguous(), ctx.group)
     return grad_x, grad_weight, grad_bias, None, None
 
 

@@ -107,19 +107,68 @@ def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Te
     return factors if rows * factors.stride(0) < 1 << 31 else factors.contiguous()
 
 
+def flatten_rows(operator: str, x: Tensor) -> Tensor:
+    """A view of x [..., k] as rows [rows, k]. ValueError for fewer than two dims, and where x is not contiguous."""
+    if x.dim() == 2:
+        return x
+    if x.dim() < 2:
+        raise ValueError(f"{operator} takes x [..., k], of two dims or more, not {_say(x)}")
+    _require_contiguous(operator, x)
+    return x.flatten(0, -2)
+
+
+def restore_dims(rows: Tensor, x: Tensor, first: int) -> Tensor:
+    """A view of a product's rows [., n] as [first, ..., n], with x's dims between the first and the last."""
+    return rows if x.dim() == 2 else rows.view(first, *x.shape[1:-1], rows.shape[-1])
+
+
+def require_out(operator: str, out: object, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor | None) -> None:
+    """ValueError unless a call can write its output to `out`.
+
+    others: the call's operands and other outputs, of which the first tells the device; none may share memory with it.
+    """
+    if not isinstance(out, Tensor):
+        raise ValueError(f"{operator}: out is a tensor, not {out!r}")
+    device = next(one.device for one in others if one is not None)
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"{operator}: out is {list(shape)} of {dtype} on {device}, not {_say(out)} of {out.dtype} on {out.device}"
+        )
+    if not out.is_contiguous():
+        raise ValueError(f"{operator} writes to a contiguous out, not to strides {out.stride()}")
+    if out.requires_grad or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in others)):
+        raise ValueError(
+            f"{operator} with out= has no gradients, as torch's functions have none: call it under torch.no_grad() "
+            "with an out that requires none, or without out="
+        )
+    if not torch.compiler.is_compiling() and any(one is not None and _share_memory(out, one) for one in others):
+        raise ValueError(f"{operator}: out shares memory with an operand or another out: give it memory of its own")
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory of two tensors overlaps, each of which has no gaps."""
+    if type(one) is not Tensor or type(other) not in (Tensor, torch.nn.Parameter):
+        return False  # subclasses, fake tensors among them, may have no address
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
 def _require_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
-            f"{operator} takes x [rows, k] and weight [n, k], of two dims each, not {_say(x)} and {_say(weight)}: "
-            "flatten the dims before the last one"
+            f"{operator} takes x [..., k] and weight [n, k], which has two dims, not {_say(x)} and {_say(weight)}"
         )
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"{operator}: x {_say(x)} and weight {_say(weight)} differ in k, their last dim")
 
 
-def _require_place(operator: str, x: Tensor) -> None:
+def _require_contiguous(operator: str, x: Tensor) -> None:
     if not x.is_contiguous():
         raise ValueError(f"{operator} takes a contiguous x, not strides {x.stride()}: call contiguous() on it")
+
+
+def _require_place(operator: str, x: Tensor) -> None:
+    _require_contiguous(operator, x)
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {x.device}")
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():

@@ -140,6 +140,30 @@ def _undifferentiated_fast_path(
     return call
 
 
+def write_to(
+    out: Tensor, call: Callable[..., Any], run: Callable[..., Any], *inputs: Any, tensors: slice = slice(3)
+) -> None:
+    """Run an operator so that its output is in `out`: `run(*inputs, out)`, or, where torch must see it, `call`."""
+    operands = inputs[tensors]
+    require_no_tangents(*operands)
+    if is_traced(out, *operands):
+        out.copy_(call(*inputs))
+        return
+    run(*inputs, out)
+    note_write(out)
+
+
+def note_write(out: Tensor) -> None:
+    """Tell autograd that a kernel has written to a tensor, which torch does not see."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+def copy_to(out: Tensor | None, result: Tensor) -> Tensor:
+    """The result, in `out` if there is one."""
+    return result if out is None else out.copy_(result)
+
+
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function, with autocast off inside of it."""
 

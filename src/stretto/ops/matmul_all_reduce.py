@@ -9,20 +9,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops import small_m, unfused
-from stretto.ops.checks import find_name, require_operands
+from stretto.ops.checks import find_name, flatten_rows, require_operands, require_out, restore_dims
 from stretto.ops.dispatch import (
     Autograd,
     choose_config,
+    copy_to,
     define_operator,
     describe_problem,
     make_call_key,
     recall_config,
     save_operands,
+    without_autocast,
+    write_to,
 )
 from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm.tile import Scales
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.workspace import find_group, find_workspace
+
+GRAD_CONVENTIONS = ("sum-of-losses", "replicated-loss")
 
 
 def matmul_all_reduce(
@@ -31,23 +36,72 @@ def matmul_all_reduce(
     group: dist.ProcessGroup | None = None,
     *,
     bias: Tensor | None = None,
+    grad_convention: str = "sum-of-losses",
+    out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
-    """x times weight's transpose, summed over the group: [m, k], [n, k] -> [m, n], the same bits on all ranks.
+    """x times weight's transpose, summed over the group: [..., k], [n, k] -> [..., n], the same bits on all ranks.
 
     bf16, fp16 or fp32, all of one dtype. A rank's partial sums are fp32, travel in x's dtype, are added in fp32 in rank
     order, and rounded. bias: [n], the same on all ranks, added once. group: None for all ranks. x is contiguous; weight
-    is, or its transpose. The gradient of x is summed over the ranks' outputs, as those of the other operators are.
+    is, or its transpose. out: where to write the output, without gradients: [..., n] of x's dtype, contiguous.
     implementation: "auto" (the fastest measured, or a default), "kernel" (Stretto's, or it raises), "library" (a GEMM,
-    then an all-reduce) or a `KernelConfig`. ValueError for other input and for a rank outside of the group; PeerError
-    for a rank that does not call.
+    then an all-reduce) or a `KernelConfig`.
+
+    grad_convention says what the ranks' losses mean. With G_s the gradient of rank s's loss for rank s's output:
+
+    - "sum-of-losses": each rank has a loss of its own, and their sum is differentiated, as in
+      `torch.distributed.nn.functional.all_reduce`. The gradients of x and weight are (sum of G_s over ranks s) @ weight
+      and (sum of G_s).T @ x; the backward pass has an all-reduce. The bias's on a rank is the part of its own output,
+      G_r summed over the rows: add up the ranks'.
+    - "replicated-loss": all ranks compute one and the same loss from the same output, as in Megatron-LM's
+      RowParallelLinear, and it counts once. They are G @ weight and G.T @ x, where G is the same on all ranks, and the
+      backward pass has no collective. The bias's is G summed over the rows, the same on all ranks. There are no second
+      derivatives.
+
+    With one replicated loss, "sum-of-losses" makes gradients of x and weight too large by the number of ranks: of
+    loss = out.sum() and 4 ranks, 4 times weight.sum(0) for each row of x.
+
+    ValueError for other input and for a rank outside of the group; PeerError for a rank that does not call.
+    NotImplementedError for second derivatives that there are not.
     """
-    how = encode_implementation(implementation)
-    return _call(x, weight, bias, find_name(group), how)
+    how, name = encode_implementation(implementation), find_name(group)
+    if grad_convention not in GRAD_CONVENTIONS:
+        raise ValueError(f"grad_convention is one of {', '.join(GRAD_CONVENTIONS)}, not {grad_convention!r}")
+    rows = flatten_rows("matmul_all_reduce", x)
+    if out is not None:
+        require_operands("matmul_all_reduce", rows, weight, bias, how)
+        shape = *x.shape[:-1], weight.shape[0]
+        require_out("matmul_all_reduce", out, shape, x.dtype, x, weight, bias)
+        write_to(out.flatten(0, -2), _call, _run_into, rows, weight, bias, name, how, grad_convention)
+        return out
+    return restore_dims(_call(rows, weight, bias, name, how, grad_convention), x, x.shape[0])
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
-    key = make_call_key("matmul_all_reduce", x, weight, bias, implementation)
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    implementation: str,
+    grad_convention: str = "sum-of-losses",
+) -> Tensor:
+    return _run_into(x, weight, bias, group, implementation, grad_convention)
+
+
+@without_autocast
+def _run_into(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    implementation: str,
+    grad_convention: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The output, in `out` if there is one."""
+    # The convention is part of the key since ranks compare it: their backward passes would wait for each other.
+    key = make_call_key("matmul_all_reduce", x, weight, bias, implementation, grad_convention)
     config = recall_config(group, key)
     if config is None:
         require_operands("matmul_all_reduce", x, weight, bias, implementation)
@@ -56,10 +110,10 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
         problem = describe_problem("matmul_all_reduce", m, x, weight, group)
         config = choose_config(problem, x, weight, group, implementation, key)
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
-        return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
+        return copy_to(out, x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias)
     if config == LIBRARY:
-        return unfused.matmul_all_reduce(x, weight, bias, group)
-    return launch_all_reduce(config, x, weight, bias, x.dtype, group)
+        return copy_to(out, unfused.matmul_all_reduce(x, weight, bias, group))
+    return launch_all_reduce(config, x, weight, bias, x.dtype, group, out=out)
 
 
 def launch_all_reduce(
@@ -70,22 +124,30 @@ def launch_all_reduce(
     dtype: torch.dtype,
     group: str,
     scales: Scales | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Launch the configuration's kernel; returns the sum, of `dtype`. scales: of fp8 operands."""
+    """Launch the configuration's kernel; returns the sum, of `dtype`. scales: of fp8 operands. out: where to write."""
     m, n, world = x.shape[0], weight.shape[0], find_group(group).size()
     assert config.blocks is not None
     if config.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
         own = x.new_empty(m // world, n, dtype=dtype)
         launch_scatter(config, x, weight, bias, own, dtype, group, scales)
-        return unfused.gather_rows(own, group)
+        return copy_to(out, unfused.gather_rows(own, group))
     form = "one-shot" if config.shots == 1 else "two-shot"
-    out = x.new_empty(m, n, dtype=dtype)
+    out = x.new_empty(m, n, dtype=dtype) if out is None else out
     workspace = find_workspace(group, x.device, small_m.count_bytes(form, m, n, world, dtype), "packets")
     small_m.launch("matmul_all_reduce", form, workspace, group, x, weight, bias, out, config.blocks, scales)
     return out
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    implementation: str,
+    grad_convention: str = "sum-of-losses",
+) -> Tensor:
     require_operands("matmul_all_reduce", x, weight, bias, implementation)
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -95,19 +157,26 @@ def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, group, _ = inputs
-    ctx.group, ctx.has_bias = group, bias is not None
+    x, weight, bias, group, _, grad_convention = inputs
+    ctx.group, ctx.has_bias, ctx.is_replicated = group, bias is not None, grad_convention == "replicated-loss"
     save_operands(ctx, x, weight)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Each rank's partial sums are in all ranks' outputs, so its gradients are summed over all of them."""
+    """Each rank's partial sums are in all ranks' outputs: gradients of losses that differ are summed over the ranks."""
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    grad = grad.contiguous()
-    total = unfused.all_reduce(grad, ctx.group) if needs_x or needs_weight else grad
+    if ctx.is_replicated and torch.is_grad_enabled() and grad.requires_grad:
+        # They would have to be summed over the ranks, whose parts of x differ.
+        raise NotImplementedError(
+            'matmul_all_reduce has no second derivatives with grad_convention="replicated-loss": take '
+            '"sum-of-losses", and divide the loss by the number of ranks'
+        )
+    total = grad = grad.contiguous()
+    if (needs_x or needs_weight) and not ctx.is_replicated:
+        total = unfused.all_reduce(grad, ctx.group)
     grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
-    return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias, None, None
+    return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias, None, None, None
 
 
 _call = define_operator(

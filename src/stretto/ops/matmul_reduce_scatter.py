@@ -19,16 +19,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.ops import small_m, unfused
-from stretto.ops.checks import find_name, require_operands
+from stretto.ops.checks import find_name, flatten_rows, require_operands, require_out, restore_dims
 from stretto.ops.dispatch import (
     Autograd,
     choose_config,
+    copy_to,
     define_operator,
     describe_problem,
     make_call_key,
     pin_backward,
     recall_config,
     save_operands,
+    without_autocast,
+    write_to,
 )
 from stretto.ops.gemm.config import LIBRARY, Blocks, KernelConfig, divide_up, encode_implementation, limit_waiting
 from stretto.ops.gemm.stream_k import StreamK, count_steps, count_units, find_unit, split_last_wave
@@ -70,9 +73,14 @@ def matmul_reduce_scatter(
     *,
     bias: Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """x times weight's transpose, summed over the group; this rank's rows of it: [m, k], [n, k] -> [m / world, n].
+
+    x may have more dims, [d, ..., k]: the output is [d / world, ..., n], rank r's part of the first dim (rows are the
+    flattened dims before the last one, as in Megatron-LM's sequence parallelism, where x is [sequence, batch, k]).
+    out: where to write the output, without gradients: of its shape and x's dtype, contiguous.
 
     bf16, fp16 or fp32, all of one dtype. A rank's partial sums are fp32, travel in x's dtype or, if reduce_dtype is
     torch.float32, in that, are added in fp32 in rank order, and rounded. bias: [n], added once, by the row's owner; its
@@ -82,13 +90,44 @@ def matmul_reduce_scatter(
     ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
     for a rank that does not call. Flux, sections 3.2 and 4.
     """
-    how = encode_implementation(implementation)
-    return _call(x, weight, bias, find_name(group), reduce_dtype, how)
+    how, name = encode_implementation(implementation), find_name(group)
+    rows = flatten_rows("matmul_reduce_scatter", x)
+    first = divide_first_dim("matmul_reduce_scatter", x, group) if x.dim() > 2 or out is not None else 0
+    if out is not None:
+        require_operands("matmul_reduce_scatter", rows, weight, bias, how)
+        shape = first, *x.shape[1:-1], weight.shape[0]
+        require_out("matmul_reduce_scatter", out, shape, x.dtype, x, weight, bias)
+        write_to(out.flatten(0, -2), _call, _run_into, rows, weight, bias, name, reduce_dtype, how)
+        return out
+    return restore_dims(_call(rows, weight, bias, name, reduce_dtype, how), x, first)
+
+
+def divide_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
+    """This rank's part of x's first dim. ValueError where the ranks do not divide it."""
+    world = dist.get_world_size(group)
+    if x.shape[0] % world:
+        more = divide_up(x.shape[0], world) * world
+        raise ValueError(f"{operator}: {world} ranks do not divide x's first dim, {x.shape[0]}: {more} will do")
+    return x.shape[0] // world
 
 
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
+    return _run_into(x, weight, bias, group, reduce_dtype, implementation)
+
+
+@without_autocast
+def _run_into(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    reduce_dtype: torch.dtype | None,
+    implementation: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The output, in `out` if there is one."""
     key = make_call_key("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
     config = recall_config(group, key)
     if config is None:
@@ -97,10 +136,10 @@ def _run(
         config = choose_config(problem, x, weight, group, implementation, key)
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
-        return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
+        return copy_to(out, x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias)
     if config == LIBRARY:
-        return unfused.matmul_reduce_scatter(x, weight, bias, group, reduce_dtype)
-    out, dtype = x.new_empty(rows, n), reduce_dtype or x.dtype
+        return copy_to(out, unfused.matmul_reduce_scatter(x, weight, bias, group, reduce_dtype))
+    out, dtype = x.new_empty(rows, n) if out is None else out, reduce_dtype or x.dtype
     launch_scatter(config, x, weight, bias, out, dtype, group)
     return out
 

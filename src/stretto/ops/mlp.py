@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.checks import require_weight
+from stretto.ops.checks import require_out, require_weight
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
@@ -39,6 +39,7 @@ def mlp(
     gate_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     saves_gathered: bool = True,
+    out: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """x's rows of activation(gather(x) @ up.T) @ down.T, summed over the group: [m / world, k] -> [m / world, n].
@@ -47,10 +48,15 @@ def mlp(
     up's shape: the hidden is activation(gather(x) @ gate.T) * (gather(x) @ up.T), as in LLaMA; x is gathered once, and
     where there are gradients both weights are joined into one (a copy). activation: "gelu", "gelu-tanh", "silu", "relu"
     or "relu-squared". Biases: [hidden / world] and, of the second product, [n], added once.
+    x may have more dims, [d / world, ..., k] -> [d / world, ..., n]. out: where to write the output, without gradients.
     saves_gathered, implementation, dtypes and errors are those of `all_gather_matmul` and `matmul_reduce_scatter`.
     ValueError for an unknown activation, and for a gate of another shape.
     """
     _require(x, up, down, gate, activation, {"up": up_bias, "gate": gate_bias, "down": down_bias})
+    if out is not None:
+        require_out(
+            "mlp", out, (*x.shape[:-1], down.shape[0]), x.dtype, x, up, down, gate, up_bias, gate_bias, down_bias
+        )
     act = ACTIVATIONS[activation]
     if gate is None:
         hidden = act(
@@ -69,13 +75,13 @@ def mlp(
             saves_gathered=saves_gathered,
             implementation=implementation,
         )
-        left, right = both.chunk(2, dim=1)
+        left, right = both.chunk(2, dim=-1)
         hidden = act(left) * right
     else:  # the first product hides the gather, and no weight is copied
         left, gathered = all_gather_matmul_gathered(x, gate, group, bias=gate_bias, implementation=implementation)
         with torch.autocast(x.device.type, enabled=False):  # as in the first product
             hidden = act(left).mul_(functional.linear(gathered, up, up_bias))
-    return matmul_reduce_scatter(hidden, down, group, bias=down_bias, implementation=implementation)
+    return matmul_reduce_scatter(hidden, down, group, bias=down_bias, out=out, implementation=implementation)
 
 
 def _require(

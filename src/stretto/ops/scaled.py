@@ -6,7 +6,6 @@ torch calls fast accumulation), which is beyond bf16's 8, and interpreted kernel
 """
 
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,19 +13,30 @@ from torch import Tensor
 
 from stretto.ops import unfused
 from stretto.ops.all_gather_matmul import launch_gather
-from stretto.ops.checks import DTYPES, find_name, find_scales, require_scaled
+from stretto.ops.checks import (
+    DTYPES,
+    find_name,
+    find_scales,
+    flatten_rows,
+    require_out,
+    require_scaled,
+    restore_dims,
+)
 from stretto.ops.dispatch import (
     choose_config,
+    copy_to,
     define_operator,
     describe_problem,
     make_call_key,
     needs_gradients,
     recall_config,
+    without_autocast,
+    write_to,
 )
 from stretto.ops.gemm.config import FP8, LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm.tile import Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
-from stretto.ops.matmul_reduce_scatter import launch_scatter, require_rows
+from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, require_rows
 from stretto.ops.workspace import find_group
 
 _TENSORS = slice(1, 6)  # of `_run`'s arguments: x, weight, their scales and bias
@@ -35,19 +45,21 @@ _QUANTIZED = (*DTYPES, torch.float64)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows to fp8: (x in fp8 [., k], the factor of each row, fp32 [.]).
+    """Quantize rows to fp8: (x in fp8 [..., k], the factor of each row, fp32 [...]).
 
-    The largest number of a row becomes 448, fp8's largest. x: [., k] of bf16, fp16, fp32 or fp64, in any strides; its
-    fp8 is contiguous. ValueError for others. Products of a row with an infinity or a NaN are NaN. Takes a few passes
-    over memory, one under torch.compile; a norm before it may as well write fp8 itself.
+    The largest number of a row becomes 448, fp8's largest. x: [..., k] of bf16, fp16, fp32 or fp64, of two dims or
+    more, in any strides; its fp8 is contiguous. ValueError for others. Products of a row with an infinity or a NaN are
+    NaN. Takes a few passes over memory, one under torch.compile; a norm before it may as well write fp8 itself.
     """
-    if x.dim() != 2 or x.dtype not in _QUANTIZED:
+    if x.dim() < 2 or x.dtype not in _QUANTIZED:
         names = ", ".join(map(str, _QUANTIZED))
-        raise ValueError(f"quantize_rows takes [rows, k] of {names}, not {list(x.shape)} of {x.dtype}")
+        raise ValueError(
+            f"quantize_rows takes [..., k], of two dims or more, of {names}, not {list(x.shape)} of {x.dtype}"
+        )
     largest = torch.finfo(FP8).max
-    most = x.abs().amax(dim=1).float() if x.shape[1] else x.new_zeros(x.shape[0], dtype=torch.float32)
+    most = x.abs().amax(dim=-1).float() if x.shape[-1] else x.new_zeros(x.shape[:-1], dtype=torch.float32)
     scale = (most / largest).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
-    quantized = (x.float() / scale[:, None]).clamp(-largest, largest)
+    quantized = (x.float() / scale[..., None]).clamp(-largest, largest)
     return quantized.to(FP8, memory_format=torch.contiguous_format), scale
 
 
@@ -60,18 +72,20 @@ def all_gather_scaled_matmul(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """`all_gather_matmul` of fp8 operands: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
 
     x, weight: torch.float8_e4m3fn, contiguous; k is a multiple of 16. x_scale: an fp32 tensor of one number, or of one
     for each of x's rows; they travel with the rows. weight_scale: the like for weight's rows, which are the output's
-    columns. bias: [n] of out_dtype, added after the scales. There are no gradients. ValueError for other input,
-    PeerError for a rank that does not call.
+    columns. bias: [n] of out_dtype, added after the scales. x may have more dims, as in `all_gather_matmul`, and
+    x_scale then has x's dims without the last one, or is flat. out: where to write the output, contiguous. There are no
+    gradients. ValueError for other input, PeerError for a rank that does not call.
     """
     how = encode_implementation(implementation)
-    name = find_name(group)
-    return _call("all_gather_matmul", x, weight, x_scale, weight_scale, bias, name, out_dtype, None, how)
+    operands = x, weight, x_scale, weight_scale, bias
+    return _call("all_gather_matmul", operands, group, out, out_dtype, None, how)
 
 
 def scaled_matmul_reduce_scatter(
@@ -84,6 +98,7 @@ def scaled_matmul_reduce_scatter(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """`matmul_reduce_scatter` of fp8 operands: [m, k], [n, k] -> [m / world, n] of `out_dtype`.
@@ -92,8 +107,8 @@ def scaled_matmul_reduce_scatter(
     Operands, scales and errors are as in `all_gather_scaled_matmul`.
     """
     how = encode_implementation(implementation)
-    name = find_name(group)
-    return _call("matmul_reduce_scatter", x, weight, x_scale, weight_scale, bias, name, out_dtype, reduce_dtype, how)
+    operands = x, weight, x_scale, weight_scale, bias
+    return _call("matmul_reduce_scatter", operands, group, out, out_dtype, reduce_dtype, how)
 
 
 def scaled_matmul_all_reduce(
@@ -105,6 +120,7 @@ def scaled_matmul_all_reduce(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """`matmul_all_reduce` of fp8 operands: [m, k], [n, k] -> [m, n] of `out_dtype`, the same bits on all ranks.
@@ -112,8 +128,8 @@ def scaled_matmul_all_reduce(
     Operands, scales and errors are as in `all_gather_scaled_matmul`.
     """
     how = encode_implementation(implementation)
-    name = find_name(group)
-    return _call("matmul_all_reduce", x, weight, x_scale, weight_scale, bias, name, out_dtype, None, how)
+    operands = x, weight, x_scale, weight_scale, bias
+    return _call("matmul_all_reduce", operands, group, out, out_dtype, None, how)
 
 
 _NAMES = {
@@ -137,6 +153,25 @@ def _run(
     implementation: str,
 ) -> Tensor:
     """The operator of all three, by the name of its form for other dtypes."""
+    operands = x, weight, x_scale, weight_scale, bias
+    return _run_into(operator, *operands, group, out_dtype, reduce_dtype, implementation)
+
+
+@without_autocast
+def _run_into(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    group: str,
+    out_dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    implementation: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The output, in `out` if there is one."""
     key = make_call_key(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
     config = recall_config(group, key)
     if config is None:
@@ -150,13 +185,14 @@ def _run(
         raise ValueError(f"k of blocks for fp8 is {_LEAST_DEPTH} or more, not {config.blocks.k}")
     rows, n = _count_rows(operator, x, group), weight.shape[0]
     if 0 in (rows, n, x.shape[1]):  # nothing to wait for
-        out = x.new_zeros(rows, n, dtype=out_dtype)
-        return out if bias is None else out + bias
+        zeros = x.new_zeros(rows, n, dtype=out_dtype)
+        return copy_to(out, zeros if bias is None else zeros + bias)
     if config == LIBRARY:
-        return _run_library(operator, x, weight, scales, bias, group, out_dtype, reduce_dtype or out_dtype)
+        sum_dtype = reduce_dtype or out_dtype
+        return copy_to(out, _run_library(operator, x, weight, scales, bias, group, out_dtype, sum_dtype))
     if operator == "matmul_all_reduce":
-        return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales)
-    out = x.new_empty(rows, n, dtype=out_dtype)
+        return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
+    out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
     if operator == "all_gather_matmul":
         launch_gather(config, x, weight, bias, out, group, scales=scales)
     else:
@@ -231,9 +267,38 @@ def _count_flops(
 _scaled_matmul = define_operator("scaled_matmul", _run, fake=_fake, count_flops=_count_flops, tensors=_TENSORS)
 
 
-def _call(operator: str, *inputs: Any) -> Tensor:
+def _call(
+    operator: str,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    group: dist.ProcessGroup | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    implementation: str,
+) -> Tensor:
     """Call the operator. ValueError where gradients would be needed, of which it has none."""
-    if needs_gradients(*inputs[:5]):
+    name, (x, weight, x_scale, weight_scale, bias) = find_name(group), operands
+    if needs_gradients(*operands):
         raise ValueError(f"{_NAMES[operator]} has no gradients: call it under torch.no_grad(), or detach its operands")
-    result: Tensor = _scaled_matmul(operator, *inputs)
-    return result
+    rows, first = flatten_rows(_NAMES[operator], x), 0
+    if x.dim() > 2 or out is not None:
+        first = _count_first_dim(operator, x, group)
+    if x.dim() > 2 and x_scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
+        x_scale = x_scale.flatten()
+    options = name, out_dtype, reduce_dtype, implementation
+    if out is not None:
+        require_scaled(_NAMES[operator], rows, weight, bias, out_dtype)
+        find_scales(_NAMES[operator], rows, weight, x_scale, weight_scale)
+        require_out(_NAMES[operator], out, (first, *x.shape[1:-1], weight.shape[0]), out_dtype, *operands)
+        inputs = operator, rows, weight, x_scale, weight_scale, bias, *options
+        write_to(out.flatten(0, -2), _scaled_matmul, _run_into, *inputs, tensors=_TENSORS)
+        return out
+    result: Tensor = _scaled_matmul(operator, rows, weight, x_scale, weight_scale, bias, *options)
+    return restore_dims(result, x, first)
+
+
+def _count_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
+    """The first dim of the output on a rank."""
+    if operator == "matmul_reduce_scatter":
+        return divide_first_dim(_NAMES[operator], x, group)
+    return x.shape[0] * (dist.get_world_size(group) if operator == "all_gather_matmul" else 1)

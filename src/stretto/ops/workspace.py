@@ -85,9 +85,9 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     Purposes do not disturb each other.
 
     All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, a collective,
-    is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one group run one
-    after another: a call on another stream waits for earlier calls. ValueError if it would allocate while a CUDA graph
-    is captured.
+    is rare. Nothing but `close_workspaces` frees it while the group lives, since CUDA graphs may hold its address.
+    Calls of one group run one after another: a call on another stream waits for earlier calls. ValueError if it would
+    allocate while a CUDA graph is captured.
     """
     cache = _find_cache(name)
     slots = 1 if purpose in ("barrier", "copy_engine") and size > TWO_SLOTS_BYTES else 2
@@ -143,9 +143,44 @@ def abandon(name: str, channel: BlockChannel) -> None:
         return
     for table in (cache.workspaces, cache.kept):
         for key, value in list(table.items()):
-            ring = getattr(value, "ring", value)
-            if channel is ring or channel is getattr(ring, "channel", None):
+            if channel is _find_channel(value):
                 cache.abandoned.append(table.pop(key))
+
+
+def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
+    """(purpose, channel) of all workspaces of the group, those that `find_kept` keeps and abandoned ones among them."""
+    cache = _find_cache(name)
+    found = [(purpose, workspace.channel) for (purpose, _, _), workspace in cache.workspaces.items()]
+    kept = [(key, _find_channel(value)) for key, value in cache.kept.items()]
+    kept += [((None, ("abandoned",)), _find_channel(value)) for value in cache.abandoned]
+    for (_, key), channel in kept:
+        if channel is not None and all(channel is not other for _, other in found):  # some keep one together
+            found.append((str(key[0]), channel))
+    return found
+
+
+def list_groups() -> list[str]:
+    """The names of the groups that have workspaces."""
+    return [name for name, cache in list(_caches.items()) if cache.group() is not None]
+
+
+def close_workspaces(name: str) -> None:
+    """Free the group's workspaces, abandoned ones too. No rank's kernels or copies may use them any more."""
+    channels = [channel for _, channel in list_channels(name)]
+    cache = _find_cache(name)
+    cache.workspaces.clear()
+    cache.abandoned.clear()
+    for key in [key for key, value in cache.kept.items() if _find_channel(value) is not None]:
+        del cache.kept[key]
+    for channel in channels:
+        channel.close()
+
+
+def _find_channel(value: Any) -> BlockChannel | None:
+    """The channel that a kept value is, or uses."""
+    ring = getattr(value, "ring", value)
+    channel = ring if isinstance(ring, BlockChannel) else getattr(ring, "channel", None)
+    return channel if isinstance(channel, BlockChannel) else None
 
 
 def list_kept(name: str) -> list[Any]:

@@ -75,6 +75,8 @@ def parallelize(
         (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
         (`takes_sharded_sequence`: inside attention, shapes come from what linears return), as `stretto.models.GPT`.
     checkpoint_activations: checkpoint every block of the model, as the function of this name does.
+    accumulate_unsharded: with `no_sync`, add up weights' gradients whole and reduce-scatter them over z once a step,
+        with the last micro-batch (True), in place of once a micro-batch (default), which keeps shards alone.
 
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
     hold different weights; the model is then as it was.
@@ -95,6 +97,7 @@ def parallelize(
     matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group("world"))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, seed)
+    builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     replicated = builder.build_replicated(plan)

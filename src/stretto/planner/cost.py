@@ -98,6 +98,8 @@ class _Step:
         grid, layers = config.grid, workload.model.layers
         self.micro_batches = config.micro_batches(workload)
         self.calls = layers * self.micro_batches  # of what a block does once in a micro-batch
+        # How often a weight's gradient goes over z in a step.
+        self.scatters = 1 if config.options.accumulate_unsharded else self.micro_batches
         element = workload.element
         tokens = workload.tokens / grid.replicas / self.micro_batches
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
@@ -108,8 +110,8 @@ class _Step:
         for place, linear in enumerate(workload.model.linears):
             traffic = linear_traffic(linear, grid, tokens)
             self.all_gather += self.calls * self._collective("all_gather", "z", traffic.all_gather * element)
-            self.reduce_scatter += self.calls * self._collective(
-                "reduce_scatter", "z", traffic.reduce_scatter * element
+            self.reduce_scatter += (
+                layers * self.scatters * self._collective("reduce_scatter", "z", traffic.reduce_scatter * element)
             )
             self.data += layers * self._collective("all_reduce", REPLICAS, traffic.data * element)
             if config.token_parts > 1:
@@ -171,13 +173,22 @@ class _Step:
         room = work.backward - sum(each.hidden for each in self.sums if not each.is_forward)
         gathered_forward = self._left(self.all_gather, work.forward, parts)
         again = (self.gathers - 1) * self.all_gather
-        in_backward = self.reduce_scatter + again
-        left = self._left(in_backward, room, parts)
-        share = self.reduce_scatter / in_backward if in_backward else 0.0
+        in_last = room / self.micro_batches  # of which the last micro-batch's backward pass has this
+        if self.scatters == self.micro_batches:
+            in_backward = self.reduce_scatter + again
+            left = self._left(in_backward, room, parts)
+            share = self.reduce_scatter / in_backward if in_backward else 0.0
+            gathered_again, scattered = left * (1 - share), left * share
+            in_last -= in_backward / self.micro_batches
+        else:  # what is gathered again comes first, and only the last micro-batch scatters
+            gathered_again = self._left(again, room, parts)
+            in_last = max(0.0, in_last - again / self.micro_batches)
+            scattered = self._left(self.reduce_scatter, in_last, parts // self.micro_batches)
+            in_last -= self.reduce_scatter
         # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
-        room_for_data = max(0.0, room - in_backward) / self.micro_batches
+        room_for_data = max(0.0, in_last)
         data = self._left(self.data, room_for_data, self.workload.model.layers)
-        volume = self._volume(gathered_forward + left * (1 - share), left * share, data, sums)
+        volume = self._volume(gathered_forward + gathered_again, scattered, data, sums)
         return {kind: getattr(volume, kind) for kind in KINDS}
 
     @staticmethod
@@ -204,7 +215,7 @@ class _Step:
         for number, table in enumerate(tables):
             of_table = (z - 1) / z * table
             gather += micro_batches * self._collective("all_gather", "z", of_table * element)
-            scatter += micro_batches * self._collective("reduce_scatter", "z", of_table * workload.element)
+            scatter += self.scatters * self._collective("reduce_scatter", "z", of_table * workload.element)
             if number == 0 or model.has_own_head:
                 of_shard = 2 * (data - 1) / data * table / z * workload.element
                 over_data += self._collective("all_reduce", REPLICAS, of_shard)

@@ -78,6 +78,8 @@ def _does_not_fit(config: StepConfig, memory: Mapping[str, float], needed: float
         remedies.append("activation checkpointing")
     if config.options.keep_gathered and memory["gathered_weights"] > 0.1 * needed:
         remedies.append("freeing gathered weights (keep_gathered=false)")
+    if config.options.accumulate_unsharded and config.grid.z > 1:
+        remedies.append("gradients accumulated as shards (accumulate_unsharded=false)")
     if config.micro_batch > 1:
         remedies.append("a smaller micro-batch")
     states = memory["parameters"] + memory["optimizer"] + memory["gradients"]

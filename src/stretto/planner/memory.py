@@ -103,8 +103,13 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     table = -(-model.vocab // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gradients = parameters * workload.master
-    # With several micro-batches, the gradients of the earlier ones are there all the time.
-    earlier = gradients if config.micro_batches(workload) > 1 else 0.0
+    # With several micro-batches, the gradients of the earlier ones are there all the time, as shards (of zeros, if the
+    # sums are kept whole beside them).
+    accumulates = config.micro_batches(workload) > 1
+    unsharded = 0.0
+    if accumulates and config.options.accumulate_unsharded and grid.z > 1:
+        unsharded = (model.layers * block_weights + table + head * model.has_own_head) * workload.master
+    earlier = gradients + unsharded if accumulates else 0.0
     of_head = head / grid.z * workload.master
     widest = max(layer.widest(grid) for layer in model.block) * tokens
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
@@ -127,6 +132,16 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
             "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
+    if unsharded:
+        moments.append(
+            {  # the end of an earlier micro-batch's backward pass, which sends nothing
+                "gradients": gradients + unsharded,
+                "gathered_weights": gathered_in_backward * element,
+                "activations": kept * tokens * element,
+                "logits": head * element if keeps_gathered_weights else 0.0,
+                "temporary": (widest + max(2 * largest, table)) * element + ring,
+            }
+        )
     if config.options.checkpoint_activations:
         moments.append(
             {  # the last block, computed again
@@ -158,5 +173,8 @@ def largest_micro_batch(
     def is_too_large(micro_batch: int) -> bool:
         return peak(memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
 
-    fitting = bisect_left(candidates, True, key=is_too_large)
+    # Alone among them, a rank's whole part is no accumulation, which may keep more than it saves.
+    if candidates and not is_too_large(candidates[-1]):
+        return candidates[-1]
+    fitting = bisect_left(candidates[:-1], True, key=is_too_large)
     return candidates[fitting - 1] if fitting else None

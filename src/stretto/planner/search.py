@@ -67,12 +67,15 @@ class SearchKeywords(TypedDict, total=False):
     shard_sequence: for cost="full": `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try it
         beside what is usual.
     overlaps: for cost="full": whether collectives are hidden (`parallelize(overlap=...)`; default: True).
+    accumulate_unsharded: `parallelize(accumulate_unsharded=True)` (default: False), whose memory and, for cost="full",
+        time are counted where there are several micro-batches.
     """
 
     checkpoint_activations: bool | None
     keep_gathered: bool | None
     shard_sequence: bool | None
     overlaps: bool
+    accumulate_unsharded: bool
 
 
 class PredictKeywords(ExecutionKeywords, total=False):
@@ -93,13 +96,16 @@ class _SearchSpace:
     keep_gathered: bool | None = None
     shard_sequence: bool | None = False
     overlaps: bool = True
+    accumulate_unsharded: bool = False
 
     def list_options(self, grid: GridSizes, cost: CostModel) -> list[ExecutionOptions]:
         keeps = [self.keep_gathered] if self.keep_gathered is not None else [True] if cost == "paper" else [True, False]
         checkpoints = [False, True] if self.checkpoint_activations is None else [self.checkpoint_activations]
         shardings = [False, True] if self.shard_sequence is None else [self.shard_sequence]
         return [
-            ExecutionOptions(Overlap.parse(self.overlaps), keep, checkpoint, shards)
+            ExecutionOptions(
+                Overlap.parse(self.overlaps), keep, checkpoint, shards, accumulate_unsharded=self.accumulate_unsharded
+            )
             for keep in keeps
             for checkpoint in checkpoints
             for shards in (shardings if grid.x > 1 else [False])

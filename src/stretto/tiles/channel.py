@@ -300,6 +300,11 @@ class BlockChannel:
         counters = self.world_size * self.channels
         return self._state[HEADER.value + counters :].view(self.world_size, self.channels)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of this rank's symmetric memory, signals included; 0 once the channel is closed."""
+        return self._memory.buffer().nbytes if self._signals else 0
+
     def close(self) -> None:
         """Free the memory; no kernel of this channel may run any more."""
         self._signals = []

@@ -182,6 +182,21 @@ def test_copies_that_no_step_would_write_are_refused(override: str, words: str) 
     make_config(SMALLEST, options)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("grid.z=1", "grid.z is 1, so that z divides no gradient"),
+        ("train.micro_batch=4", "a rank's whole part of the batch is one micro-batch"),
+        ("train.micro_batch=none", "a rank's whole part of the batch is one micro-batch"),
+    ],
+)
+def test_gradients_are_accumulated_unsharded_where_they_are_sharded_and_accumulated(override: str, words: str) -> None:
+    options = ["ranks=2", "grid.z=2", "train.micro_batch=2", "train.accumulate_unsharded=true"]
+    assert make_config(SMALLEST, options).execution.accumulate_unsharded
+    more = ["ranks=1"] if override == "grid.z=1" else []
+    assert f"train.accumulate_unsharded is on, but {words}" in refusal(*options, override, *more)
+
+
 def test_a_batch_that_data_and_z_do_not_divide_names_the_nearest_that_they_do() -> None:
     message = refusal("train.batch=7", "grid.data=2", "grid.z=2")
     assert (

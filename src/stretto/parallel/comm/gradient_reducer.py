@@ -7,6 +7,8 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
     WeightShard.start_reduction calls                       autograd's hooks: `_before_accumulation`,
     `reduce_scatter_gradient`                                   `_after_accumulation`
         |                                                        |
+    does `no_sync` accumulate unsharded? -- yes --> UNSHARDED: whole over z, until a pass that scatters adds it to its
+        | no                                             own gradient: `_keep_unsharded`, `_take_unsharded`
         | starts a reduce-scatter over z   [S]                   |
     SCATTERING  at most SCATTERS_IN_FLIGHT; waited               |
         | for in the order of starts: `_settle`                  |
@@ -50,6 +52,7 @@ from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
 from stretto.parallel.comm.gradient_buckets import GradientBucket, accumulate, local_gradient
 from stretto.parallel.grid import Grid
+from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
 
 if TYPE_CHECKING:
@@ -61,7 +64,9 @@ class GradientReducer:
 
     Weights come by `reduce_scatter_gradient`, in the order in which the backward pass makes their gradients; norms,
     biases and positions come through autograd's hooks (`watch`). While `is_syncing` is False, gradients accumulate
-    unsummed; the next pass that syncs sums all of them.
+    unsummed; the next pass that syncs sums all of them. Those of weights are reduce-scattered over z all the same, so
+    that each rank keeps its shard alone; while `keeps_unsharded` is True, they are kept whole until a pass that syncs.
+    accumulates_unsharded: what `no_sync` sets `keeps_unsharded` to unless it is told.
 
     A backward pass inside another one (reentrant activation checkpointing) has its gradients summed at its own end.
 
@@ -78,6 +83,8 @@ class GradientReducer:
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.is_syncing = True
+        self.accumulates_unsharded = self.keeps_unsharded = False
+        self._unsharded: dict[nn.Parameter, _UnshardedGradient] = {}  # in one order on all ranks, too
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
@@ -134,10 +141,21 @@ class GradientReducer:
             self.ring.drop()
         self._passes.clear()
 
-    def reduce_scatter_gradient(self, parameter: nn.Parameter, start: Callable[[], Pending]) -> None:
-        """Take a weight's gradient. `start` begins the reduce-scatter over z that leaves this rank's shard of it."""
+    def reduce_scatter_gradient(
+        self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending], *, is_sharded: bool
+    ) -> None:
+        """Take a weight's gradient of whole rows. `start` begins the reduce-scatter over z that leaves this rank's
+        shard of it; is_sharded: whether z has several ranks."""
         current = self._enter()
-        pending = start()
+        if is_sharded:
+            if self.keeps_unsharded and not self.is_syncing:
+                self._keep_unsharded(parameter, gradient, start)
+                return
+            kept = self._take_unsharded(parameter)
+            if kept is not None:
+                gradient = kept.total.add_(gradient).to(gradient.dtype)
+                del kept  # the sum is freed once it is sent
+        pending = start(gradient)
         if pending.work is None:  # z has one rank
             self._settle(current, parameter, pending)
             return
@@ -146,6 +164,36 @@ class GradientReducer:
         current.scatters.append((parameter, pending))
         while len(current.scatters) > SCATTERS_IN_FLIGHT:
             self._settle(current, *current.scatters.popleft())
+
+    def _keep_unsharded(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending]) -> None:
+        """Add a whole gradient to what earlier micro-batches left. `.grad` is zeros meanwhile, if it was None: whoever
+        drops it drops what is kept here, too."""
+        kept = self._take_unsharded(parameter)
+        if kept is None:
+            if parameter.grad is None:
+                accumulate(parameter, torch.zeros_like(local(parameter), requires_grad=False))
+            total = gradient.to(parameter.dtype)
+            kept = _UnshardedGradient(total, gradient.dtype, start, *_note_state(parameter))
+        else:
+            kept.total.add_(gradient)
+        self._unsharded[parameter] = kept
+
+    def _take_unsharded(self, parameter: nn.Parameter) -> "_UnshardedGradient | None":
+        """Take what earlier micro-batches kept whole; None if nothing, or if `.grad` was dropped since.
+
+        RuntimeError if `.grad` was written to: it does not say whether what is kept is to be changed in the same way.
+        """
+        kept = self._unsharded.pop(parameter, None)
+        if kept is None or parameter.grad is None:
+            return None
+        shown, versions = _note_state(parameter)
+        if shown is not kept.shown or versions != kept.versions:
+            raise RuntimeError(
+                "a gradient was written to between micro-batches of no_sync(unsharded=True), which keeps their sum "
+                "apart from .grad: drop gradients with zero_grad(set_to_none=True), and change them after the last "
+                "micro-batch"
+            )
+        return kept
 
     def _enter(self) -> "_BackwardPass":
         """The state of the running backward pass; a new one schedules its `_finish`."""
@@ -236,6 +284,8 @@ class GradientReducer:
             self._check_ranks_agree(list(current.arrived))
         for parameter in list(current.arrived):
             self._put(current, parameter)
+        if self.is_syncing and len(self._passes) == 1:  # not within another backward pass, which may have parts of them
+            self._scatter_unsharded(current)
         for parameter in list(self._unsummed) if self.is_syncing else []:  # the last micro-batch has no part of it
             earlier = self._take_unsummed(parameter)
             if earlier is not None:
@@ -250,6 +300,18 @@ class GradientReducer:
         self._expected |= current.counts
         del self._passes[task]
         self.at_end()
+
+    def _scatter_unsharded(self, current: "_BackwardPass") -> None:
+        """Reduce what was kept whole of weights that the last micro-batch has no gradient of."""
+        for parameter in list(self._unsharded):
+            kept = self._take_unsharded(parameter)
+            if kept is None:
+                continue
+            mine = kept.start(kept.total.to(kept.dtype)).wait()
+            if self._groups[parameter]:
+                self._fill(current, parameter, mine)
+            else:
+                accumulate(parameter, mine)
 
     def _check_ranks_agree(self, arrived: Sequence[nn.Parameter]) -> None:
         """Raise RuntimeError unless the ranks of each mesh sum the same gradients in the same order.
@@ -275,6 +337,21 @@ class GradientReducer:
         return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh
 
 
+@dataclass(frozen=True)
+class _UnshardedGradient:
+    """A weight's whole gradient over several micro-batches, of which no rank of z has had its shard yet.
+
+    total: in the parameter's dtype. dtype: in which it is sent. start: begins the reduce-scatter. shown, versions: see
+    `_note_state`.
+    """
+
+    total: Tensor
+    dtype: torch.dtype
+    start: Callable[[Tensor], Pending]
+    shown: Tensor
+    versions: tuple[int, int]
+
+
 @dataclass
 class _BackwardPass:
     """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
@@ -288,6 +365,13 @@ class _BackwardPass:
     counts: dict[nn.Parameter, int] = field(default_factory=dict)
     open: dict[Any, GradientBucket] = field(default_factory=dict)
     closed: deque[GradientBucket] = field(default_factory=deque)
+
+
+def _note_state(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, int]]:
+    """`.grad`, and numbers that change when it is written to: as a DTensor, and as this rank's shard."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient, (gradient._version, local_gradient(parameter)._version)
 
 
 def _alive(reducer: "ref[GradientReducer]") -> GradientReducer:
@@ -307,17 +391,32 @@ def _check_zero(gradient: Tensor) -> None:
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without reducing them, as DistributedDataParallel's `no_sync`.
+def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None]:
+    """Accumulate gradients without summing them over all ranks that saw other tokens.
 
-    Use it for all but the last micro-batch of a step: gradients stay on each rank, and the first backward pass outside
-    sums them. Without it every backward pass sums its own, which is right as well, and sends more.
+    Use it for all but the last micro-batch of a step; the first backward pass outside sums them over data (and over the
+    other axes that share a parameter). Without it every backward pass sums its own, which is right as well, and sends
+    more.
+
+    What goes over z depends on `unsharded`:
+
+    - False: every backward pass reduce-scatters its weights' gradients, so that a rank keeps its shard of them, 1 / z:
+      as many reduce-scatters a weight as micro-batches.
+    - True: gradients are added up whole, in the parameters' dtype, and reduce-scattered once, in the backward pass
+      outside, as `no_sync` of torch's FSDP does. Takes memory for all weights' gradients without their division by z,
+      from the first micro-batch to the last. Until then `.grad` of these weights does not have them: drop gradients
+      with `zero_grad(set_to_none=True)`, and change them after the last micro-batch only (RuntimeError).
+    - None (default): what `parallelize(accumulate_unsharded=...)` was given, False by default.
+
+    ValueError for a model that is not on a grid.
     """
     reducer = getattr(model, "gradient_reducer", None)
     if not isinstance(reducer, GradientReducer):
         raise ValueError("no_sync takes a model that stretto.parallelize has returned")
-    before, reducer.is_syncing = reducer.is_syncing, False
+    before = reducer.is_syncing, reducer.keeps_unsharded
+    reducer.is_syncing = False
+    reducer.keeps_unsharded = reducer.accumulates_unsharded if unsharded is None else unsharded
     try:
         yield
     finally:
-        reducer.is_syncing = before
+        reducer.is_syncing, reducer.keeps_unsharded = before

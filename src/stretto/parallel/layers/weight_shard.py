@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.parallel.comm.collectives import start_scatter_rows
+from stretto.parallel.comm.collectives import Pending, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import GatheredWeight, WeightGatherer, WeightToGather
 from stretto.parallel.layout import Version, local
@@ -63,13 +63,15 @@ class WeightShard:
 
     def start_reduction(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Start to reduce the gradient of the whole rows; it is in `parameter.grad` when `backward()` returns."""
+        start = partial(self._start_scatter, parameter)
+        self.gradients.reduce_scatter_gradient(parameter, gradient, start, is_sharded=self.group.size() > 1)
+
+    def _start_scatter(self, parameter: nn.Parameter, gradient: Tensor) -> Pending:
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
         if self.ring is None:
-            start = partial(start_scatter_rows, gradient, self.local_rows, self.group)
-        else:
-            start = partial(self.ring.start, gradient, self.local_rows, parameter.dtype)
-        self.gradients.reduce_scatter_gradient(parameter, start)
+            return start_scatter_rows(gradient, self.local_rows, self.group)
+        return self.ring.start(gradient, self.local_rows, parameter.dtype)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
         """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""

@@ -138,6 +138,10 @@ class RunConfig(RunOptions):
     keep_gathered: bool = option(
         True, "keep the weights that were all-gathered over z for the backward pass instead of gathering them again"
     )
+    accumulate_unsharded: bool = option(
+        False, "with micro-batches, add up the weights' gradients whole, and reduce-scatter them over z once a step in "
+        "place of once a micro-batch; takes memory for gradients that z does not divide",
+    )  # fmt: skip
     tune_matmuls: bool = option(False, "autotune the layouts of each linear's matrix products in the first step")
     shard_sequence: bool = option(
         False, "sequence parallelism over x between blocks: all-gathers and reduce-scatters, fused with the matrix "
@@ -200,6 +204,7 @@ class TrainConfig(JobConfig):
             checkpoint_activations=self.train.checkpoint_activations,
             shard_sequence=self.train.shard_sequence,
             tune_matmuls=self.train.tune_matmuls,
+            accumulate_unsharded=self.train.accumulate_unsharded,
         )
 
     @property
@@ -250,6 +255,16 @@ def _contradictions(config: TrainConfig) -> list[str]:
             )
     problems += contradictions_of_run(run)
     problems += _contradictions_of_copies(config)
+    if run.accumulate_unsharded:
+        reasons = {
+            f"grid.z is {grid.z}, so that z divides no gradient": grid.z == 1,
+            "a rank's whole part of the batch is one micro-batch": run.micro_batch in (None, run.batch // parts),
+        }
+        problems += [
+            f"train.accumulate_unsharded is on, but {reason}; train.accumulate_unsharded=false would do"
+            for reason, is_so in reasons.items()
+            if is_so
+        ]
     if run.cuda_graph and run.trace:
         problems.append(
             "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "

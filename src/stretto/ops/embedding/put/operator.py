@@ -204,6 +204,11 @@ class PutSlots:
         torch.cuda.synchronize(device)
         return cls(storage, addresses, process_group.rank(), slot_bytes, group_timeout(process_group))
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of this rank's symmetric memory."""
+        return _head_bytes(len(self.mapped)) + self._slots.nbytes + self._staging.nbytes
+
     def find_reach(self, asked: Sequence[bool] | None) -> tuple[bool, ...]:
         """Return whether to store to each rank: as asked, else wherever it can. ValueError for one that cannot be."""
         if asked is None:
