@@ -87,11 +87,16 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds."""
+    """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds.
+
+    `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is.
+    `of_tensor_parallel_plan`: the submodules whose roles come with a transformers model, whose code works on a part.
+    """
 
     roles: dict[str, Role]
-    local_attributes: dict[str, str]
+    local_attributes: dict[str, str | None]
     replicated: tuple["Replicated", ...] = ()
+    of_tensor_parallel_plan: frozenset[str] = frozenset()
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
@@ -100,7 +105,7 @@ class ShardingPlan:
 def read_plan(
     model: nn.Module,
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
-    local_attributes: Mapping[str, str] | None,
+    local_attributes: Mapping[str, str | None] | None,
 ) -> ShardingPlan:
     """Find each submodule's role by matching patterns with its name: the user's patterns first, then the model's.
 
@@ -117,16 +122,24 @@ def read_plan(
         if not names:
             raise ValueError(f"no submodule is named {pattern!r}{did_you_mean(pattern, modules)}")
         found.update(dict.fromkeys(names, Role.parse(value)))
-    own, own_attributes = _own_plan(model, found)
+    is_theirs = not callable(getattr(model, "parallel_plan", None))
+    own, own_attributes = huggingface.plan_of(model, found) if is_theirs else (model.parallel_plan(), {})  # type: ignore[operator]
+    of_their_plan: set[str] = set()
     for pattern, value in own.items():
         for name in _matching(pattern, modules):
-            found.setdefault(name, Role.parse(value))
+            if name not in found:
+                found[name] = Role.parse(value)
+                of_their_plan |= {name} if is_theirs else set()
     for name, role in huggingface.norms_beside(model, found).items():
         found.setdefault(name, Role(role))
-    attributes: dict[str, str] = {}
+    attributes: dict[str, str | None] = {}
     for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
         owner, _, attribute = pattern.rpartition(".")
-        names = [f"{name}.{attribute}" for name in _matching(owner, modules) if hasattr(modules[name], attribute)]
+        names = [
+            f"{name}.{attribute}".removeprefix(".")
+            for name in _matching(owner, modules)
+            if hasattr(modules[name], attribute)
+        ]
         if not names and pattern in (local_attributes or {}):
             raise ValueError(f"no submodule has the attribute {pattern!r}")
         attributes.update(dict.fromkeys(names, axis))
@@ -134,7 +147,9 @@ def read_plan(
     found = {name: role for name, role in found.items() if name not in replicated}
     parts = _replicated_parts(replicated, modules, own_parameters, found)
     _refuse_unknown(model, found, replicated)
-    return ShardingPlan({name: found[name] for name in modules if name in found}, attributes, parts)
+    return ShardingPlan(
+        {name: found[name] for name in modules if name in found}, attributes, parts, frozenset(of_their_plan)
+    )
 
 
 def _replicated_parts(
@@ -161,13 +176,6 @@ def _from_inside(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
-def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    own = getattr(model, "parallel_plan", None)
-    if callable(own):
-        return own(), {}
-    return huggingface.plan_of(model, known)
-
-
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return [name for name in names if expression.fullmatch(name)]
@@ -175,9 +183,14 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], replicated: Collection[str]) -> None:
     unknown = []
+    of_roles = {id(parameter) for name in found for parameter in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules(remove_duplicate=False):
         is_whole = any(part in replicated for part in _from_inside(name))
-        names = [f"{name}.{key}".removeprefix(".") for key, _ in module.named_parameters(recurse=False)]
+        names = [  # a parameter that is another module's too, which has a role, is sharded as it is there
+            f"{name}.{key}".removeprefix(".")
+            for key, parameter in module.named_parameters(recurse=False)
+            if name in found or id(parameter) not in of_roles
+        ]
         owns = not is_whole and any(own not in replicated for own in names)
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
