@@ -90,13 +90,13 @@ class ShardingPlan:
     """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds.
 
     `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is.
-    `of_tensor_parallel_plan`: the submodules whose roles come with a transformers model, whose code works on a part.
+    `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
     """
 
     roles: dict[str, Role]
     local_attributes: dict[str, str | None]
     replicated: tuple["Replicated", ...] = ()
-    of_tensor_parallel_plan: frozenset[str] = frozenset()
+    of_own_plan: frozenset[str] = frozenset()
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
@@ -122,14 +122,13 @@ def read_plan(
         if not names:
             raise ValueError(f"no submodule is named {pattern!r}{did_you_mean(pattern, modules)}")
         found.update(dict.fromkeys(names, Role.parse(value)))
-    is_theirs = not callable(getattr(model, "parallel_plan", None))
-    own, own_attributes = huggingface.plan_of(model, found) if is_theirs else (model.parallel_plan(), {})  # type: ignore[operator]
-    of_their_plan: set[str] = set()
+    own, own_attributes = _own_plan(model, found)
+    of_own_plan: set[str] = set()
     for pattern, value in own.items():
         for name in _matching(pattern, modules):
             if name not in found:
                 found[name] = Role.parse(value)
-                of_their_plan |= {name} if is_theirs else set()
+                of_own_plan.add(name)
     for name, role in huggingface.norms_beside(model, found).items():
         found.setdefault(name, Role(role))
     attributes: dict[str, str | None] = {}
@@ -148,7 +147,7 @@ def read_plan(
     parts = _replicated_parts(replicated, modules, own_parameters, found)
     _refuse_unknown(model, found, replicated)
     return ShardingPlan(
-        {name: found[name] for name in modules if name in found}, attributes, parts, frozenset(of_their_plan)
+        {name: found[name] for name in modules if name in found}, attributes, parts, frozenset(of_own_plan)
     )
 
 
@@ -174,6 +173,13 @@ def _from_inside(name: str) -> list[str]:
     """A dotted name and those of its parents: a.b.c, a.b, a, and the model's, which is empty."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    own = getattr(model, "parallel_plan", None)
+    if callable(own):
+        return own(), {}
+    return huggingface.plan_of(model, known)
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -45,7 +45,8 @@ def refuse_unnamed_counts(modules: Mapping[str, nn.Module], plan: ShardingPlan, 
     It belongs to a module around a colwise linear and is read by that module's own code outside of the constructor. It
     equals the linear's number of units (heads); or, in a module that has such a number, the linear's features, by which
     code divides. All modules of one class must agree: a layer's index is no number of heads, though some layer's equals
-    it. The linears of transformers' tensor-parallel plans are left out: their models' code works on a rank's part.
+    it. Linears whose roles come with the model (`parallel_plan`, transformers' tensor-parallel plan) are left out: its
+    code works on a rank's part.
     """
     if sizes["x"] == 1:
         return
@@ -82,7 +83,7 @@ def _linears_around(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> dic
     """The colwise linears within each module that has code of its own, and whether it is the nearest around them."""
     found: dict[str, list[tuple[_Linear, bool]]] = {}
     for name in plan.named("colwise"):
-        if name in plan.of_tensor_parallel_plan:
+        if name in plan.of_own_plan:
             continue
         module, is_nearest = modules[name], True
         shape: Any = module.weight.shape
@@ -116,7 +117,7 @@ def _count(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]
         if value is None or not (is_nearest or counts_heads):
             continue
         # A head may have as many features as there are heads: then its name says which of the two it is.
-        is_size = value == role.unit and _SIZE_OF_A_HEAD.search(attribute) is not None
+        is_size = role.unit % value == 0 and _SIZE_OF_A_HEAD.search(attribute) is not None
         if role.unit > 1 and value == linear.units and not is_size:
             what = role.unit_name if role.unit_name != Role.unit_name else f"units of {role.unit} output features"
             return f"the number of {what} of {linear.name}"
