@@ -66,9 +66,9 @@ class SearchKeywords(TypedDict, total=False):
 
     checkpoint_activations, keep_gathered: fixed where given; searched where not or None (the paper's model keeps
         weights gathered: Algorithm 3).
-    shard_sequence: for the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try it
-        beside what is usual.
-    overlaps: for the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
+    shard_sequence: of the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try
+        it beside what is usual.
+    overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
     """
 
     checkpoint_activations: bool | None
