@@ -293,9 +293,12 @@ class CountsHeads(nn.Module):
         return self.out(heads.flatten(-2))
 
 
+HEADS_OF_2 = {"qkv": {"role": "colwise", "unit": 2, "unit_name": "heads"}, "out": "rowwise"}
+
+
 def notes_of_a_forward() -> list[str]:
     torch.manual_seed(0)
-    model = parallelize(CountsHeads(), Grid(x=2), roles={"qkv": {"role": "colwise", "unit": 2}, "out": "rowwise"})
+    model = parallelize(CountsHeads(), Grid(x=2), roles=HEADS_OF_2, local_attributes={"n_heads": None})
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(3, 8))
     return caught.value.__notes__

@@ -11,15 +11,19 @@ from tests.parallel.training import Sizes
 
 
 class Fused(nn.Module):
-    """Every way in which a parameter is cut: vocabularies that x does not divide, fused segments, rowwise, tied."""
+    """Every way in which a parameter is cut: vocabularies that x does not divide, fused segments, rowwise, tied.
+
+    A bias stands on the model too, as BERT's does.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.lookup, self.places = nn.Embedding(13, 8), nn.Embedding(5, 8)
         self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
-        self.head = nn.Linear(8, 13, bias=False)
+        self.head = nn.Linear(8, 13)
         self.head.weight = self.lookup.weight
+        self.bias = self.head.bias
         self.register_buffer("scale", torch.randn(3))
         nn.init.normal_(self.norm.weight)
 
@@ -68,6 +72,23 @@ def test_a_plain_models_state_dict_is_loaded_part_by_part(ranks, sizes):
         assert from_plain
         assert from_own
         assert all("size mismatch for lookup.weight" in message for message in messages)
+
+
+def converted() -> tuple[bool, float]:
+    """Of a bias in two places, after a conversion: whether it is still one, and how far its gradient is."""
+    grid, tokens = Grid(x=2), torch.arange(8).view(2, 4)
+    plain, model = Fused(1).double(), parallelize(Fused(1), grid, roles=ROLES).double()
+    plain(tokens).square().sum().backward()
+    model(tokens).square().sum().backward()
+    with torch.no_grad():
+        model.bias.to_local().copy_(model.bias.grad.to_local())
+    return model.bias is model.head.bias, (gather(model.bias) - plain.bias.grad).abs().max().item()
+
+
+def test_a_parameter_that_a_module_without_a_role_holds_too_stays_one(ranks):
+    for is_one, far in ranks(2).run(converted):
+        assert is_one
+        assert far < 1e-6
 
 
 def whole_sizes(sizes: Sizes) -> dict[str, tuple[int, int]]:

@@ -2,6 +2,7 @@
 """The planner's idea of a model against the model itself."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -251,3 +252,24 @@ def test_the_number_of_gpus_that_would_do_is_the_nearest(gpus, nearest):
     architecture, distance = read_architecture("gpt-20b", 64), abs(nearest - gpus)
     nearer = range(gpus - distance + 1, gpus + distance)
     assert all(why_impossible(architecture, grid, 1024) for n in nearer for grid in every_grid(n))
+
+
+@pytest.mark.parametrize("options", [{"micro_batch": 4}, {"shard_sequence": True, "seq_len": 1}, {"batch": 6}], ids=str)
+def test_the_number_of_gpus_that_would_do_does_with_the_same_options(options):
+    """Of every number up to 40, as plans of all numbers say."""
+    model = GPTConfig(layers=1, hidden=24, heads=6, kv_heads=3, vocab=32)
+    works, named = set(), {}
+    for gpus in range(1, 70):
+        try:
+            stretto.plan(model, "dgx-h200", **{"gpus": gpus, "batch": 8, "seq_len": 3} | options)
+            works.add(gpus)
+        except ValueError as error:
+            named[gpus] = int(re.search(r"; (\d+) GPUs would do", str(error))[1])
+    assert {gpus: number for gpus, number in named.items() if gpus < 40} == {
+        gpus: min(works, key=lambda number, gpus=gpus: (abs(number - gpus), -number)) for gpus in named if gpus < 40
+    }
+
+
+def test_where_no_number_of_gpus_would_do_that_is_said():
+    with pytest.raises(ValueError, match=r"a micro-batch of 3 does not divide the 8 .*; no number of GPUs would do"):
+        stretto.plan("gpt-20b", "perlmutter", gpus=8, batch=8, seq_len=64, micro_batch=3)

@@ -4,13 +4,15 @@
 import dataclasses
 import itertools
 import json
+import random
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 import stretto
 from stretto.cli import app
-from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NodeLink
+from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
 from stretto.models import GPTConfig
 from stretto.parallel.layers import linear
 from stretto.planner import compute, cost, predict
@@ -213,6 +215,68 @@ def test_a_dtype_that_was_not_measured_is_named_beside_those_that_were():
     ):
         stretto.plan(CONFIG, probed, gpus=4, batch=16, seq_len=1024, cost="full")
     assert stretto.plan(CONFIG, probed, gpus=4, batch=16, seq_len=1024, cost="full", dtype="fp32")
+
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+TOLD = re.compile(r"([\d.,e+-]+) (s|ms|us) (more|less) for ([a-z ]+?)(?=,|$)")
+
+
+@pytest.mark.parametrize("cost_model", ["paper", "full"])
+def test_a_steps_terms_add_up_to_its_time_and_what_is_told_of_them_to_the_difference(cost_model):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng, told = random.Random(seed), 0
+    for _ in range(12):
+        heads = rng.choice([4, 8, 12])
+        model = GPTConfig(
+            layers=rng.randint(1, 30),
+            hidden=heads * rng.choice([32, 64, 128]),
+            heads=heads,
+            vocab=rng.choice([256, 50304]),
+        )
+        machine = cluster(
+            in_node=NodeLink(bandwidth=rng.choice([10e9, 300e9])),
+            between_nodes=NetworkLink(bandwidth=25e9),
+            nics_per_node=4,
+            overlap_slowdown=rng.choice([None, 0.1, 0.7]),
+        )
+        options = {"gpus": rng.choice([4, 8, 12]), "batch": rng.choice([24, 48]), "seq_len": rng.choice([128, 1024])}
+        plans = stretto.plan(model, machine, cost=cost_model, **options)
+        for plan in plans:
+            assert sum(plan.terms.values()) == pytest.approx(plan.step_time, rel=1e-9)
+            if "slower than" not in plan.why:
+                continue
+            parts = {
+                name: SECONDS[unit] * float(number.replace(",", "")) * (1 if sign == "more" else -1)
+                for number, unit, sign, name in TOLD.findall(plan.why)
+            }
+            rounding = 0.006 * sum(map(abs, parts.values()))  # three digits are told
+            assert sum(parts.values()) == pytest.approx(plan.step_time - plans[0].step_time, abs=rounding), plan.why
+            for name, time in parts.items():
+                if name != "the rest":
+                    assert time == pytest.approx(plan.terms[name] - plans[0].terms[name], rel=0.006), plan.why
+            told += 1
+    assert told > 20
+
+
+def test_whole_steps_are_ranked_unless_the_papers_communication_is_asked_for():
+    options = {"gpus": 4, "batch": 16, "seq_len": 1024}
+    assert stretto.plan(CONFIG, cluster(), **options) == stretto.plan(CONFIG, cluster(), cost="full", **options)
+    arguments = ["plan", "--model=gpt-5b", "--cluster=dgx-h200", "--gpus=8", "--batch=8", "--seq-len=128", "--top=3"]
+    headings = {
+        cost: next(
+            line.split() for line in CliRunner().invoke(app, [*arguments, *cost]).output.splitlines() if "grid " in line
+        )
+        for cost in ((), ("--cost", "paper"))
+    }
+    assert headings[()] == ["grid", "micro", "step", "exposed", "ms:", "x/y/z/data", "memory", "fits"]
+    assert headings["--cost", "paper"] == ["grid", "micro", "communication", "ms:", "x/y/z/data", "memory", "fits"]
+
+
+def test_a_cluster_without_figures_of_computation_is_told_of_the_model_that_needs_none():
+    with pytest.raises(ValueError, match=r"does not say gpu\.peak_flops\.bf16.*--cost paper"):
+        stretto.plan("gpt-5b", "summit", gpus=8, batch=8, seq_len=128)
+    assert stretto.plan("gpt-5b", "summit", gpus=8, batch=8, seq_len=128, cost="paper")
 
 
 def test_a_figure_so_small_that_times_have_no_number_is_refused(tmp_path):

@@ -50,6 +50,7 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
         batch=workload["batch"],
         seq_len=workload["seq_len"],
         micro_batch=workload["batch"] // (grid["data"] * grid["z"]),
+        cost="paper",
         checkpoint_activations=False,
         keep_gathered=True,
     )
@@ -59,7 +60,7 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
 
 def plan_of(grid: dict[str, int], cluster: stretto.Cluster = H200X4, **options: object) -> stretto.planner.GridPlan:
     config = GPTConfig(layers=24, hidden=4096, heads=32, vocab=50304, bias=False, norm="rmsnorm", positions="rotary")
-    plans = stretto.plan(config, cluster, **{"gpus": 4, "batch": 8, "seq_len": 2048} | options)
+    plans = stretto.plan(config, cluster, **{"gpus": 4, "batch": 8, "seq_len": 2048, "cost": "paper"} | options)
     return next(plan for plan in plans if plan.grid == {"data": 1, "x": 1, "y": 1, "z": 1} | grid)
 
 
@@ -149,7 +150,14 @@ def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_
         in_node=stretto.cluster.NodeLink(bandwidth=100e9),
     )
     plans = stretto.plan(
-        "gpt-5b", small, gpus=4, batch=8, seq_len=2048, checkpoint_activations=False, keep_gathered=True
+        "gpt-5b",
+        small,
+        gpus=4,
+        batch=8,
+        seq_len=2048,
+        cost="paper",
+        checkpoint_activations=False,
+        keep_gathered=True,
     )
     assert not any(plan.fits for plan in plans)
     for plan in plans:
@@ -157,7 +165,7 @@ def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_
             assert sum(plan.memory.values()) > 0.9 * 24e9
             assert "does not fit" in plan.why
             assert "activation checkpointing" in plan.why
-    remedied = stretto.plan("gpt-5b", small, gpus=4, batch=8, seq_len=2048, keep_gathered=False)
+    remedied = stretto.plan("gpt-5b", small, gpus=4, batch=8, seq_len=2048, keep_gathered=False, cost="paper")
     assert remedied[0].fits
     assert remedied[0].checkpoint_activations
 
@@ -172,7 +180,7 @@ def test_states_that_do_not_fit_by_themselves_want_more_of_the_axes_that_cut_the
         )
         return next(
             plan.why
-            for plan in stretto.plan("gpt-5b", machine, gpus=4, batch=8, seq_len=2048)
+            for plan in stretto.plan("gpt-5b", machine, gpus=4, batch=8, seq_len=2048, cost="paper")
             if all(plan.grid[axis] == size for axis, size in grid.items())
         )
 

@@ -269,7 +269,7 @@ def test_without_a_cost_the_command_prints_the_same_keys():
 
 def test_a_narrow_terminal_cuts_no_figure_short(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    result = stretto_plan("gpt-640b", "perlmutter", 512, 1024, "--top=60")
+    result = stretto_plan("gpt-640b", "perlmutter", 512, 1024, "--cost=paper", "--top=60")
     assert result.exit_code == 0, result.output
     assert "…" not in result.stdout
     assert "e+" not in result.stdout

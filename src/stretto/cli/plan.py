@@ -32,10 +32,8 @@ def plan(
     seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
     cost: Annotated[
         str,
-        typer.Option(
-            help="paper: the linears' collectives (Singh, equations 5.1 to 5.7). full: computation, latency, overlap."
-        ),
-    ] = "paper",
+        typer.Option(help="full: whole steps. paper: the linears' collectives alone (Singh, equations 5.1 to 5.7)."),
+    ] = "full",
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: the configuration's, or bf16).")
     ] = None,
@@ -48,13 +46,13 @@ def plan(
         bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: searched).")
     ] = None,
     shard_sequence: Annotated[
-        bool, typer.Option("--shard-sequence", help="For --cost full: try train.shard_sequence too, where x > 1.")
+        bool, typer.Option("--shard-sequence", help="Try train.shard_sequence too, where x > 1.")
     ] = False,
     accumulate_unsharded: Annotated[
         bool | None,
         typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or not)."),
     ] = None,
-    overlap: Annotated[bool, typer.Option(help="For --cost full: collectives are hidden where they can be.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Collectives are hidden where they can be.")] = True,
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 15,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +61,7 @@ def plan(
     Needs no GPU. For example:
 
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
-    - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4 --cost full
+    - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4
     """
     with refusing_bad_input(as_json=as_json):
         given: dict[str, Any] = {
@@ -157,7 +155,8 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     console = Console()
-    for heading in ("", "grid", "micro", "step", f"exposed ms: {'/'.join(INNER_TO_OUTER)}", "memory", "fits"):
+    time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
+    for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(INNER_TO_OUTER)}", "memory", "fits"):
         table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
     for place, plan in enumerate(plans[:top], start=1):
         exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in INNER_TO_OUTER)
@@ -183,7 +182,7 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     if any(plan.shard_sequence for plan in plans[:top]):
         console.print("+ with train.shard_sequence", highlight=False)
     if cost == "paper":
-        console.print("Step: communication alone; --cost full predicts whole steps.", highlight=False)
+        console.print("communication: of the linears, as the paper counts it, nothing hidden", highlight=False)
     for place, plan in enumerate(plans[:top], start=1):
         console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
     for note in plans[0].notes:

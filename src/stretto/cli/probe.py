@@ -23,7 +23,7 @@ def probe(
     seq_len: Annotated[int, typer.Option(help="Its tokens a sequence.")] = 2048,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine's links and matrix products into a cluster file, for `stretto plan --cost full`.
+    """Measure this machine's links and matrix products into a cluster file, for `stretto plan`.
 
     Every group of ranks that a grid can make inside the node, with small and large messages, all groups at once; a
     table of matrix products; attention; memory. On GPUs over NCCL, without them over gloo between processes.
@@ -52,4 +52,4 @@ def probe(
         print_json(asdict(cluster) | {"sources": dict(cluster.sources), "out": out})
     else:
         print(cluster.describe())
-        print(f"written to {out}: stretto plan --cluster {out} --cost full ...")
+        print(f"written to {out}: stretto plan --cluster {out} ...")

@@ -2,11 +2,11 @@
 """`parallelize`: shards an nn.Module over a grid, in place, under its own names; and `checkpoint_activations`."""
 
 import dataclasses
+import functools
 import inspect
 import re
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -24,9 +24,9 @@ from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import ParallelLinear
-from stretto.parallel.layers.loss import ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.replicated import keep_whole
-from stretto.parallel.layers.sharded_module import refuse_copies
+from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
@@ -39,7 +39,7 @@ def parallelize(
     grid: Grid,
     *,
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
-    local_attributes: Mapping[str, str] | None = None,
+    local_attributes: Mapping[str, str | None] | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     sharded_loss: bool = True,
@@ -57,7 +57,7 @@ def parallelize(
     roles: name patterns ("*" is one part of a dotted name) to roles (`stretto.parallel.Role`), for models that do not
         give their submodules' roles themselves.
     local_attributes: patterns of integer attributes that count what one rank holds ("h.*.attn.n_head"), to the axis
-        that divides them.
+        that divides them, or to None: they keep the whole model's number.
     dtype: of activations, and of weights and partial sums as they are sent (None: the parameters'). Parameters keep
         theirs: fp32 parameters with dtype=torch.bfloat16 are master weights.
     reduce_dtype: of weight gradients as they are sent (None: as computed, in `dtype`).
@@ -78,8 +78,8 @@ def parallelize(
     accumulate_unsharded: with `no_sync`, add up weights' gradients whole and reduce-scatter them over z once a step,
         with the last micro-batch (True), in place of once a micro-batch (default), which keeps shards alone.
 
-    Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
-    hold different weights; the model is then as it was.
+    Raises ValueError when nothing says what a submodule is or whether an integer counts what one rank holds, when an
+    axis does not divide what it must, and when ranks hold different weights; the model is then as it was.
     """
     if hasattr(model, "gradient_reducer"):
         raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
@@ -100,11 +100,14 @@ def parallelize(
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
+    shared = builder.shared_places(plan)
     replicated = builder.build_replicated(plan)
     buffers = builder.buffers()
     attributes = _local_attributes(model, plan, grid)
     for name, module in built.items():
         _replace(model, name, module)
+    for owner, key, parameter in shared:
+        place_shared(owner, key, parameter)
     for part in plan.replicated:
         parameters = {name: replicated[name] for name in part.parameters}
         keep_whole(model, part, parameters, precision=precision, gradients=builder.gradient_reducer)
@@ -132,7 +135,7 @@ def validate(
     sizes: Mapping[str, int],
     *,
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
-    local_attributes: Mapping[str, str] | None = None,
+    local_attributes: Mapping[str, str | None] | None = None,
 ) -> None:
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
     validate_plan(model, read_plan(model, roles, local_attributes), sizes)
@@ -151,7 +154,7 @@ def checkpoint_activations(model: nn.Module) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         return
     for block in _find_blocks(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _find_blocks(model: nn.Module) -> nn.ModuleList:
@@ -169,6 +172,8 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
     """The value of each local attribute on this rank; a module under several names is listed once."""
     found = {}
     for name, axis in plan.local_attributes.items():
+        if axis is None:
+            continue
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
         found[id(module), attribute] = (module, attribute, getattr(module, attribute) // grid.size(axis))
@@ -221,6 +226,9 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
     loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
     if huggingface.is_pretrained_model(model):
         loss = huggingface.install_loss(model, loss)
+        if grid.size(LOSS) > 1 and huggingface.computes_masked_loss(model):
+            _take_means_over_batch(model, grid)
+            return
         is_sharded = is_sharded and huggingface.calls_loss_function(model)
         if grid.size(LOSS) > 1:
             _refuse_losses_of_one_rank(model, loss)
@@ -234,6 +242,18 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
     target = next((name for name in _TARGETS if name in signature.parameters), None)
     if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
         _defer_loss(model, head, signature, target)
+
+
+def _take_means_over_batch(model: nn.Module, grid: Grid) -> None:
+    """Have the cross-entropy that a model's own code computes be the mean over the global batch."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def forward_with_means(*args: Any, **kwargs: Any) -> Any:
+        with MeansOverBatch(grid):
+            return forward(*args, **kwargs)
+
+    model.forward = torch.compiler.disable(forward_with_means, recursive=False)
 
 
 def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:

@@ -29,9 +29,9 @@ from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.precision import Precision
+from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import norm_kind
 from stretto.parallel.roles.plan import ParameterSharding, Role, ShardingPlan, linear_axes, sharding_of
-from stretto.parallel.roles.validation import is_conv1d
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
@@ -92,6 +92,16 @@ class Builder:
             made[name] = self._parameter(owner.get_parameter(key), getattr(source, key), REPLICATED)
         return made
 
+    def shared_places(self, plan: ShardingPlan) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Where a module without a role holds a parameter of `build_all`, under which name, and that parameter."""
+        return [
+            (module, key, self._made[id(parameter)])
+            for name, module in self.model.named_modules()
+            if name not in plan.roles
+            for key, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in self._made
+        ]
+
     def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         match role.role:
             case "colwise" | "rowwise" | "head":
@@ -109,7 +119,7 @@ class Builder:
     def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         grid, source = self.grid, self._initializer.real(name, module)
         output_axis, input_axis = linear_axes(role)
-        is_transposed = is_conv1d(module)
+        is_transposed = huggingface.is_conv1d(module)
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
         rows = sharding.splits[0] if not is_transposed else sharding.splits[1]
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient

@@ -16,6 +16,13 @@ from stretto.planner.layers import Linear
 KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data")
 Rates = Mapping[str, float | None]  # bytes/s, by axis
 AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data"), strict=True))
+MEANINGS = {
+    "all_gather_z": "gathering weights over z",
+    "reduce_scatter_z": "scattering weight gradients over z",
+    "all_reduce_y": "sums over y",
+    "all_reduce_x": "sums over x",
+    "all_reduce_data": "summing gradients over data",
+}
 GROUP_OF = AXIS_OF | {"all_reduce_data": REPLICAS}  # an axis, or a group over several
 
 

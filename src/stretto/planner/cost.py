@@ -18,6 +18,7 @@ from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.planner.communication import (
     AXIS_OF,
     KINDS,
+    MEANINGS,
     LinearTraffic,
     Rates,
     Volume,
@@ -40,13 +41,20 @@ BETWEEN_NODES_LATENCY = 6e-6
 
 @dataclass(frozen=True)
 class Cost:
-    """A step's predicted seconds. `communication` is all of it; `exposed`, by axis, what computation does not hide."""
+    """A step's predicted seconds. `communication` is all of it; `exposed`, by axis, what computation does not hide.
 
-    step_time: float
+    `terms` are the parts of the step by name: their sum is its time, and explanations compare them one by one.
+    """
+
+    terms: Mapping[str, float]
     bandwidth: Mapping[str, float | None]
     communication: Volume
     exposed: Mapping[str, float]
     compute: Compute | None = field(default=None)
+
+    @property
+    def step_time(self) -> float:
+        return sum(self.terms.values())
 
 
 def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost:
@@ -58,7 +66,8 @@ def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost
     gathers = 1 if config.options.keep_gathered else 2
     volume = linears_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates, grid)
-    return Cost(times.total, rates, times, _by_axis(times.by_name()))
+    terms = {name: getattr(times, kind) for kind, name in MEANINGS.items()}
+    return Cost(terms, rates, times, _by_axis(times.by_name()))
 
 
 def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device, rates: Rates) -> Cost:
@@ -69,13 +78,14 @@ def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, devi
     work = compute(workload, config, device)
     step = _Step(workload, config, cluster, work, rates)
     communication = step.communication()
-    exposed = (
+    exposed = _by_axis(
         step.exposed() if config.options.overlap.hides_any else {kind: getattr(communication, kind) for kind in KINDS}
     )
-    waiting = sum(exposed.values())
     slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
-    beside = slowdown * (communication.total - waiting)
-    return Cost(work.total + waiting + beside, step.rates, communication, _by_axis(exposed), work)
+    terms = {"computation": work.total}
+    terms |= {f"exposed communication over {axis}": time for axis, time in exposed.items()}
+    terms["slower computation beside communication"] = slowdown * (communication.total - sum(exposed.values()))
+    return Cost(terms, step.rates, communication, exposed, work)
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,11 @@
 from collections.abc import Mapping
 
 from stretto.cluster import Cluster
-from stretto.planner.communication import AXIS_OF, KINDS
+from stretto.planner.communication import AXIS_OF, KINDS, MEANINGS
 from stretto.planner.cost import Cost
 from stretto.planner.workload import StepConfig
 
-_NAMES = {
-    "all_gather_z": "gathering weights over z",
-    "reduce_scatter_z": "scattering weight gradients over z",
-    "all_reduce_y": "sums over y",
-    "all_reduce_x": "sums over x",
-    "all_reduce_data": "summing gradients over data",
-}
+_NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are told together
 
 
 def explain(
@@ -35,7 +29,7 @@ def explain(
     slower = cost.step_time / best_cost.step_time - 1 if best_cost.step_time else 0.0
     if slower < 5e-4:
         return f"as fast as the first, {best.grid}, but it needs more memory or computes more twice"
-    return f"{slower:.1%} slower than {best.grid}: {_largest_loss(cost, best_cost)}"
+    return f"{slower:.1%} slower than {best.grid}: {_differences(cost, best_cost)}"
 
 
 def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
@@ -52,23 +46,20 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
     axis = AXIS_OF[most]
     inside = config.grid.preceding(axis) * config.grid[axis] <= cluster.gpus_per_node
     return (
-        f"the fastest that fits{how}; what takes longest to send is {_NAMES[most]}, "
+        f"the fastest that fits{how}; what takes longest to send is {MEANINGS[most]}, "
         f"{'inside' if inside else 'across'} nodes ({_seconds(sent[most])})"
     )
 
 
-def _largest_loss(cost: Cost, best: Cost) -> str:
-    """The part of the step in which most of the difference lies."""
-    losses = {f"exposed communication over {axis}": cost.exposed[axis] - best.exposed[axis] for axis in cost.exposed}
-    if cost.compute is None or best.compute is None:  # the paper's model has nothing but communication
-        losses = {_NAMES[kind]: getattr(cost.communication, kind) - getattr(best.communication, kind) for kind in KINDS}
-    else:
-        losses["computation"] = cost.compute.total - best.compute.total
-        losses["what computes beside communication"] = (cost.communication.total - sum(cost.exposed.values())) - (
-            best.communication.total - sum(best.exposed.values())
-        )
-    name = max(losses, key=lambda part: losses[part])
-    return f"{_seconds(losses[name])} more for {name}"
+def _differences(cost: Cost, best: Cost) -> str:
+    """What is longer and what is shorter than in the best step, the largest first: together, the times' difference."""
+    by_name = {name: cost.terms[name] - best.terms[name] for name in cost.terms}
+    largest = max(map(abs, by_name.values()))
+    told = {name: time for name, time in by_name.items() if abs(time) > _NEGLIGIBLE * largest}
+    order = sorted(told, key=lambda name: -told[name])
+    rest = sum(by_name.values()) - sum(told.values())
+    parts = [(told[name], name) for name in order] + [(rest, "the rest")] * (abs(rest) > 1e-12 * largest)
+    return ", ".join(f"{_seconds(abs(time))} {'more' if time > 0 else 'less'} for {name}" for time, name in parts)
 
 
 def _does_not_fit(config: StepConfig, memory: Mapping[str, float], needed: float, limit: float) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches for the fastest grid: `plan` ranks and explains every grid with its best options. Needs no GPU."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +16,11 @@ from stretto.planner.communication import Rates, bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
-from stretto.planner.grids import every_grid, why_impossible
+from stretto.planner.grids import divisors, every_grid, why_impossible
 from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
 from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
 MAX_GPUS = 1 << 20
-_NEAR_GPUS = 256  # from the asked number: all these are tried, and powers of two farther away
 CostModel = Literal["paper", "full"]
 
 
@@ -28,7 +28,8 @@ CostModel = Literal["paper", "full"]
 class GridPlan:
     """One grid, how to run it, and what that is predicted to take.
 
-    `bandwidth` is bytes/s by axis, `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs
+    `terms` are the step's parts by name, in seconds: their sum is `step_time`. `bandwidth` is bytes/s by axis,
+    `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs
     most, by component at the peak: their sum is the peak. `why` says why it is not the first, or not possible. `notes`,
     of the model and so the same for every plan, say what `parallelize` has against it, and what is taken for granted.
     """
@@ -43,6 +44,7 @@ class GridPlan:
     exposed: Mapping[str, float]
     compute_time: float | None
     step_time: float
+    terms: Mapping[str, float]
     memory: Mapping[str, float]
     fits: bool
     is_possible: bool
@@ -64,11 +66,11 @@ class SearchKeywords(TypedDict, total=False):
 
     checkpoint_activations, keep_gathered: fixed where given; searched where not or None (the paper's model keeps
         weights gathered: Algorithm 3).
-    shard_sequence: for cost="full": `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try it
-        beside what is usual.
-    overlaps: for cost="full": whether collectives are hidden (`parallelize(overlap=...)`; default: True).
-    accumulate_unsharded: `parallelize(accumulate_unsharded=True)` (default: False), whose memory and, for cost="full",
-        time are counted where there are several micro-batches.
+    shard_sequence: of the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try
+        it beside what is usual.
+    overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
+    accumulate_unsharded: `parallelize(accumulate_unsharded=True)` (default: False), whose memory and, of the full
+        model, time are counted where there are several micro-batches.
     """
 
     checkpoint_activations: bool | None
@@ -154,7 +156,7 @@ def plan(
     gpus: int | None = None,
     batch: int,
     seq_len: int,
-    cost: CostModel = "paper",
+    cost: CostModel = "full",
     dtype: Dtype = "bf16",
     optimizer: Literal["adamw", "sgd"] = "adamw",
     micro_batch: int | None = None,
@@ -164,8 +166,8 @@ def plan(
 
     model: a name (gpt-5b, say), a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
     gpus: ranks (default: the whole cluster). batch: global, in sequences of seq_len tokens.
-    cost: "paper" counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
-        "full" adds computation, start-up latency, embedding, head and norms, and what overlap hides.
+    cost: "full" predicts whole steps: computation and communication, with latency and what overlap hides. "paper"
+        counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: fixed where given, otherwise searched.
     search: checkpoint_activations, keep_gathered, shard_sequence and overlaps (`SearchKeywords`).
 
@@ -178,15 +180,19 @@ def plan(
     _check_cost(cost)
     ranks = _check_gpus(machine, gpus)
     micro_batch = None if micro_batch is None else _check_micro_batch(micro_batch, batch)
-    device = Device(machine, dtype) if cost == "full" else None
+    try:
+        device = Device(machine, dtype) if cost == "full" else None
+    except ValueError as error:
+        raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
     limit = USABLE * machine.require("gpu.memory")
     space = _SearchSpace(**search)
     _check_sharding(space.shard_sequence is not False, architecture, cost)
 
     grids = [(grid, why_impossible(architecture, grid, batch)) for grid in every_grid(ranks)]
+    most, shards = machine.gpus or MAX_GPUS, space.shard_sequence is True
     if all(impossible for _, impossible in grids):
         reasons = [impossible for _, impossible in grids]
-        raise ValueError(_nothing_possible(architecture, ranks, batch, reasons, machine.gpus or MAX_GPUS))
+        raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards))
     candidates = []
     for grid, impossible in grids:
         configs = [StepConfig(grid, 1, options) for options in space.list_options(grid, cost)]
@@ -198,7 +204,7 @@ def plan(
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
         reasons = [candidate.impossible for candidate in candidates]
-        raise ValueError(_nothing_possible(architecture, ranks, batch, reasons, machine.gpus or MAX_GPUS))
+        raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards))
     notes = _notes(workload)
     return [_to_plan(candidate, candidates[0], machine, limit, notes) for candidate in candidates]
 
@@ -319,6 +325,7 @@ def _to_plan(
         exposed=cost.exposed,
         compute_time=None if cost.compute is None else _rounded(cost.compute.total),
         step_time=_rounded(cost.step_time),
+        terms=cost.terms,
         memory=candidate.memory,
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
@@ -361,13 +368,31 @@ def _check_micro_batch(micro_batch: int, batch: int) -> int:
 
 
 def _nothing_possible(
-    model: Architecture, ranks: int, batch: int, reasons: Sequence[str | None], most: int = MAX_GPUS
+    workload: StepWorkload,
+    ranks: int,
+    reasons: Sequence[str | None],
+    most: int,
+    micro_batch: int | None,
+    shards: bool,
 ) -> str:
-    """Why no grid can hold the model, and which number of GPUs near `ranks`, up to `most`, would do."""
+    """Why no grid of `ranks` can hold the model, and the nearest number of GPUs, up to `most`, that would do."""
     first = "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3])
-    reach = _NEAR_GPUS if ranks <= 1 << 13 else _NEAR_GPUS // 16  # a large number has thousands of grids
-    powers = {1 << exponent for exponent in range(most.bit_length())}
-    near = powers | {*range(max(1, ranks - reach), ranks + reach + 1)}
-    others = sorted((each for each in near - {ranks} if each <= most), key=lambda each: (abs(each - ranks), -each))
-    nearest = next((n for n in others if any(not why_impossible(model, grid, batch) for grid in every_grid(n))), 1)
-    return f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {first}; {nearest} GPUs would do"
+    near = [n for n in _possible_numbers(workload, micro_batch, shards) if n <= most]
+    nearest = min(near, key=lambda n: (abs(n - ranks), -n), default=None)
+    return (
+        f"no grid of {ranks} GPUs can hold {workload.model.name} with a batch of {workload.batch}: {first}; "
+        f"{'no number of' if nearest is None else nearest} GPUs would do"
+    )
+
+
+def _possible_numbers(workload: StepWorkload, micro_batch: int | None, shards: bool) -> set[int]:
+    """Every number of GPUs that some grid can be made of: with z=1, for data parts the batch without further rules."""
+    model, batch = workload.model, workload.batch
+    parts = [n for n in divisors(batch) if micro_batch is None or batch // n % micro_batch == 0]
+    cut_by_x = math.gcd(*(linear.inputs if linear.is_rowwise else linear.units for linear in model.linears))
+    numbers: set[int] = set()
+    for x, y in itertools.product(divisors(cut_by_x), divisors(model.hidden)):
+        if why_impossible(model, GridSizes(x=x, y=y), batch) is None:
+            tokens = {n: (micro_batch or batch // n) * workload.seq_len for n in parts}
+            numbers |= {x * y * n for n in parts if not shards or tokens[n] % x == 0}
+    return numbers

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel.layers.loss import MeansOverBatch
 from tests.parallel.hugging_face import VOCAB, Fp32IsFp64
 from tests.parallel.training import IGNORED, distance, my_rows
 
@@ -123,6 +124,27 @@ def test_a_loss_that_stretto_does_not_know_is_refused_where_ranks_have_parts_of_
 def test_a_loss_that_stretto_does_not_know_is_refused_in_a_tuple_too(ranks):
     for refusal in ranks(2).run(refusal_of, {"data": 2}, "token classification", return_dict=False):
         assert "from this rank's rows alone" in refusal
+
+
+def means() -> tuple[float, float, list[str]]:
+    """A mean over this rank's rows, the one that it becomes, and what is said to cross-entropies of other kinds."""
+    grid, generator = Grid(z=2), torch.Generator().manual_seed(SEED)
+    logits, labels = torch.randn(4, 6, generator=generator), torch.tensor([1, -100, 5, 0])
+    rows = my_rows(grid, 4)
+    refusals = []
+    with MeansOverBatch(grid):
+        mean = F.cross_entropy(logits[rows], labels[rows]).item()
+        for change in ({"weight": torch.ones(6)}, {"label_smoothing": 0.1}, {"reduction": "sum"}):
+            with pytest.raises(ValueError) as caught:
+                F.cross_entropy(logits[rows], labels[rows], **change)
+            refusals.append(str(caught.value))
+    return F.cross_entropy(logits, labels).item(), mean, refusals
+
+
+def test_the_mean_that_a_models_own_code_takes_is_one_over_the_batch_or_refused(ranks):
+    for expected, mean, refusals in ranks(2).run(means):
+        assert mean == pytest.approx(expected, rel=1e-6)
+        assert all("mean_over_batch" in refusal for refusal in refusals)
 
 
 def replaced_afterwards() -> str:

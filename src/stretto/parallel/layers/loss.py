@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language-model head and its cross-entropy, with the vocabulary over x: whole logits are never materialized."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from stretto.axes import LOSS
 from stretto.execution import LOGITS_SLICE
@@ -180,6 +182,40 @@ def is_mean_over_batch(loss: Tensor) -> bool:
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
     return False
+
+
+class MeansOverBatch(TorchFunctionMode):
+    """Takes the mean over the global batch wherever Python code asks for the mean cross-entropy of this rank's rows.
+
+    For models whose own code computes a loss from whole logits. Raises ValueError for targets that are not class
+    indices, class weights, smoothed labels and other reductions.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        self.grid = grid
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.cross_entropy:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(F.cross_entropy).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        options = given.arguments
+        targets = options["target"]
+        if (
+            options["weight"] is not None
+            or options["label_smoothing"]
+            or options["reduction"] != "mean"
+            or targets.is_floating_point()
+        ):
+            raise ValueError(
+                "this model's own code computes a cross-entropy with class weights, smoothed labels, targets that are "
+                "no indices, or no mean, which Stretto cannot take over the global batch: call it without labels, and "
+                "use stretto.parallel.mean_over_batch"
+            )
+        options["reduction"] = "sum"
+        count = (targets != options["ignore_index"]).sum()
+        return mean_over_batch(func(*given.args, **given.kwargs), count, self.grid)
 
 
 class ParallelLoss(nn.Module):

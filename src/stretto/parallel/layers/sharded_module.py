@@ -100,6 +100,30 @@ def _refuse_copy(_protocol: object = None) -> NoReturn:
     )
 
 
+def place_shared(owner: nn.Module, key: str, parameter: nn.Parameter) -> None:
+    """Let a plain module hold, beside the `ShardedModule` whose it is, a sharded parameter under the name `key`.
+
+    The other module converts it, and state dicts may be whole. Code that computes with it here fails in torch, which
+    does not mix a DTensor with plain tensors.
+    """
+    owner._parameters[key] = parameter
+    convert = owner._apply
+
+    def convert_others(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        owner._parameters[key] = None
+        try:
+            convert(fn, recurse)
+        finally:
+            owner._parameters[key] = parameter
+        return owner
+
+    def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        state_dict |= whole_as_shards(state_dict, prefix, local_metadata, {key: parameter})
+
+    owner._apply = convert_others  # type: ignore[method-assign]
+    owner.register_load_state_dict_pre_hook(load)
+
+
 def note_features(y: Tensor, axis: str) -> Tensor:
     """Note on an output over which axis its features are split, for `check_features` of the next module."""
     if not torch.compiler.is_compiling():

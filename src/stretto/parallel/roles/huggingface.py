@@ -40,6 +40,11 @@ def is_pretrained_model(model: nn.Module) -> bool:
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D: a linear that stores [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
 def _base(model: nn.Module) -> tuple[nn.Module, str]:
     """The model without its head, and its name within the whole (with a dot)."""
     prefix = getattr(model, "base_model_prefix", "")
@@ -80,7 +85,8 @@ def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], d
     inputs = None
     with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
         inputs = model.get_input_embeddings()  # type: ignore[operator]
-    if inputs is not None and (roles or known):
+    # A model of images gives the module that makes patches, whose role is the user's to say.
+    if isinstance(inputs, nn.Embedding) and (roles or known):
         modules = dict(model.named_modules(remove_duplicate=False))
         named |= {name: "embedding" for name, module in modules.items() if module is inputs}
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
@@ -90,7 +96,7 @@ def _roles_of_tp_plan(
     base: nn.Module, prefix: str, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> dict[str, Any]:
     roles: dict[str, Any] = {}
-    places = {pattern: [name for name in modules if _wildcard(name) == pattern] for pattern in tp_plan}
+    places = {pattern: [name for name in modules if wildcard(name) == pattern] for pattern in tp_plan}
     if refusal := refusal_of_style(type(base).__name__, prefix, {at: tp_plan[at] for at in tp_plan if places[at]}):
         raise ValueError(refusal)
     for pattern, names in places.items():
@@ -99,7 +105,8 @@ def _roles_of_tp_plan(
     return roles
 
 
-def _wildcard(name: str) -> str:
+def wildcard(name: str) -> str:
+    """The pattern that stands for a submodule's name in every layer: "h.*.attn" for "h.0.attn"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -260,6 +267,14 @@ def calls_loss_function(model: nn.Module) -> bool:
     """Whether the model's forward computes its loss by `loss_function`, not by code of its own."""
     forward = inspect.unwrap(type(model).forward)
     return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
+
+
+def computes_masked_loss(model: nn.Module) -> bool:
+    """Whether this is one of transformers' masked language models whose own code computes the loss, as BERT's does."""
+    kind = type(model)
+    forward = inspect.unwrap(kind.forward)
+    is_theirs = kind.__module__.startswith("transformers.") and kind.__name__.endswith("ForMaskedLM")
+    return is_theirs and inspect.isfunction(forward) and "CrossEntropyLoss" in forward.__code__.co_names
 
 
 def refusal_of_loss(model: nn.Module) -> str:

@@ -87,11 +87,16 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds."""
+    """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds.
+
+    `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is.
+    `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
+    """
 
     roles: dict[str, Role]
-    local_attributes: dict[str, str]
+    local_attributes: dict[str, str | None]
     replicated: tuple["Replicated", ...] = ()
+    of_own_plan: frozenset[str] = frozenset()
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
@@ -100,7 +105,7 @@ class ShardingPlan:
 def read_plan(
     model: nn.Module,
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
-    local_attributes: Mapping[str, str] | None,
+    local_attributes: Mapping[str, str | None] | None,
 ) -> ShardingPlan:
     """Find each submodule's role by matching patterns with its name: the user's patterns first, then the model's.
 
@@ -118,15 +123,22 @@ def read_plan(
             raise ValueError(f"no submodule is named {pattern!r}{did_you_mean(pattern, modules)}")
         found.update(dict.fromkeys(names, Role.parse(value)))
     own, own_attributes = _own_plan(model, found)
+    of_own_plan: set[str] = set()
     for pattern, value in own.items():
         for name in _matching(pattern, modules):
-            found.setdefault(name, Role.parse(value))
+            if name not in found:
+                found[name] = Role.parse(value)
+                of_own_plan.add(name)
     for name, role in huggingface.norms_beside(model, found).items():
         found.setdefault(name, Role(role))
-    attributes: dict[str, str] = {}
+    attributes: dict[str, str | None] = {}
     for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
         owner, _, attribute = pattern.rpartition(".")
-        names = [f"{name}.{attribute}" for name in _matching(owner, modules) if hasattr(modules[name], attribute)]
+        names = [
+            f"{name}.{attribute}".removeprefix(".")
+            for name in _matching(owner, modules)
+            if hasattr(modules[name], attribute)
+        ]
         if not names and pattern in (local_attributes or {}):
             raise ValueError(f"no submodule has the attribute {pattern!r}")
         attributes.update(dict.fromkeys(names, axis))
@@ -134,7 +146,9 @@ def read_plan(
     found = {name: role for name, role in found.items() if name not in replicated}
     parts = _replicated_parts(replicated, modules, own_parameters, found)
     _refuse_unknown(model, found, replicated)
-    return ShardingPlan({name: found[name] for name in modules if name in found}, attributes, parts)
+    return ShardingPlan(
+        {name: found[name] for name in modules if name in found}, attributes, parts, frozenset(of_own_plan)
+    )
 
 
 def _replicated_parts(
@@ -175,9 +189,14 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], replicated: Collection[str]) -> None:
     unknown = []
+    of_roles = {id(parameter) for name in found for parameter in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules(remove_duplicate=False):
         is_whole = any(part in replicated for part in _from_inside(name))
-        names = [f"{name}.{key}".removeprefix(".") for key, _ in module.named_parameters(recurse=False)]
+        names = [  # a parameter that is another module's too, which has a role, is sharded as it is there
+            f"{name}.{key}".removeprefix(".")
+            for key, parameter in module.named_parameters(recurse=False)
+            if name in found or id(parameter) not in of_roles
+        ]
         owns = not is_whole and any(own not in replicated for own in names)
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())

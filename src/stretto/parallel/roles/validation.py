@@ -10,11 +10,7 @@ from stretto.axes import LOSS, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import check_loss, norm_kind
 from stretto.parallel.roles.plan import Role, ShardingPlan, sharding_of
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D: a linear that stores [in, out]."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
 
 def check_divides(count: int, size: int, axis: str, where: str, what: str) -> None:
@@ -52,11 +48,14 @@ def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]
     for name, axis in plan.local_attributes.items():
         owner, _, attribute = name.rpartition(".")
         value = getattr(modules[owner], attribute)
+        if axis is None:
+            continue
         if axis not in sizes:
             raise ValueError(f"{axis!r} is not an axis of a grid; the axes are {', '.join(sizes)}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{name} is {value!r}: only whole numbers can be divided over an axis")
         check_divides(value, sizes[axis], axis, owner, attribute)
+    refuse_unnamed_counts(modules, plan, sizes)
 
 
 def check_takes_sharded_sequence(model: nn.Module) -> None:
@@ -159,7 +158,7 @@ def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
                 "logits. Give that role too, or compute the loss with stretto.parallel.mean_over_batch"
             )
         head: Any = modules[heads[0]]
-        check_loss(modules[name], name, head.weight.shape[1 if is_conv1d(head) else 0])
+        check_loss(modules[name], name, head.weight.shape[1 if huggingface.is_conv1d(head) else 0])
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
@@ -177,7 +176,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: M
         if role.role == "loss":
             continue
         for part, parameter in module.named_parameters(recurse=False):
-            cut = sharding_of(role, part, is_transposed=is_conv1d(module)).on(sizes)
+            cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes)
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
             if cut != first_cut:
                 raise ValueError(
@@ -187,10 +186,10 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: M
 
 
 def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
-    if not is_conv1d(module):
+    if not huggingface.is_conv1d(module):
         _expect(name, module, role, nn.Linear)
     shape: Any = module.weight.shape
-    outputs, inputs = (shape[1], shape[0]) if is_conv1d(module) else (shape[0], shape[1])
+    outputs, inputs = (shape[1], shape[0]) if huggingface.is_conv1d(module) else (shape[0], shape[1])
     output_axis, input_axis = ("y", "x") if role.role == "rowwise" else ("x", "y")
 
     def named(count: int, what: str) -> str:
@@ -208,7 +207,7 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
     what = role.unit_name if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
     check_divides(units, sizes[output_axis], output_axis, name, what)
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
-    is_by_input = is_conv1d(module)
+    is_by_input = huggingface.is_conv1d(module)
     axis = input_axis if is_by_input else output_axis
     rows = (inputs if is_by_input else outputs) // sizes[axis]
     check_divides(rows, sizes["z"], "z", f"{name} (its rows, of which each {axis} rank has {rows})", "weight rows")
