@@ -75,6 +75,10 @@ BOTH = {"first": "colwise", "second": "rowwise"}
         ({"first": "colwise", "second": "rowise"}, r"'rowise' is not a role; did you mean 'rowwise'\?"),
         ({"first": {"role": "colwise", "segment": 3}, "second": "rowwise"}, r"no option 'segment'.*'segments'"),
         ({"first": {"role": "colwise", "segments": 0}, "second": "rowwise"}, r"segments is 0"),
+        ({"first": {"role": ["colwise"]}, "second": "rowwise"}, r"role is \['colwise'\], but must be text"),
+        ({"first": {"role": "colwise", "unit_name": 3}, "second": "rowwise"}, r"unit_name is 3"),
+        ({0: "colwise", "second": "rowwise"}, r"roles is \{0: 'colwise'.*mapping from patterns of names"),
+        (["first", "second"], r"roles is \['first', 'second'\], but must be a mapping"),
         ({"first": "embedding", "second": "rowwise"}, r"first is a Linear.*takes exactly Embedding"),
         ({"first": "norm", "second": "rowwise"}, r"first \(Linear\) is not a LayerNorm or RMSNorm"),
     ],
@@ -96,6 +100,8 @@ def test_a_subclass_of_linear_is_refused_because_it_may_compute_something_else()
     [
         ({"n_head": "x"}, "no submodule has the attribute 'n_head'"),
         ({"n_heads": "w"}, "'w' is not an axis"),
+        ({"n_heads": ["x"]}, r"\['x'\] is not an axis"),
+        ({1: "x"}, r"local_attributes is \{1: 'x'\}"),
         ({"training": "x"}, "only whole numbers"),
     ],
 )

@@ -50,6 +50,9 @@ class Role:
     unit_name: str = "output features"
 
     def __post_init__(self) -> None:
+        for name in ("role", "unit_name"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"a role's {name} is {value!r}, but must be text")
         if (new := _OLD_ROLES.get(self.role)) is not None:
             warnings.warn(f"the role {self.role!r} is now {new!r}", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "role", new)
@@ -112,6 +115,9 @@ def read_plan(
     In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
     submodules with parameters (or dropout) that have no role.
     """
+    for argument, patterns in (("roles", roles), ("local_attributes", local_attributes)):
+        if not isinstance(patterns or {}, Mapping) or not all(isinstance(pattern, str) for pattern in patterns or {}):
+            raise ValueError(f"{argument} is {patterns!r}, but must be a mapping from patterns of names")
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Role] = {}
     own_parameters = dict(model.named_parameters(remove_duplicate=False))

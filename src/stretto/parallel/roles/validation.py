@@ -50,7 +50,7 @@ def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]
         value = getattr(modules[owner], attribute)
         if axis is None:
             continue
-        if axis not in sizes:
+        if not isinstance(axis, str) or axis not in sizes:
             raise ValueError(f"{axis!r} is not an axis of a grid; the axes are {', '.join(sizes)}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{name} is {value!r}: only whole numbers can be divided over an axis")
