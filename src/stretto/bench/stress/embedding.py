@@ -31,7 +31,7 @@ _BACKWARD = "ops.embedding.backward_kernel."
 SORTED = tuple(_BACKWARD + name for name in ("find_keys", "count_chunks", "place_chunks", "reduce_chunks"))
 COMBINED = _BACKWARD + "combine_chunks"
 PUT = tuple(f"ops.embedding.put.kernel.{name}" for name in ("begin_putting", "pool_and_put"))
-PUSHED = ("tiles.calls.begin_call", _BACKWARD + "push_gradients")
+PUSHED = tuple(_BACKWARD + name for name in ("begin_push", "push_gradients"))
 COPIED = ("tiles.calls.begin_call", "tiles.signals.wait_for_all")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

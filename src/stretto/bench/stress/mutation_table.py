@@ -377,8 +377,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 "ops/embedding/forward_kernel.py",
-                '    tiles.peer_tile_wait(channel, 0, mode="broadcast")\n',
-                "",
+                '    ready = tiles.peer_tile_wait(channel, 0, mode="broadcast")\n',
+                "    ready = 0\n",
             ),
         ),
         "embedding/forward/*",
