@@ -176,7 +176,7 @@ def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, f
         workspace.check()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("name", [*NAMES, "ring-all-gather", "binomial-broadcast"])
