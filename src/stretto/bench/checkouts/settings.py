@@ -18,15 +18,14 @@ BEFORE, AFTER = "before", "after"
 class CheckoutsSetting:
     """Which checkouts `stretto bench checkouts` compares, on which cases, and for how long.
 
-    before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout; one
-    measures a training step alone.
-    rounds: of every case. Cases whose confidence interval still contains a bound then get more, up to most_rounds each,
-    until `seconds` have passed since the command started. only: measures the cases whose names contain one of these
-    (empty: all); skip: except those that contain one of these. Both may have hyphens in place of a name's spaces.
-    percentage: share of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of
-    ranks works at a time). At 100 / (2 ranks) or less, both sets have multiprocessors of their own and prepare cases at
-    the same time. on_cpu: a few cases with interpreted kernels, to try the command. Raises ValueError for settings that
-    cannot work.
+    before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout;
+    with 1, a training step is the only case. rounds: of every case. Cases whose confidence interval still contains a
+    bound then get more, up to most_rounds each, until `seconds` have passed since the command started. only: measures
+    the cases whose names contain one of these (empty: all); skip: leaves out those that contain one of these. Both may
+    have hyphens in place of a name's spaces. percentage: share of the GPU's multiprocessors for each rank (None: 100 /
+    ranks, since one set of ranks works at a time). At 100 / (2 ranks) or less, both sets have multiprocessors of their
+    own and prepare cases at the same time. on_cpu: a few cases with interpreted kernels, to try the command. Raises
+    ValueError for settings that cannot work.
     """
 
     before: Annotated[Path, Option("A checkout of Stretto, or its src.")]

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from stretto.planner.workload import Dtype
 
 _TINY_MEMORY = 64 << 20  # of the GPU that --cpu pretends to have
 _MOST_LAYERS, _MOST_SEQUENCES = 48, 64
-_SECONDS_OF_RUN = 2.0  # of arithmetic at most, by the predicted step time, so that many runs fit in minutes
+_MOST_STEP_SECONDS = 2.0  # runs whose predicted step takes longer are left out, so that many runs fit in minutes
 COLUMNS = (
     Column("run", "run"),
     Column("predicted_gib", "predicted (GiB)", "{:.2f}"),
@@ -103,7 +104,8 @@ def choose_runs(setting: MemorySetting, kinds: Sequence[_Kind], cluster: Cluster
     for target, kind in zip(targets, itertools.cycle(kinds), strict=False):
         candidates = [run for run in known[kind.name] if run not in chosen]
         if candidates:
-            chosen.append(min(candidates, key=lambda run, target=target: abs(run.predicted - target)))  # type: ignore[misc]
+            _, nearest = min((abs(run.predicted - target), place) for place, run in enumerate(candidates))
+            chosen.append(candidates[nearest])
     return chosen
 
 
@@ -125,12 +127,12 @@ def _predict_all(kind: _Kind, cluster: Cluster, limit: float) -> Iterator[Planne
             )
             if plan.peak_memory > limit:
                 break
-            if plan.step_time <= _SECONDS_OF_RUN:
+            if plan.step_time <= _MOST_STEP_SECONDS:
                 name = f"{kind.name}, {layers} layers, {batch} x {workload.seq_len} tokens"
                 yield PlannedRun(name, workload, plan.peak_memory)
 
 
-def bench_memory(setting: MemorySetting, out: Any) -> dict[str, Any]:
+def bench_memory(setting: MemorySetting, out: Path) -> dict[str, Any]:
     """Choose and measure the runs, print a table, and write memory.json and .md to `out`; returns {"rows": ...}.
 
     Raises ValueError where there is no GPU.
