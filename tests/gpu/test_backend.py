@@ -190,8 +190,12 @@ def overlap_calls(folder: Path) -> None:
     def let_come(step: str) -> None:
         store.set(f"{step}-{rank}", "1")
 
-    dist.all_reduce(make(), async_op=True).wait()  # compiles the kernel
-    dist.all_reduce(make())
+    # Everything runs once: CUDA loads a kernel at its first launch, and may wait for all that runs before it does.
+    first = make()
+    dist.all_reduce(first, async_op=True).wait()
+    dist.all_reduce(first)
+    expect(bool((torch.ones(1000, device="cuda").add_(1) == 2).all()), "a kernel was wrong before all collectives")
+    expect(bool((first.clone() == size * total).all()), "two calls one after another had another result")
     torch.cuda.synchronize()
     dist.barrier()
 

@@ -18,6 +18,7 @@ from stretto.memory import PeerError, shared_gpus
 from stretto.ops import workspace
 from stretto.ops.gemm.config import FP8
 from stretto.parallel import Grid
+from stretto.tiles.call_state import set_limit
 
 Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
@@ -415,7 +416,7 @@ def lose_a_rank(folder: Path, name: str) -> None:
     torch.cuda.synchronize()
     for cache in workspace._caches.values():
         for found in cache.workspaces.values():
-            found.channel._clock[1] = int(2e9)
+            set_limit(found.channel._state, 2.0)
     dist.barrier()
     if rank != 1:
         run()

@@ -22,6 +22,7 @@ from stretto.ops.embedding.forward import look_up_alone
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.put import operator as put
+from stretto.tiles.call_state import set_limit
 from tests.gpu.watched import run_watched
 from tests.ops.embedding.jagged import Case, Kind, fill_case, is_close
 
@@ -169,7 +170,7 @@ def lose_a_rank(device: torch.device, seed: int) -> list[object]:
     dist.barrier()
     if dist.get_rank() == 0:
         for slots in put.find_put_slots(dist.group.WORLD.group_name):  # type: ignore[union-attr]
-            slots.channel.clock[1] = 500_000_000
+            set_limit(slots.channel.state, 0.5)
         call(case, way, [False] * RANKS)
         try:
             ops.check_indices()

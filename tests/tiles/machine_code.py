@@ -29,7 +29,7 @@ def make_channel(mode="broadcast"):
     constants = (tl.constexpr(value) for value in (WORLD, 2 * WORLD, 16, mode))
     words = torch.zeros(256, dtype=torch.int32)
     longs = torch.zeros(8, dtype=torch.int64)
-    return tiles.Channel(2, *constants, 0, words, longs, words, longs, words, words)
+    return tiles.Channel(2, *constants, 0, words, longs, words, words, words)
 
 
 class Ptx(list):

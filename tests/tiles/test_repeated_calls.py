@@ -20,7 +20,7 @@ from tests.tiles.channels import (
 )
 
 from stretto import tiles
-from stretto.tiles.call_state import USED
+from stretto.tiles.call_state import CLOCK, HEADER, USED
 
 
 def mix_calls(calls, start):
@@ -29,7 +29,7 @@ def mix_calls(calls, start):
     wrong = []
     with make_channel() as channel:
         channel.signal_words(channel.rank).fill_(start)
-        channel._state.fill_(start)
+        channel._state[: CLOCK.value] = channel._state[HEADER.value :] = start
         channel._state[1] = 0  # it is not broken
         dist.barrier()
         for call in range(calls):
@@ -118,7 +118,7 @@ def use_peers_after(calls):
         words = channel.signal_words(channel.rank)
         words[: channel.world_size * channel.channels] = number
         words[-channel.world_size :] = number
-        channel._state.fill_(number)
+        channel._state[: CLOCK.value] = channel._state[HEADER.value :] = number
         channel._state[1] = 0  # it is not broken
         dist.barrier()
         return [exchange(channel, call, pause=0.2 if call == channel.rank else 0.0) for call in range(2)]

@@ -8,6 +8,7 @@
     ENDED .. PRODUCED           counts of this call's programs, set back to 0 when the call begins or ends
     LATE, RECORDED              failures: the tile that a poll gave up on; whether the failure record is written
     USED, USED + 1              for each of two buffer slots, the number of the last call that used it
+    CLOCK ... CLOCK + 3         two int64: the latest time that a program has seen, and the limit of a wait, both in ns
     HEADER ...                  targets [world, capacity]: the value that each counter on this rank will have when all
                                 signals of the current call have arrived
     ... after the targets       sends [world, capacity]: the value that this rank's counters at each other rank will
@@ -18,6 +19,7 @@ targets and sends at its beginning; a call that a kernel entered by itself (`Blo
 and until then its waits add the call's share (`count_static`) to the old target.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -32,11 +34,37 @@ PRODUCED = tl.constexpr(4)  # programs that have finished all that peers wait fo
 LATE = tl.constexpr(5)  # the tile that a poll has given up on in the call, plus 1; 0: none
 RECORDED = tl.constexpr(6)  # whether the channel's failure record describes a wait that ended without its signal
 USED = tl.constexpr(7)  # for each of two slots, the number of the last call that used it
-HEADER = tl.constexpr(9)  # words before the targets
+CLOCK = tl.constexpr(32)  # in a cache line of its own, since all waiting programs update it
+HEADER = tl.constexpr(64)  # words before the targets
 
-# Words of `Channel.clock`.
-LATEST = tl.constexpr(0)
-LIMIT = tl.constexpr(1)
+# int64 words of CLOCK.
+_LATEST = tl.constexpr(0)
+_LIMIT = tl.constexpr(1)
+
+
+def make_state(counters: int, timeout: float, device: torch.device) -> torch.Tensor:
+    """The state of a channel without calls. counters: [world, capacity]; timeout: the limit of a wait, in seconds."""
+    state = torch.zeros(HEADER.value + 2 * counters, dtype=torch.int32, device=device)
+    set_limit(state, timeout)
+    return state
+
+
+def set_limit(state: torch.Tensor, timeout: float) -> None:
+    """Set the limit of all later waits of a channel, in seconds."""
+    clock = state[CLOCK.value : HEADER.value].view(torch.int64)
+    clock[_LIMIT.value] = int(timeout * 1e9)
+
+
+@triton.jit
+def latest_time(channel):  # type: ignore[no-untyped-def]
+    """Return the address of the latest time that a program of the GPU has seen in a wait: int64, in ns."""
+    return (channel.state + CLOCK).to(tl.pointer_type(tl.int64)) + _LATEST
+
+
+@triton.jit
+def load_limit(channel):  # type: ignore[no-untyped-def]
+    """Return the limit of a wait: int64, in ns."""
+    return tl.load((channel.state + CLOCK).to(tl.pointer_type(tl.int64)) + _LIMIT)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import MAX_SIGNALS, SymmetricMemory, allocate, failures, find_own_rank, group_timeout
-from stretto.tiles.call_state import HEADER
+from stretto.tiles.call_state import HEADER, make_state
 from stretto.tiles.calls import begin_call
 from stretto.tiles.intrinsics import INTERPRETED, register_record
 from stretto.tiles.launches import Launches, launch_kernel
@@ -30,8 +30,7 @@ class Channel(NamedTuple):
     rank, world: this rank and the number of ranks. capacity: of channels. peer_tiles: tiles between peers. mode: whom
     producers notify. operator: its number in the failure record. signals: this rank's counters, int32. addresses: int64
     [2 * world]: the address of each rank's counters, then the distance from this rank's buffer to each rank's, in
-    bytes. state: int32, see `call_state`. clock: int64 [2], the latest time seen and the limit of a wait, in ns.
-    report, failed: int32 [16] and [1], the channel's failure record and the process's failure flag
+    bytes. state: int32, see `call_state`. report, failed: int32 [16] and [1], the channel's failure record and the process's failure flag
     (`stretto.memory.failures`). begun_in_kernel: whether the call's kernel begins and ends the call by itself
     (`BlockChannel.enter`).
 
@@ -47,7 +46,6 @@ class Channel(NamedTuple):
     signals: Tensor
     addresses: Tensor
     state: Tensor
-    clock: Tensor
     report: Tensor
     failed: Tensor
     begun_in_kernel: Any = tl.constexpr(False)
@@ -79,8 +77,7 @@ class BlockChannel:
         self._signals = [region[: self._signal_bytes].view(torch.int32) for region in regions]
         counters = self.world_size * channels
         self._addresses = torch.tensor(first + distances, dtype=torch.int64, device=self.device)
-        self._state = torch.zeros(HEADER.value + 2 * counters, dtype=torch.int32, device=self.device)
-        self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
+        self._state = make_state(counters, timeout, self.device)
         self._operators: list[str] = []
         describe = partial(describe_failure, self.rank, self.world_size, timeout, self._operators)
         self._record = failures.register(self, describe, self.device)
@@ -238,7 +235,6 @@ class BlockChannel:
             self._signals[self.rank],
             self._addresses,
             self._state,
-            self._clock,
             self._record.words,
             self._record.failed,
             tl.constexpr(begun_in_kernel),

@@ -19,7 +19,7 @@ failed (`may_publish`). Wait: see `waits`; every wait returns a zero to add to t
 import triton
 import triton.language as tl
 
-from stretto.tiles.call_state import HEADER, LATE, LIMIT, call_number, count_static, may_publish, require_static
+from stretto.tiles.call_state import HEADER, LATE, call_number, count_static, load_limit, may_publish, require_static
 from stretto.tiles.intrinsics import (
     INTERPRETED,
     count_up_by_thread,
@@ -126,7 +126,7 @@ def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
         ready = consumer_tile_wait(channel, mapping, tile, before_tma=True)
     else:
         pointer, target, _ = _last_of_tile(channel, mapping, tile)
-        limit = tl.load(channel.clock + LIMIT)
+        limit = load_limit(channel)
         ready = poll_before_tma(pointer, target, channel.state + LATE, tile + 1, limit)
     return ready * _ALIGNED
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from stretto.memory import failures
-from stretto.tiles.call_state import LATEST, LIMIT, RECORDED, call_number
+from stretto.tiles.call_state import RECORDED, call_number, latest_time, load_limit
 from stretto.tiles.intrinsics import INTERPRETED, give_up, now, opaque_zero
 
 SUMMARY_ADDRESS = tl.constexpr(failures.SUMMARY_ADDRESS)
@@ -104,16 +104,16 @@ def _read_clock(channel):  # type: ignore[no-untyped-def]
     Threads that each read a clock see different values, on which a block must not branch. So the time is the latest
     that any program of this GPU has written into one word, and an atomic gives all threads the same value of it.
     """
-    tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
-    return tl.atomic_max(channel.clock + LATEST, 0, sem="relaxed", scope="gpu")
+    tl.atomic_max(latest_time(channel), now(), sem="relaxed", scope="gpu")
+    return tl.atomic_max(latest_time(channel), 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
     """Return whether a wait may go on; past its limit it is reported, and this process's other waits give up too."""
-    latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
+    latest = tl.atomic_max(latest_time(channel), now(), sem="relaxed", scope="gpu")
     failed = tl.atomic_add(channel.failed, 0, sem="acquire", scope="gpu")
-    goes_on = (failed == 0) & (latest - began <= tl.load(channel.clock + LIMIT))
+    goes_on = (failed == 0) & (latest - began <= load_limit(channel))
     if goes_on == 0:
         report_timeout(channel, kind, tile, index, peer, seen, target)
     return goes_on

@@ -85,7 +85,7 @@ class Workspace(CollectiveWorkspace):
     """A workspace without memory, whose order of calls is the real one."""
 
     def __init__(self, streams):
-        self.device = torch.device("cpu")
+        self.device, self._device_index = torch.device("cpu"), None
         self.group_stream = streams.stream()
         self._raw_stream, self._stream, self._end = -1, None, None
         self._limit, self._waiting_functions = workspace._TimeLimit(int(1e9)), WeakSet()

@@ -192,7 +192,7 @@ class EmulatedWorkspace:
             self._queues.drain()
 
     def follow_stream(self):
-        pass  # there is one
+        return None  # there is one
 
     def check(self):
         said = describe_report(self.report.tolist(), self.kernels, self.limit)

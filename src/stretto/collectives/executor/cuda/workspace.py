@@ -203,6 +203,7 @@ class CollectiveWorkspace:
         self.memory = CudaMemory.allocate(2 * self.half, 0, group, timeout)
         self.rank, self.world_size = self.memory.rank, self.memory.world_size
         self.device = self.memory.device
+        self._device_index = self.device.index
         self.has_nvlink = has_nvlink(group, self.device)
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
@@ -294,25 +295,28 @@ class CollectiveWorkspace:
         """The process's failure flag on this GPU."""
         return self._record.failed
 
-    def follow_stream(self) -> None:
+    def follow_stream(self) -> int:
         """Order the next kernel after all earlier ones, on whichever stream these are: they share the mailboxes.
+
+        Returns the current stream's handle.
 
         On another stream than the last call's it waits for the end that `mark_end` has told, or else for all that the
         last call's stream has. While a graph is captured, nothing outside of it can be waited for: the caller orders
         its replays.
         """
-        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        raw = torch._C._cuda_getCurrentRawStream(self._device_index)
         if raw == self._raw_stream:
             self._end = None
-            return
+            return raw
         if self.is_capturing:
-            return
+            return raw
         stream = torch.cuda.current_stream(self.device)
         if self._end is not None:
             self._end.wait()
         elif self._stream is not None:
             stream.wait_stream(self._stream)
         self._raw_stream, self._stream, self._end = raw, stream, None
+        return raw
 
     def mark_end(self, end: EndOfCall) -> None:
         """Tell where the call that has just been enqueued ends on the current stream.

@@ -24,7 +24,7 @@ from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import INTERPRETED, Channel
-from stretto.tiles.call_state import HEADER
+from stretto.tiles.call_state import make_state
 from stretto.tiles.launches import launch_kernel
 from stretto.tiles.waits import OF_BEGIN
 
@@ -164,7 +164,7 @@ class PutSlots:
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self._record = failures.register(self, functools.partial(_describe_failure, rank, world, timeout), device)
         self._calls = 0
-        state = torch.zeros(HEADER.value, dtype=torch.int32, device=device)
+        state = make_state(0, timeout, device)
         self.channel = Channel(
             rank,
             tl.constexpr(world),
@@ -175,7 +175,6 @@ class PutSlots:
             state,
             torch.tensor([0] * world + distances, dtype=torch.int64, device=device),
             state,
-            torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=device),
             self._record.words,
             self._record.failed,
         )

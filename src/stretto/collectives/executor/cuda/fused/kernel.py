@@ -19,7 +19,10 @@ MAX_PLANS = 4096
 
 
 class _Launches(NamedTuple):
-    """What calls of one size launch: parameters, threads of a block, and (begin, vectors, blocks) of every piece."""
+    """What calls of one size launch: parameters, threads of a block, and (begin, vectors, blocks) of every piece.
+
+    The parameters are those of the first piece.
+    """
 
     parameters: tuple[tuple[str, int], ...]
     threads: int
@@ -77,7 +80,7 @@ class FusedScheduleKernel:
         collective, PeerError if an earlier call gave up.
         """
         self.workspace.check()
-        self.workspace.follow_stream()
+        stream = self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         plan = self._plans.get(sizes) or self._plan(sizes)
         function = self._function
@@ -87,10 +90,14 @@ class FusedScheduleKernel:
             self._current = plan
         function.set("input", input.data_ptr())
         function.set("output", input.data_ptr() if output is None else output.data_ptr())
-        for begin, num_vectors, blocks in plan.pieces:
+        pieces = plan.pieces
+        if len(pieces) == 1:  # its parameters have been set
+            function.launch(pieces[0][2], plan.threads, stream=stream)
+            return
+        for begin, num_vectors, blocks in pieces:
             function.set("begin", begin)
             function.set("num_vectors", num_vectors)
-            function.launch(blocks, plan.threads)
+            function.launch(blocks, plan.threads, stream=stream)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
         """Set the threads of a block (None: by size) and the most blocks. All ranks set the same.
@@ -135,6 +142,8 @@ class FusedScheduleKernel:
             "chunk_bytes": chunk_bytes,
             "stride": 16 * min(num_vectors, most),
         }
+        if pieces:
+            parameters |= {"begin": pieces[0][0], "num_vectors": pieces[0][1]}
         if len(self._plans) == MAX_PLANS:
             self._plans.clear()
         plan = self._plans[sizes] = _Launches(tuple(parameters.items()), threads, tuple(pieces))
