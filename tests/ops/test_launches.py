@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
 from tests.ops.test_embedding_machine_code import backward_launches, forward_arguments
 from tests.test_structure import parse_files
 
@@ -18,7 +19,7 @@ from stretto.ops.embedding.backward_kernel import reduce_chunks
 from stretto.ops.embedding.forward_kernel import pool_and_send
 from stretto.tiles import Launches, kind_of
 from stretto.tiles.compile_only import compile_kernel
-from stretto.tiles.launches import launch_kernel
+from stretto.tiles.launches import launch_kernel, pass_addresses
 
 SEED = random.randrange(2**31)
 
@@ -54,7 +55,7 @@ def test_a_kernel_that_was_launched_is_kept_so_that_no_other_gets_its_id(monkeyp
     for programs in (3, 4):
         launches(kernel, "key", programs, (1, 2), num_warps=4)
     assert kernel.launched == [(3,)]
-    assert again == [(4, (1, 2))]  # past the look at arguments
+    assert again == [(4, [1, 2])]  # past the look at arguments
     assert launches.knows(kernel, "key")
     assert not launches.knows(Kernel(), "key")
     known = weakref.ref(kernel)
@@ -91,6 +92,18 @@ def test_no_module_of_the_library_launches_a_kernel_past_launch_kernel() -> None
     ]
     assert len(names) > 20
     assert launched == []
+
+
+def test_a_known_launch_passes_the_addresses_of_tensors_wherever_they_stand() -> None:
+    tensor, weight = torch.zeros(4), torch.nn.Parameter(torch.zeros(4))
+    at = tensor.data_ptr(), weight.data_ptr()
+    assert pass_addresses((tensor, (weight, None, 3), True, "p2p", tensor[2:])) == (
+        at[0],
+        (at[1], None, 3),
+        True,
+        "p2p",
+        at[0] + 8,
+    )
 
 
 @pytest.mark.parametrize("default", ["0", "1"])

@@ -30,9 +30,9 @@ class Channel(NamedTuple):
     rank, world: this rank and the number of ranks. capacity: of channels. peer_tiles: tiles between peers. mode: whom
     producers notify. operator: its number in the failure record. signals: this rank's counters, int32. addresses: int64
     [2 * world]: the address of each rank's counters, then the distance from this rank's buffer to each rank's, in
-    bytes. state: int32, see `call_state`. report, failed: int32 [16] and [1], the channel's failure record and the process's failure flag
-    (`stretto.memory.failures`). begun_in_kernel: whether the call's kernel begins and ends the call by itself
-    (`BlockChannel.enter`).
+    bytes. state: int32, see `call_state`. report, failed: int32 [16] and [1], the channel's failure record and the
+    process's failure flag (`stretto.memory.failures`). begun_in_kernel: whether the call's kernel begins and ends the
+    call by itself (`BlockChannel.enter`).
 
     Mappings are separate arguments, since Triton 3.6 loses the constants of a tuple within a tuple.
     """
@@ -239,6 +239,7 @@ class BlockChannel:
             self._record.failed,
             tl.constexpr(begun_in_kernel),
         )
+        self.launch.remember(made)
         return made
 
     def require_own(self, address: int) -> None:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of kernels: with fixed options, and again without Triton's inspection of every argument."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
 from triton.runtime import driver
 
 from stretto.tiles.descriptors import remember_descriptors
 
 _MOST_KEPT = 1024
+_MOST_REMEMBERED = 256
 _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
 
 # Triton may round a * b + c once (fma) or twice. By default, which an environment variable can change, it rounds once,
@@ -35,6 +37,7 @@ class Launches:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[Any, object]] = {}
+        self._addresses: dict[int, tuple[Any, Any]] = {}  # by an argument's id: it, and what a launch passes for it
 
     def __call__(
         self,
@@ -56,7 +59,12 @@ class Launches:
         known = self._known.get((id(kernel), key))
         if known is not None:
             compiled, _ = known
-            launch_compiled(compiled, programs, arguments)
+            remembered = self._addresses
+            given = [
+                remembered[id(argument)][1] if id(argument) in remembered else pass_addresses(argument)
+                for argument in arguments
+            ]
+            launch_compiled(compiled, programs, given)
             return
         compiled = launch_kernel(kernel, programs, *arguments, **options)
         if compiled is not None:  # an interpreted kernel is not compiled
@@ -66,6 +74,12 @@ class Launches:
             # Keep the kernel alive, too: another object could get the id of one that is freed.
             self._known[id(kernel), key] = compiled, (kernel, kept)
 
+    def remember(self, argument: Any) -> None:
+        """Keep what launches pass for this very object, a tuple whose tensors stay where they are."""
+        if len(self._addresses) == _MOST_REMEMBERED:
+            self._addresses.clear()
+        self._addresses[id(argument)] = argument, pass_addresses(argument)
+
     def knows(self, kernel: Any, key: Hashable) -> bool:
         """Return whether this kernel and key have been launched before."""
         return (id(kernel), key) in self._known
@@ -73,9 +87,23 @@ class Launches:
     def clear(self) -> None:
         """Forget all launches."""
         self._known.clear()
+        self._addresses.clear()
 
 
-def launch_compiled(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+def pass_addresses(argument: Any) -> Any:
+    """Replace tensors by their addresses, in tuples as well, for a kernel that is compiled.
+
+    For each tensor Triton's launcher would call a method by its name, and ask CUDA whether the GPU can read there.
+    """
+    kind = type(argument)
+    if kind is Tensor or kind is Parameter:
+        return argument.data_ptr()
+    if isinstance(argument, tuple):
+        return tuple([pass_addresses(part) for part in argument])
+    return argument
+
+
+def launch_compiled(compiled: Any, programs: int, arguments: Sequence[Any]) -> None:
     """Launch a compiled kernel on the current stream; without hooks, skip what Triton gathers for them."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(before, "calls", before) or getattr(after, "calls", after):

@@ -39,6 +39,7 @@ class IndexErrors:
         self._rank = rank
         self._state = torch.zeros(1, dtype=torch.int32, device=device)
         self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._seen = self._words.numpy()  # the same memory, read in a tenth of the time
 
     def report(self) -> IndexErrorReport:
         """Return the argument that kernels record errors through."""
@@ -52,7 +53,7 @@ class IndexErrors:
 
     def take(self) -> "FoundError | None":
         """Return the recorded error, once; None if there is none."""
-        if not self._words[0]:
+        if not self._seen[0]:
             return None
         words = self._words.tolist()
         self._words.zero_()
