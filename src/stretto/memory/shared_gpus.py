@@ -288,16 +288,16 @@ class _HostStagingKernels:
     def _is_staged(self, op: Any, group: dist.ProcessGroup) -> bool:
         """Whether to stage a call: the group's backend for this kind of device is gloo.
 
-        The backend stretto stages its own calls. RuntimeError for a group of another backend, and while a CUDA graph is
-        captured.
+        The backend stretto stages its own calls, those that its kernels do not carry. RuntimeError for a group of
+        another backend, and for a call to stage while a CUDA graph is captured.
         """
-        if self.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{op} goes by way of the host because {SWITCH} is set, which a CUDA graph cannot hold: capture what "
-                "only Stretto's kernels exchange, or use a GPU a rank"
-            )
         backend, on_host = (group._get_backend(torch.device(kind)) for kind in (self.device.type, "cpu"))
         if backend.name() == "gloo":
+            if self.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{op} goes by way of the host because {SWITCH} is set, which a CUDA graph cannot hold: capture "
+                    "what only Stretto's kernels exchange, or use a GPU a rank"
+                )
             return True
         if backend.name() == on_host.name():  # one backend object for both kinds of devices
             return False

@@ -304,7 +304,7 @@ def sort_lookups(
         find_keys,
         (lookups.mode, find_kind(tables), tiles.kind_of(world), sizes, *map(tiles.kind_of, bags)),
         programs,
-        (tables, pooling, bags, first_rows, found, world, rows, index_errors.report(), steps),
+        (tables, pooling, bags, first_rows, found, world, rows, index_errors.report, steps),
         num_warps=_KEYS.num_warps,
     )
     keys, order = torch.sort(keys, stable=True)

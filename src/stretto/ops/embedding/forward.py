@@ -41,15 +41,14 @@ from stretto.tiles.launches import launch_kernel
 class _ForwardLaunch(NamedTuple):
     """What all calls of a placement share.
 
-    slots: the ring's, in the tables' dtype. permit: see `find_permit`. counts, unused: how often each channel is
-    signalled in a call, and a mapping for functions that require one, though counts say everything; see
+    pointers: of the ring, its slots in the tables' dtype, and the permit (see `find_permit`). counts, unused: how often
+    each channel is signalled in a call, and a mapping for functions that require one, though counts say everything; see
     `_count_signals`. mapping: from (destination, channel) to the signal. first_column: of this rank's tables in the
     output.
     """
 
     ring: OutputRing
-    slots: Tensor
-    permit: Tensor
+    pointers: RingPointers
     counts: Tensor
     unused: tiles.DynamicMapping
     mapping: tiles.StaticMapping
@@ -63,9 +62,12 @@ class _ForwardLaunch(NamedTuple):
             ring = OutputRing.find(group, device, placement.local_batch * placement.width * placement.dtype.itemsize)
             channels = count_channels(placement)
             mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
-            slots = ring.slots.view(placement.dtype)
-            permit, first_column = find_permit(group, device, placement), placement.first_column(placement.rank)
-            return cls(ring, slots, permit, *_count_signals(placement, device), mapping, first_column)
+            slots, permit = ring.slots.view(placement.dtype), find_permit(group, device, placement)
+            pointers = RingPointers(slots, ring.destinations, ring.tickets, permit)
+            counts, unused = _count_signals(placement, device)
+            for argument in (pointers, *pointers, counts, unused, ring.index_errors.report):
+                ring.channel.launch.remember(argument)
+            return cls(ring, pointers, counts, unused, mapping, placement.first_column(placement.rank))
 
         return find_kept(group, device, ("embedding launch", placement), make)
 
@@ -120,8 +122,8 @@ def look_up_and_send(
         kernel_tables,
         describe_pooling(config, mode, checks),
         Bags(indices, offsets, weights),
-        RingPointers(launch.slots, ring.destinations, ring.tickets, launch.permit),
-        ring.index_errors.report(),
+        launch.pointers,
+        ring.index_errors.report,
         trace,
         waiters,
         config.order,
@@ -155,12 +157,13 @@ def _begin(
     channel = ring.channel.begin(
         "embedding_all_to_all", launch.unused, launch.unused, "p2p", counts=launch.counts, meets=False, launches=False
     )
-    words = launch.unused, launch.counts, ring.destinations, ring.tickets, launch.permit, call_permit
+    pointers = launch.pointers
+    words = launch.unused, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit
     ring.channel.launch(
         begin_pooling,
         (placement, tiles.kind_of(unit), tiles.kind_of(call_permit)),
         1,
-        (channel, *words, ring.index_errors.report(), unit, announced, round_up_to_power(ring.channel.channels)),
+        (channel, *words, ring.index_errors.report, unit, announced, round_up_to_power(ring.channel.channels)),
         num_warps=4,
     )
     return channel
@@ -245,7 +248,7 @@ def look_up_alone(
         Bags(indices, offsets, weights),
         out,
         torch.zeros(1, dtype=torch.int32, device=device),
-        index_errors.report(),
+        index_errors.report,
         world,
         ORDER=config.order,
         num_warps=config.num_warps,

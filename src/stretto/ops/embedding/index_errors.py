@@ -33,17 +33,17 @@ class FoundError(NamedTuple):
 
 
 class IndexErrors:
-    """The first error that this rank's kernels found since the last one that was raised."""
+    """The first error that this rank's kernels found since the last one that was raised.
+
+    report: the argument that kernels record errors through.
+    """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._state = torch.zeros(1, dtype=torch.int32, device=device)
         self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.report = IndexErrorReport(self._state, self._words)
         self._seen = self._words.numpy()  # the same memory, read in a tenth of the time
-
-    def report(self) -> IndexErrorReport:
-        """Return the argument that kernels record errors through."""
-        return IndexErrorReport(self._state, self._words)
 
     def check(self) -> None:
         """Raise the recorded error as a ValueError, once; synchronize first to see errors of all kernels launched."""

@@ -131,7 +131,7 @@ def _launch(
         Bags(indices, offsets, weights),
         out,
         placement.fingerprint,
-        slots.index_errors.report(),
+        slots.index_errors.report,
         ORDER=config.order,
         num_warps=config.num_warps,
         num_stages=1,
