@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import re
 import weakref
 from dataclasses import replace
 from math import prod
@@ -15,13 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import stretto
+from stretto.bench.plan.memory import KINDS
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, no_sync, parallelize
 from stretto.parallel.comm import gradient_reducer
 from stretto.planner import memory as planned
 from stretto.planner import predict
 
-MEASURED = json.loads((Path(__file__).parents[2] / "results" / "train" / "train.json").read_text())
+RESULTS = Path(__file__).parents[2] / "results"
+MEASURED = json.loads((RESULTS / "train" / "train.json").read_text())
+RECORDED = json.loads((RESULTS / "memory" / "memory.json").read_text())
 GRIDS = [row for row in MEASURED["rows"] if "FSDP" not in row["name"]]
 H200X4 = stretto.Cluster(
     name="4 H200",
@@ -56,6 +60,32 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
     )
     (plan,) = (plan for plan in plans if plan.grid == grid)
     assert plan.peak_memory == pytest.approx(row["peak_memory_gib"] * 2**30, rel=0.03)
+
+
+@pytest.mark.parametrize("row", RECORDED["rows"], ids=lambda row: row["run"])
+def test_what_one_gpu_allocates_and_reserves_is_predicted_and_what_fits_ran(row):
+    name, layers, batch = re.fullmatch(r"(.*), (\d+) layers, (\d+) x \d+ tokens", row["run"]).groups()
+    (kind,) = (kind for kind in KINDS if kind.name == name)
+    workload = kind.workload(int(layers), int(batch))
+    capacity = RECORDED["gpu_memory_gib"] * 2**30
+    plan = predict(
+        workload.model,
+        replace(H200X4_FULL, gpu=replace(H200X4_FULL.gpu, memory=capacity)),
+        grid={},
+        batch=workload.batch,
+        seq_len=workload.seq_len,
+        dtype=kind.dtype,
+        cost="paper",
+        checkpoint_activations=kind.checkpointing,
+        keep_gathered=True,
+    )
+    if row["reason"] is not None:
+        assert not plan.fits, row["reason"]
+        return
+    assert plan.peak_memory == pytest.approx(row["allocated_gib"] * 2**30, rel=0.02)
+    assert plan.reserved_memory == pytest.approx(row["reserved_gib"] * 2**30, rel=0.05)
+    taken = (row["reserved_gib"] + row["outside_gib"]) * 2**30
+    assert plan.fits or taken > 0.92 * capacity
 
 
 def plan_of(grid: dict[str, int], cluster: stretto.Cluster = H200X4, **options: object) -> stretto.planner.GridPlan:

@@ -72,9 +72,11 @@ def test_halves_of_all_reduces_hide_within_products_and_norms_hold_a_part_of_the
     assert sharded.exposed["x"] < whole.exposed["x"]
     assert sharded.compute_time < whole.compute_time
     # Of two norms a block the inputs, of which 3/4 lie on other ranks; of the last norm the output too, but it is there
-    # once more, gathered.
-    hidden = 16 * 1024 * 4096 * 2
-    assert whole.memory["activations"] - sharded.memory["activations"] == (2 * 10 * 3 / 4 + 2 * 3 / 4 - 1) * hidden
+    # once more, gathered. Each norm keeps two fp32 statistics of a token, too.
+    tokens, hidden = 16 * 1024, 4096
+    of_norms = 10 * 2 * 3 / 4 * (hidden * 2 + 2 * 4)
+    of_the_last = (2 * 3 / 4 - 1) * hidden * 2
+    assert whole.memory["activations"] - sharded.memory["activations"] == tokens * (of_norms + of_the_last)
     assert not whole.shard_sequence
     assert sharded.shard_sequence
 

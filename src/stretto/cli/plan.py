@@ -149,7 +149,7 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     from rich.table import Table
 
     from stretto.axes import INNER_TO_OUTER, name_grid
-    from stretto.planner.memory import USABLE
+    from stretto.planner.memory import USABLE, most_allocated
 
     fitting = sum(plan.fits for plan in plans)
     title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
@@ -173,9 +173,12 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
     console.print(table)
-    usable = USABLE * cluster.require("gpu.memory")
+    usable = most_allocated(cluster.require("gpu.memory"))
     console.print(
-        f"fits: needs at most {_memory(usable)}, which is {USABLE:.0%} of a GPU's memory here", highlight=False
+        f"fits: allocates at most {_memory(usable)}, which with fragmentation and all that is outside of torch's "
+        f"allocator takes {USABLE:.0%} of a GPU's memory here",
+        highlight=False,
+        soft_wrap=True,
     )
     if any(plan.checkpoint_activations for plan in plans[:top]):
         console.print("* with activation checkpointing", highlight=False)

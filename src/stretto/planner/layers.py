@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from stretto.axes import GridSizes
 
+_STATISTIC = 2
+"""Elements that a statistic in fp32 takes, where activations have 16 bits."""
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -71,6 +74,10 @@ class BlockLayer(ABC):
     def widest(self, grid: GridSizes) -> float:
         """The widest activation whose gradient its backward pass holds."""
 
+    def growth(self, grid: GridSizes) -> float:
+        """What its backward pass holds at most beyond what it keeps: gradients of activations; 0 by default."""
+        return 0.0
+
     def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:
         """FLOPs of its attention's own products in one forward pass over `tokens`; 0 by default."""
         return 0.0
@@ -83,8 +90,8 @@ class NormLayer(BlockLayer):
     hidden: int
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        # Outputs of both, gathered for the linears, and inputs.
-        return 2 * (1 + 1 / token_parts) * self.hidden / grid.y
+        # Outputs of both, gathered for the linears, and inputs; and of each token two statistics in fp32.
+        return 2 * (1 + 1 / token_parts) * self.hidden / grid.y + 2 * 2 * _STATISTIC / token_parts
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         hidden = self.hidden / grid.y / token_parts
@@ -136,7 +143,8 @@ class AttentionLayer(BlockLayer):
         return (*inputs, Linear("out", self.queries, hidden, True, self.has_out_bias, hidden, is_first))
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        kept = (2 * self.queries + 2 * self.keys) / grid.x  # queries, keys, values, and the result
+        # Queries, keys, values, and the result; and of each head a sum of exponentials in fp32.
+        kept = (2 * self.queries + 2 * self.keys + _STATISTIC * self.heads) / grid.x
         if self.is_rotary:  # rotated copies; the values' views keep the whole product of qkv alive
             kept += (self.queries + self.keys) / grid.x
         if self.fuses_qkv and self.kv_heads < self.heads and not self.is_rotary:
@@ -182,3 +190,8 @@ class MlpLayer(BlockLayer):
 
     def widest(self, grid: GridSizes) -> float:
         return (self.ffn * (2 if self.is_gated else 1)) / grid.x
+
+    def growth(self, grid: GridSizes) -> float:
+        # Each linear that takes the block's activations makes a gradient by these; a quarter more is measured
+        # (results/memory).
+        return self.widest(grid) + 1.25 * (2 if self.is_gated else 1) * self.hidden / grid.y

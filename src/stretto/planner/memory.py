@@ -2,9 +2,10 @@
 """Predicts the memory that a rank needs, by component, at its peak.
 
 Moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes its
-slice of logits. At the end of the backward pass the activations are gone and all gradients are there. With activation
-checkpointing, a block that is computed again stands beside the inputs of all others. Components are given at the worst
-moment, so that their sum is the peak of what is allocated.
+slice of logits. Then the last block's backward pass adds gradients of its activations, while all other blocks'
+activations are still there. At the end of the backward pass the activations are gone and all gradients are there. With
+activation checkpointing, a block that is computed again stands beside the inputs of all others. Components are given at
+the worst moment, so that their sum is the peak of what is allocated.
 """
 
 from bisect import bisect_left
@@ -17,8 +18,13 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.workload import StepConfig, StepWorkload
 
-# What the allocator may hand out: the rest is the driver's context, the collectives' buffers and fragmentation.
-USABLE = 0.92
+# By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
+# (results/memory).
+RESERVED = 1.02
+# Of a GPU's memory, what a plan that fits may take: the rest is for what these factors are off by.
+USABLE = 0.95
+_OUTSIDE = 1.4e9  # bytes that a process takes beside the allocator (results/memory): CUDA's context and kernels' code
+_MOST_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
@@ -112,6 +118,7 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     earlier = gradients + unsharded if accumulates else 0.0
     of_head = head / grid.z * workload.master
     widest = max(layer.widest(grid) for layer in model.block) * tokens
+    growth = max(layer.growth(grid) for layer in model.block) * tokens
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become.
     scattered = SCATTERS_IN_FLIGHT / len(model.linears) * block_weights * (1 + 1 / grid.z) if grid.z > 1 else 0.0
@@ -123,6 +130,14 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
             "activations": (activations + edges) * element,
             "logits": _logits(workload, grid, tokens, keeps_head_weight=keeps_gathered_weights),
             "temporary": ring,
+        },
+        {  # the last block's backward pass; the head's gradient is there in dtype, too, while it is reduced
+            "gradients": max(earlier, of_head),
+            "gathered_weights": gathered * element if is_copied else 0.0,
+            "activations": activations * element,
+            "logits": (head * element if keeps_gathered_weights else 0.0)
+            + (2 * head * element if model.has_own_head else 0.0),
+            "temporary": (growth + 2 * largest) * element + ring,
         },
         {  # the end of the backward pass
             "gradients": gradients,
@@ -158,6 +173,21 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
 def peak(components: Mapping[str, float]) -> float:
     """Bytes in all."""
     return sum(components.values())
+
+
+def reserved(allocated: float) -> float:
+    """Bytes that torch's allocator takes from the device if so many are allocated at the peak."""
+    return RESERVED * allocated
+
+
+def outside_of_allocator(capacity: float) -> float:
+    """Bytes of a device of so many that a process takes beside the allocator."""
+    return min(_OUTSIDE, _MOST_OUTSIDE * capacity)
+
+
+def most_allocated(capacity: float) -> float:
+    """Bytes that may be allocated at the peak of a plan that fits a device of so many."""
+    return (USABLE * capacity - outside_of_allocator(capacity)) / RESERVED
 
 
 def largest_micro_batch(

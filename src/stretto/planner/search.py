@@ -17,7 +17,7 @@ from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
 from stretto.planner.grids import divisors, every_grid, why_impossible
-from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
+from stretto.planner.memory import largest_micro_batch, memory, most_allocated, peak, reserved
 from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
 MAX_GPUS = 1 << 20
@@ -29,9 +29,10 @@ class GridPlan:
     """One grid, how to run it, and what that is predicted to take.
 
     `terms` are the step's parts by name, in seconds: their sum is `step_time`. `bandwidth` is bytes/s by axis,
-    `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs
-    most, by component at the peak: their sum is the peak. `why` says why it is not the first, or not possible. `notes`,
-    of the model and so the same for every plan, say what `parallelize` has against it, and what is taken for granted.
+    `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs most, by component at the peak:
+    their sum, `peak_memory`, is what is allocated, and torch's allocator reserves `reserved_memory` for it. `why`
+    says why it is not the first, or not possible. `notes`, of the model and so the same for every plan, say what
+    `parallelize` has against it, and what is taken for granted.
     """
 
     grid: Mapping[str, int]
@@ -53,12 +54,17 @@ class GridPlan:
 
     @property
     def peak_memory(self) -> float:
-        """Bytes in all, at the peak."""
+        """Bytes that are allocated at the peak."""
         return peak(self.memory)
+
+    @property
+    def reserved_memory(self) -> float:
+        """Bytes that torch's allocator takes from the device: what is allocated at the peak, and fragmentation."""
+        return reserved(self.peak_memory)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return vars(self) | {"peak_memory": self.peak_memory}
+        return vars(self) | {"peak_memory": self.peak_memory, "reserved_memory": self.reserved_memory}
 
 
 class SearchKeywords(TypedDict, total=False):
@@ -184,7 +190,7 @@ def plan(
         device = Device(machine, dtype) if cost == "full" else None
     except ValueError as error:
         raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
-    limit = USABLE * machine.require("gpu.memory")
+    limit = most_allocated(machine.require("gpu.memory"))
     space = _SearchSpace(**search)
     _check_sharding(space.shard_sequence is not False, architecture, cost)
 
@@ -239,7 +245,7 @@ def predict(
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
     config = StepConfig(sizes, size, options)
     device = Device(cluster, dtype) if cost == "full" else None
-    limit = USABLE * cluster.require("gpu.memory")
+    limit = most_allocated(cluster.require("gpu.memory"))
     only = _judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")

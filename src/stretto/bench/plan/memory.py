@@ -24,6 +24,7 @@ from stretto.cluster import Cluster
 from stretto.models import GPTConfig
 from stretto.parallel import Grid
 from stretto.planner import predict
+from stretto.planner.memory import outside_of_allocator, reserved
 from stretto.planner.workload import Dtype
 
 _TINY_MEMORY = 64 << 20  # of the GPU that --cpu pretends to have
@@ -31,13 +32,15 @@ _MOST_LAYERS, _MOST_SEQUENCES = 48, 64
 _MOST_STEP_SECONDS = 2.0  # runs whose predicted step takes longer are left out, so that many runs fit in minutes
 COLUMNS = (
     Column("run", "run"),
-    Column("predicted_gib", "predicted (GiB)", "{:.2f}"),
-    Column("allocated_gib", "allocated (GiB)", "{:.2f}"),
-    Column("reserved_gib", "reserved (GiB)", "{:.2f}"),
+    Column("predicted_allocated_gib", "allocated: predicted (GiB)", "{:.2f}"),
+    Column("allocated_gib", "measured", "{:.2f}"),
+    Column("allocated_ratio", "ratio", "{:.3f}"),
+    Column("predicted_reserved_gib", "reserved: predicted (GiB)", "{:.2f}"),
+    Column("reserved_gib", "measured", "{:.2f}"),
+    Column("reserved_ratio", "ratio", "{:.3f}"),
     Column("outside_gib", "outside of the allocator (GiB)", "{:.2f}"),
     Column("predicted_share", "predicted, of the GPU", "{:.1%}"),
-    Column("allocated_ratio", "predicted / allocated", "{:.3f}"),
-    Column("reserved_ratio", "predicted / reserved", "{:.3f}"),
+    Column("is_said_to_fit", "said to fit"),
     Column("reason", "why not"),
 )
 
@@ -83,11 +86,13 @@ TINY_KINDS = (_Kind("tiny", GPTConfig(1, 128, 2, vocab=512, max_seq_len=64)),)
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to measure, and the bytes that the planner predicts for its peak."""
+    """A run to measure, and the bytes that the planner predicts for its peak: allocated, and with all else."""
 
     name: str
     workload: TrainingWorkload
+    allocated: float
     predicted: float
+    fits: bool
 
 
 def choose_runs(setting: MemorySetting, kinds: Sequence[_Kind], cluster: Cluster) -> list[PlannedRun]:
@@ -125,11 +130,12 @@ def _predict_all(kind: _Kind, cluster: Cluster, limit: float) -> Iterator[Planne
                 checkpoint_activations=kind.checkpointing,
                 keep_gathered=True,
             )
-            if plan.peak_memory > limit:
+            needed = plan.reserved_memory + outside_of_allocator(cluster.require("gpu.memory"))
+            if needed > limit:
                 break
             if plan.step_time <= _MOST_STEP_SECONDS:
                 name = f"{kind.name}, {layers} layers, {batch} x {workload.seq_len} tokens"
-                yield PlannedRun(name, workload, plan.peak_memory)
+                yield PlannedRun(name, workload, plan.peak_memory, needed, plan.fits)
 
 
 def bench_memory(setting: MemorySetting, out: Path) -> dict[str, Any]:
@@ -165,13 +171,15 @@ def _measure(setting: MemorySetting, runs: Sequence[PlannedRun]) -> list[dict[st
 def _compare(run: PlannedRun, measured: dict[str, Any], memory: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": run.name,
-        "predicted_gib": run.predicted / 2**30,
+        "predicted_allocated_gib": run.allocated / 2**30,
+        "predicted_reserved_gib": reserved(run.allocated) / 2**30,
         "predicted_share": run.predicted / memory,
+        "is_said_to_fit": "yes" if run.fits else "no",
     }
     row |= {"allocated_gib": None, "reserved_gib": None, "outside_gib": None, "reason": None} | measured
     for kind in ("allocated", "reserved"):
         value = row[f"{kind}_gib"]
-        row[f"{kind}_ratio"] = None if not value else row["predicted_gib"] / value
+        row[f"{kind}_ratio"] = None if not value else row[f"predicted_{kind}_gib"] / value
     return row
 
 

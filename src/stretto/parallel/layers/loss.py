@@ -107,14 +107,18 @@ class _HeadLoss(torch.autograd.Function):
             loss, softmax = _cross_entropy(logits, targets[part] - head.first_row, rows, head.grid.group("x"))
             is_valid = targets[part] != IGNORED_TARGET
             total += torch.where(is_valid, loss, 0).sum()
+            del logits  # softmax is its memory, which the next slice's logits take again
             if grad_hidden is None or grad_weight is None:
+                del softmax
                 continue
             softmax *= (is_valid * scale).unsqueeze(-1)
             if grad_bias is not None:
                 grad_bias += softmax[:, :rows].sum(0)
             gradient = softmax.to(hidden.dtype)
+            del softmax
             grad_hidden[part] = gradient @ weight
             grad_weight += gradient.t() @ hidden[part]
+            del gradient
         if grad_hidden is not None and grad_weight is not None:
             all_reduce(grad_hidden, plan.input_grad_reduce_group)
             ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(hidden.dtype), grad_bias)
