@@ -24,8 +24,8 @@ demo: $(VENV)/.installed
 	$(BIN)/stretto demo
 
 # Compiled modules are kept, whatever this shell says: tests start hundreds of processes. A process that has run all its
-# tests takes over some of the other's.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# tests takes over some of the others'; there is one more than 2 cores take, since some tests wait.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 CODE_TESTS := tests --ignore=tests/gpu --ignore=tests/versions --ignore=tests/test_pages.py
 
 test: $(VENV)/.installed

@@ -245,7 +245,7 @@ def test_sizes_of_one_which_triton_compiles_in_compile_too(name, rank):
         compile_kernel(kernel, (first, *others), {"num_warps": 4, "num_stages": 2}, "sm_90")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", LARGE)
@@ -497,7 +497,7 @@ def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
         assert find_spills(to_ptx(name, blocks=blocks), tmp_path) == 0
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("m", [1, 20, 64, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

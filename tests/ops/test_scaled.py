@@ -110,7 +110,7 @@ def multiply(operator, shape, plan, kinds, dtype, has_bias, seed=0, **options):
     return is_right, bits, out.dtype == dtype and all(torch.equal(out, one) for one in again), ran
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("operator", "plan"),
     [

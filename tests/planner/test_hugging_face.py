@@ -145,7 +145,7 @@ ROLES = {
 }
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 12])

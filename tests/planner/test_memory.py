@@ -302,7 +302,7 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
     return seen.peak
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "checkpoint", "keep_gathered", "shards"),
     [

@@ -259,7 +259,7 @@ def test_every_kind_of_result_is_drawn_here() -> None:
     assert len(RESULTS) == len(_PLOTS)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", RESULTS)
 def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str, count: int) -> None:
@@ -275,7 +275,7 @@ def committed() -> Iterator[Path]:
             yield path.relative_to(ROOT)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("picture", list(committed()), ids=str)
 def test_labels_of_committed_results_are_clear_of_each_other(
     tmp_path: Path, drawn: list[Figure], picture: Path

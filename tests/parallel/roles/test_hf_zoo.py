@@ -180,7 +180,7 @@ def test_a_model_that_changes_its_logits_is_told_of_the_option_that_makes_it_equ
     assert ranks(count).run(try_on_grid, sizes, model_type, expected, sharded_loss=False) == [{}] * count
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @GRIDS
 @pytest.mark.parametrize("model_type", MAY_BE_REFUSED)
 def test_any_other_model_with_a_plan_equals_the_plain_model_or_is_refused_by_name(ranks, model_type, sizes):

@@ -38,7 +38,7 @@ def compile_to_ptx(text):
     return text.decode()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_it_compiles_for_every_architecture(arch, protocol):
@@ -66,7 +66,7 @@ def test_what_stands_beside_copy_engines_compiles_for_every_architecture(arch):
                 assert compile_source(text, arch)[:4] == b"\x7fELF"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_it_compiles_for_every_dtype_and_reduction(dtype):
     for reduction in OPERATIONS:
