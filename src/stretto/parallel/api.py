@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.axes import LOSS
 from stretto.execution import ExecutionKeywords, ExecutionOptions
+from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer
-from stretto.parallel.grid import Grid
+from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
@@ -30,7 +31,7 @@ from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
+from stretto.parallel.roles.plan import Role, ShardingPlan, UnknownRolesError, read_plan
 from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
 
 
@@ -43,6 +44,8 @@ def parallelize(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     sharded_loss: bool = True,
+    blocks: Sequence[str] | None = None,
+    gradients: GradientReduction | None = None,
     seed: int = 0,
     options: ExecutionOptions | None = None,
     **changes: Unpack[ExecutionKeywords],
@@ -54,6 +57,10 @@ def parallelize(
     model with its own shard of the batch [batch / (data x Z), ...]; the loss is the mean over the global batch, the
     same on every rank, and gradients are final when `backward()` returns. Collective: every rank makes the same call.
 
+    A model of which nothing says what its submodules are is sharded block by block over z alone, as FSDP2 does: each
+    rank holds 1 / z of every parameter, computes its own loss from its own rows, and gradients are averaged over the
+    ranks. Ranks of x and y compute the same then, and a warning says so.
+
     roles: name patterns ("*" is one part of a dotted name) to roles (`stretto.parallel.Role`), for models that do not
         give their submodules' roles themselves.
     local_attributes: patterns of integer attributes that count what one rank holds ("h.*.attn.n_head"), to the axis
@@ -62,6 +69,10 @@ def parallelize(
         theirs: fp32 parameters with dtype=torch.bfloat16 are master weights.
     reduce_dtype: of weight gradients as they are sent (None: as computed, in `dtype`).
     sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
+    blocks: shard block by block, without roles: names or patterns of the submodules that are gathered whole, one after
+        another. None: the repeated blocks (the children of lists of modules), if nothing says what submodules are.
+    gradients: "sum" or "mean" of those of the ranks that have other rows. None: "mean" for a model that is sharded
+        block by block, whose loss is each rank's own, and "sum" for others, whose loss is that of the global batch.
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
     options: how a step executes, also given one by one, as `changes`:
     keep_gathered: keep weights gathered over z from the forward to the backward pass (default); False frees and gathers
@@ -84,16 +95,24 @@ def parallelize(
     if hasattr(model, "gradient_reducer"):
         raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
     precision = Precision(dtype, reduce_dtype)
-    plan = read_plan(model, roles, local_attributes)
-    validate_plan(model, plan, grid.sizes)
     options = (options or ExecutionOptions()).replace(**changes)
+    plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
+    if not isinstance(plan, ShardingPlan):
+        return _shard_by_blocks(model, grid, precision, options, seed, plan, gradients or "mean")
+    if gradients == "mean":
+        raise ValueError(
+            "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this one is the "
+            "mean over the global batch, whose gradients are summed"
+        )
+    _note_reduction(grid, "sum")
     if options.checkpoint_activations:
         _find_blocks(model)
     if options.shard_sequence:
         check_takes_sharded_sequence(model)
         if plan.replicated:
             raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
-    _check_ranks_agree(model, plan, grid)
+    drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
+    _check_ranks_agree(model, grid, drops=drops)
     matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group("world"))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, seed)
@@ -114,7 +133,96 @@ def parallelize(
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
     _install_loss(model, plan, grid, sharded_loss)
-    if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
+    _finish(model, builder)
+    if grid.size("x") * grid.size("y") > 1:
+        model.register_forward_hook(_explain_sizes, always_call=True)
+    if options.checkpoint_activations:
+        checkpoint_activations(model)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """A model's blocks by name, and why it is sharded by these (empty: it was asked for)."""
+
+    names: tuple[str, ...]
+    reason: str
+
+
+def _plan_or_blocks(
+    model: nn.Module,
+    sizes: Mapping[str, int],
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
+    local_attributes: Mapping[str, str | None] | None,
+    blocks: Sequence[str] | None,
+) -> "ShardingPlan | _Blocks":
+    """How the roles of its submodules shard a model, or the blocks of one that has none."""
+    if blocks is not None:
+        if roles or local_attributes:
+            raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
+        return _Blocks(tuple(find_blocks(model, blocks)), "")
+    try:
+        plan = read_plan(model, roles, local_attributes)
+        validate_plan(model, plan, sizes)
+    except UnknownRolesError as error:
+        if roles or local_attributes:
+            raise
+        return _Blocks(tuple(find_blocks(model)), str(error))
+    return plan
+
+
+def _shard_by_blocks(
+    model: nn.Module,
+    grid: Grid,
+    precision: Precision,
+    options: ExecutionOptions,
+    seed: int,
+    blocks: _Blocks,
+    gradients: GradientReduction,
+) -> nn.Module:
+    """Shard a model without roles over z, and return it."""
+    if options.shard_sequence:
+        raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
+    if options.checkpoint_activations:
+        _find_blocks(model)
+    copies = grid.size("x") * grid.size("y")
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
+    _check_ranks_agree(model, grid, drops=drops and copies > 1)
+    if copies > 1:
+        warn_of_replication(model, grid, blocks.reason or "blocks= was given.")
+    overlap = dataclasses.replace(options.overlap, copy_engines=False)
+    matmuls = MatmulTuner(False, grid.device, grid.group("world"))
+    builder = Builder(model, grid, precision, overlap, matmuls, options.keep_gathered, None, seed)
+    builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
+    scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0
+    sharded = BlockBuilder(model, builder, blocks.names, scale=scale)
+    buffers = builder.buffers()
+    _note_reduction(grid, gradients)
+    sharded.install(frees=not options.keep_gathered and not options.checkpoint_activations)
+    for owner, attribute, value in buffers:
+        setattr(owner, attribute, value)
+    _finish(model, builder)
+    if options.checkpoint_activations:
+        checkpoint_activations(model)
+    return model
+
+
+def _note_reduction(grid: Grid, gradients: GradientReduction) -> None:
+    """Note on a grid how its models reduce gradients, for `mean_over_batch`. ValueError for two ways on one grid."""
+    if grid.size(LOSS) > 1 and grid.gradients not in (None, gradients):
+        raise ValueError(
+            f"gradients={gradients!r}, but another model on this grid has gradients={grid.gradients!r}: make another "
+            "Grid for this one"
+        )
+    grid.gradients = gradients
+
+
+def _finish(model: nn.Module, builder: Builder) -> None:
+    """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
+    if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
         huggingface.generate_in_step(model)
     huggingface.refuse_saving(model)
     refuse_copies(model)
@@ -123,11 +231,6 @@ def parallelize(
     gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
     model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gatherer, gradient_reducer))
     model.register_forward_hook(lambda *_: _end_forward(gatherer), always_call=True)
-    if grid.size("x") * grid.size("y") > 1:
-        model.register_forward_hook(_explain_sizes, always_call=True)
-    if options.checkpoint_activations:
-        checkpoint_activations(model)
-    return model
 
 
 def validate(
@@ -138,7 +241,7 @@ def validate(
     local_attributes: Mapping[str, str | None] | None = None,
 ) -> None:
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
-    validate_plan(model, read_plan(model, roles, local_attributes), sizes)
+    _plan_or_blocks(model, sizes, roles, local_attributes, None)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -308,15 +411,14 @@ def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: A
             )
 
 
-def _check_ranks_agree(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
-    """Raise ValueError unless all ranks have the same weights, and the same seed if there is dropout."""
+def _check_ranks_agree(model: nn.Module, grid: Grid, *, drops: bool) -> None:
+    """Raise ValueError unless all ranks have the same weights, and the same seed if there is dropout (`drops`)."""
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     sums = [
         (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))
         for _, p in named
     ]
     flat = [float(value) for pair in sums for value in pair]
-    drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
     flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
     highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
     lowest = highest.clone()

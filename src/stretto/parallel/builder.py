@@ -70,7 +70,7 @@ class Builder:
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: they must not be freed, and their ids reused, while they are replaced.
         self._originals = list(model.parameters())
-        self._initializer = MetaInitializer(model, grid.device, seed)
+        self.initializer = MetaInitializer(model, grid.device, seed)
 
     def build_all(self, plan: ShardingPlan) -> dict[str, nn.Module]:
         """Build what replaces each submodule, by name. The model is not changed."""
@@ -88,8 +88,8 @@ class Builder:
         for name in (name for part in plan.replicated for name in part.parameters):
             owner_name, _, key = name.rpartition(".")
             owner = self.model.get_submodule(owner_name)
-            source = self._initializer.real(owner_name, owner)
-            made[name] = self._parameter(owner.get_parameter(key), getattr(source, key), REPLICATED)
+            source = self.initializer.real(owner_name, owner)
+            made[name] = self.parameter(owner.get_parameter(key), getattr(source, key), REPLICATED)
         return made
 
     def shared_places(self, plan: ShardingPlan) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -117,7 +117,7 @@ class Builder:
                 return ParallelDropout(module.p, self.grid, "x", name)
 
     def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
-        grid, source = self.grid, self._initializer.real(name, module)
+        grid, source = self.grid, self.initializer.real(name, module)
         output_axis, input_axis = linear_axes(role)
         is_transposed = huggingface.is_conv1d(module)
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
@@ -126,7 +126,7 @@ class Builder:
         weight, shard = self._weight(module, source, sharding, rows, may_keep=self.keep_gathered, ring=ring)
         bias = None
         if module.bias is not None:
-            bias = self._parameter(module.bias, source.bias, self._sharding(role, "bias"))  # type: ignore[arg-type]
+            bias = self.parameter(module.bias, source.bias, self._sharding(role, "bias"))  # type: ignore[arg-type]
         plan = LinearPlan(
             name,
             shard,
@@ -149,20 +149,20 @@ class Builder:
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        source, sharding = self._initializer.real(name, module), self._sharding(role, "weight")
+        source, sharding = self.initializer.real(name, module), self._sharding(role, "weight")
         if role.role == "positions":
-            weight = self._parameter(module.weight, source.weight, sharding)  # type: ignore[arg-type]
+            weight = self.parameter(module.weight, source.weight, sharding)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
         weight, shard = self._weight(module, source, sharding, sharding.splits[0], may_keep=False, ring=None)
         first = self._first(module.num_embeddings)
         return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens)
 
     def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
-        source, kind = self._initializer.real(name, module), norm_kind(module, name)
+        source, kind = self.initializer.real(name, module), norm_kind(module, name)
         weight, bias = (
             None
             if getattr(module, part, None) is None
-            else self._parameter(getattr(module, part), getattr(source, part), self._sharding(role, part))
+            else self.parameter(getattr(module, part), getattr(source, part), self._sharding(role, part))
             for part in ("weight", "bias")
         )
         return ParallelNorm(
@@ -201,7 +201,7 @@ class Builder:
         """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
-        weight = self._parameter(original, source.weight, sharding)  # type: ignore[arg-type]
+        weight = self.parameter(original, source.weight, sharding)  # type: ignore[arg-type]
         coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
         before_z = ParameterLayout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
@@ -211,7 +211,8 @@ class Builder:
         shard.watch(weight, may_keep=may_keep)
         return weight, shard
 
-    def _parameter(self, original: nn.Parameter, whole: Tensor, sharding: ParameterSharding) -> nn.Parameter:
+    def parameter(self, original: nn.Parameter, whole: Tensor, sharding: ParameterSharding) -> nn.Parameter:
+        """The sharded parameter that stands for the original wherever it is held; made at the first call."""
         if id(original) not in self._made:
             layout = ParameterLayout(tuple(original.shape), sharding.splits)
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
@@ -229,6 +230,6 @@ class Builder:
         for name, module in self.model.named_modules():
             own = dict(module.named_buffers(recurse=False))
             is_meta = any(buffer.is_meta for buffer in own.values())
-            source = self._initializer.real(name, module) if is_meta else module
+            source = self.initializer.real(name, module) if is_meta else module
             found += [(module, key, getattr(source, key).to(self.grid.device)) for key in own]
         return found

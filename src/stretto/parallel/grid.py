@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from stretto.axes import (
 from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank, is_rank
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
+
+GradientReduction = Literal["sum", "mean"]
+"""What becomes of the gradients of ranks that have other rows of the batch."""
 
 
 class Grid:
@@ -74,6 +77,7 @@ class Grid:
         self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in NAMES}
         for name, over in DERIVED_GROUPS.items():
             self._groups[name] = self.mesh[over]._flatten(name).get_group()
+        self.gradients: GradientReduction | None = None  # of the models on this grid; noted by `parallelize`
         world = dist.group.WORLD
         assert world is not None
         self._groups["world"] = world

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import collective
-from stretto.parallel.comm.weight_gathering import GatheredWeight, WeightGatherer, WeightToGather
+from stretto.parallel.comm.weight_gathering import GatheredWeight, GatherSource, WeightGatherer, WeightToGather
 from stretto.parallel.layout import Version, local, version_of
 
 if TYPE_CHECKING:
@@ -205,10 +205,10 @@ class CopyEngineGatherer(WeightGatherer):
         self.copies = copies
         self.others = others
 
-    def register(self, key: object, weight: WeightToGather, *, may_keep: bool) -> None:
-        """Gather this weight from now on, by copy engines if it may be kept."""
+    def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
+        """Gather this weight from now on, by copy engines if it is one weight that may be kept."""
         self.others.register(key, weight, may_keep=may_keep)
-        if may_keep:
+        if may_keep and isinstance(weight, WeightToGather):
             self.copies.register(key, weight)
 
     def begin_forward(self) -> None:

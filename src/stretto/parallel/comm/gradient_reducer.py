@@ -5,7 +5,8 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
 
     a linear's, an embedding's or the head's weight         a norm, a bias, positions, a replicated module
     WeightShard.start_reduction calls                       autograd's hooks: `_before_accumulation`,
-    `reduce_scatter_gradient`                                   `_after_accumulation`
+    `reduce_scatter_gradient`, and BlockShard               `_after_accumulation`
+    `reduce_scatter_block` for a block's parameters              |
         |                                                        |
     does `no_sync` accumulate unsharded? -- yes --> UNSHARDED: whole over z, until a pass that scatters adds it to its
         | no                                             own gradient: `_keep_unsharded`, `_take_unsharded`
@@ -151,19 +152,45 @@ class GradientReducer:
             if self.keeps_unsharded and not self.is_syncing:
                 self._keep_unsharded(parameter, gradient, start)
                 return
-            kept = self._take_unsharded(parameter)
-            if kept is not None:
-                gradient = kept.total.add_(gradient).to(gradient.dtype)
-                del kept  # the sum is freed once it is sent
+            gradient = self._with_unsharded(parameter, gradient)
         pending = start(gradient)
         if pending.work is None:  # z has one rank
             self._settle(current, parameter, pending)
             return
+        self._add_scatter(current, _Scatter([(parameter, pending)], 1))
+
+    def reduce_scatter_block(
+        self,
+        gradients: Sequence[tuple[nn.Parameter, Tensor]],
+        start: Callable[[Sequence[Tensor]], Sequence[Pending]],
+        start_one: Callable[[Tensor], Pending],
+    ) -> None:
+        """Take the gradients of a block's whole parameters, of which z has several ranks.
+
+        `start` begins one reduce-scatter over z for all of them, and returns what leaves this rank's shard of each;
+        `start_one` begins one for a single gradient, which `no_sync` has kept whole.
+        """
+        current = self._enter()
+        if self.keeps_unsharded and not self.is_syncing:
+            for parameter, gradient in gradients:
+                self._keep_unsharded(parameter, gradient, start_one)
+            return
+        parameters = [parameter for parameter, _ in gradients]
+        pending = start([self._with_unsharded(*pair) for pair in gradients])
+        # At most two blocks are on their way: a block is as large as several weights.
+        self._add_scatter(current, _Scatter(list(zip(parameters, pending, strict=True)), SCATTERS_IN_FLIGHT // 2))
+
+    def _add_scatter(self, current: "_BackwardPass", scatter: "_Scatter") -> None:
         if not self.overlap.reduce_scatter:
-            pending.wait()
-        current.scatters.append((parameter, pending))
-        while len(current.scatters) > SCATTERS_IN_FLIGHT:
-            self._settle(current, *current.scatters.popleft())
+            scatter.parts[0][1].wait()
+        current.scatters.append(scatter)
+        while sum(each.weight for each in current.scatters) > SCATTERS_IN_FLIGHT:
+            self._settle_all(current, current.scatters.popleft())
+
+    def _with_unsharded(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """Add what earlier micro-batches kept whole."""
+        kept = self._take_unsharded(parameter)
+        return gradient if kept is None else kept.total.add_(gradient).to(gradient.dtype)
 
     def _keep_unsharded(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending]) -> None:
         """Add a whole gradient to what earlier micro-batches left. `.grad` is zeros meanwhile, if it was None: whoever
@@ -225,6 +252,10 @@ class GradientReducer:
             _check_zero(local_gradient(parameter))
         self._unsummed[parameter] = None
 
+    def _settle_all(self, current: "_BackwardPass", scatter: "_Scatter") -> None:
+        for parameter, pending in scatter.parts:
+            self._settle(current, parameter, pending)
+
     def _settle(self, current: "_BackwardPass", parameter: nn.Parameter, pending: Pending) -> None:
         mine = pending.wait()
         if not self._groups[parameter]:
@@ -278,7 +309,7 @@ class GradientReducer:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
         current = self._passes[task]
         while current.scatters:
-            self._settle(current, *current.scatters.popleft())
+            self._settle_all(current, current.scatters.popleft())
         if current.arrived and not self._was_compared:
             self._was_compared = True
             self._check_ranks_agree(list(current.arrived))
@@ -352,6 +383,14 @@ class _UnshardedGradient:
     versions: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class _Scatter:
+    """A started reduce-scatter, of one weight or of a block's parameters, and how many weights it counts as."""
+
+    parts: list[tuple[nn.Parameter, Pending]]
+    weight: int
+
+
 @dataclass
 class _BackwardPass:
     """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
@@ -359,7 +398,7 @@ class _BackwardPass:
     held: what `.grad` held before. counts: how many parts each gradient had. open, closed: buckets.
     """
 
-    scatters: deque[tuple[nn.Parameter, Pending]] = field(default_factory=deque)
+    scatters: deque[_Scatter] = field(default_factory=deque)
     held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
     counts: dict[nn.Parameter, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ In FSDP2's words: `gather` is unshard. A weight that is kept gathered from the f
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,23 @@ from stretto.parallel.layout import Version, local, version_of
 PREFETCH_DEPTH = 1
 
 
+class GatherSource(Protocol):
+    """What one all-gather sends: a weight, or all parameters of a block.
+
+    current: the registered parameter, or what has replaced it (for a block, the tuple of its parameters).
+    """
+
+    @property
+    def parameter(self) -> Any:
+        """What is registered."""
+
+    def start(self, current: Any, group: dist.ProcessGroup) -> Pending:
+        """Begin to all-gather."""
+
+    def version(self, current: Any) -> Any:
+        """The state of what is sent: what was gathered of another one is stale."""
+
+
 @dataclass(frozen=True)
 class WeightToGather:
     """A weight: this rank's shard [local rows, ...] is a DTensor parameter's; the whole has `rows` rows, of `dtype`.
@@ -35,9 +52,14 @@ class WeightToGather:
     rows: int
     dtype: torch.dtype | None
 
-    def start(self, shard: Tensor, group: dist.ProcessGroup) -> Pending:
-        """Begin to all-gather the rows of `shard`, the parameter's or that of the tensor that has replaced it."""
+    def start(self, current: Tensor, group: dist.ProcessGroup) -> Pending:
+        """Begin to all-gather the rows of the parameter, or of the tensor that has replaced it."""
+        shard = local(current)
         return start_gather_rows(shard if self.dtype is None else shard.to(self.dtype), self.rows, group)
+
+    def version(self, current: Tensor) -> Version:
+        """The state of this rank's shard."""
+        return version_of(current)
 
 
 class GatheredWeight(NamedTuple):
@@ -54,11 +76,11 @@ class WeightGatherer(ABC):
     """Gathers the weights of one model over z, and may start before they are asked for."""
 
     @abstractmethod
-    def register(self, key: object, weight: WeightToGather, *, may_keep: bool) -> None:
+    def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
         """Gather this weight from now on. may_keep: its whole rows may be kept for as long as the model lives."""
 
     @abstractmethod
-    def gather(self, key: object, parameter: Tensor) -> GatheredWeight:
+    def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """Return the whole rows of `parameter`, which is the registered one or has replaced it.
 
         On a GPU the current stream waits for them, and the host does not.
@@ -84,7 +106,7 @@ class _Prefetch:
     """A started all-gather, and the state of the shard that it sends: it is stale once the shard has changed."""
 
     key: object
-    version: Version
+    version: Any
     pending: Pending
 
 
@@ -118,10 +140,10 @@ class WeightPrefetcher(WeightGatherer):
         self.group = group
         self.is_on = is_on
         self._forward, self._backward = _GatherOrder(), _GatherOrder()
-        self._weights: dict[object, WeightToGather] = {}
+        self._weights: dict[object, GatherSource] = {}
         self._graph_task = -1
 
-    def register(self, key: object, weight: WeightToGather, *, may_keep: bool) -> None:
+    def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
         """Gather this weight from now on; nothing is kept between passes."""
         self._weights[key] = weight
 
@@ -130,18 +152,18 @@ class WeightPrefetcher(WeightGatherer):
         if not in_backward():
             self._forward.restart()
 
-    def gather(self, key: object, parameter: Tensor) -> GatheredWeight:
+    def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """Wait for the prefetched rows, or gather them now; then start to gather the next weight in the order."""
-        weight, shard = self._weights[key], local(parameter)
+        weight = self._weights[key]
         if not self.is_on:
-            return GatheredWeight(weight.start(shard, self.group).wait())
+            return GatheredWeight(weight.start(parameter, self.group).wait())
         order = self._current_order()
         self._follow(order, key)
         prefetch = order.started.pop(0) if order.started and order.started[0].key == key else None
-        if prefetch is not None and prefetch.version != version_of(parameter):
+        if prefetch is not None and prefetch.version != weight.version(parameter):
             prefetch.pending.wait()
             prefetch = None
-        pending = weight.start(shard, self.group) if prefetch is None else prefetch.pending
+        pending = weight.start(parameter, self.group) if prefetch is None else prefetch.pending
         whole = pending.wait()
         self._start_next(order)
         return GatheredWeight(whole)
@@ -169,5 +191,5 @@ class WeightPrefetcher(WeightGatherer):
         while len(order.started) < PREFETCH_DEPTH and order.position + len(order.started) < len(order.keys):
             key = order.keys[order.position + len(order.started)]
             weight = self._weights[key]
-            shard, version = local(weight.parameter), version_of(weight.parameter)
-            order.started.append(_Prefetch(key, version, weight.start(shard, self.group)))
+            version = weight.version(weight.parameter)
+            order.started.append(_Prefetch(key, version, weight.start(weight.parameter, self.group)))

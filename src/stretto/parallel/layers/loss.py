@@ -154,15 +154,19 @@ def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.Proce
 
 
 class _SumOverLossGroup(torch.autograd.Function):
-    """Sum the ranks' parts of the loss. Gradients flow to a rank's own part: those of parameters are summed later."""
+    """Sum the ranks' parts of the loss. Gradients flow to a rank's own part: those of parameters are summed later.
+
+    scale: of gradients, for models that average them over ranks later.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, scale: int = 1) -> Tensor:
+        ctx.scale = scale
         return all_reduce(part.clone(), group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None
+        return gradient if ctx.scale == 1 else gradient * ctx.scale, None, None
 
 
 def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
@@ -172,7 +176,8 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     every rank, and its gradients are final: for losses of your own, use it in place of `.mean()`.
     """
     counts = torch.as_tensor(count, device=total.device).clone()
-    return _SumOverLossGroup.apply(total / all_reduce(counts, grid.group(LOSS)), grid.group(LOSS))
+    part, group = total / all_reduce(counts, grid.group(LOSS)), grid.group(LOSS)
+    return _SumOverLossGroup.apply(part, group, group.size() if grid.gradients == "mean" else 1)
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:

@@ -40,7 +40,7 @@ def keep_whole(
         owner = model.get_submodule(owner_name)
         owner._parameters[key] = parameter
         places.append((owner, key))
-        _keep_through_conversions(owner, key, gradients)
+        keep_through_conversions(owner, key, gradients)
     reader = _reader_of(model, part.whose)
     reader.forward = _reading(reader, part.whose, places, precision, gradients.grid, casts=part.is_module)
 
@@ -99,7 +99,7 @@ def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -
             owner._parameters[key] = parameter
 
 
-def _keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
+def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
     """Do what `ShardedModule` does for its own: conversions keep layout and hooks, and state dicts may be whole."""
     convert = owner._apply
 

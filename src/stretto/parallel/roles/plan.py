@@ -36,6 +36,11 @@ KINDS = {
 _OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
 
 
+class UnknownRolesError(ValueError):
+    """Nothing says how the axes x and y split some part of a model. Without these axes it can be sharded all the same
+    (`stretto.parallel.blocks`)."""
+
+
 @dataclass(frozen=True)
 class Role:
     """What one submodule is to `parallelize`.
@@ -211,7 +216,7 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], replicated: Col
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
     if unknown:
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        raise ValueError(
+        raise UnknownRolesError(
             f"nothing says what these submodules are: {shown}. Stretto does not guess: "
             f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
         )

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block whose parameters are sharded over z: gathered for its forward pass by one all-gather, as FSDP2 does.
+
+It takes any module. While its forward runs, its parameters are replaced by plain tensors, whole and in the compute
+dtype; the module's code reads them by their names. Their gradients go to the shards by one reduce-scatter.
+
+In memory, a rank's shards lie one after another in one message, each padded to ceil(rows / z) rows of dim 0; the
+all-gathered message is [z, sum of padded shards], from which each parameter is copied to a tensor of its own:
+
+    rank 0: | weight, rows 0-3 | bias, 0-3 |                    weight = message[:, :w] as [z * 4, ...], rows 0 to 6
+    rank 1: | weight, rows 4-6, padding | bias, 4-6, padding |  bias = message[:, w:] as [z * 4], 0 to 6
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+
+from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.weight_gathering import WeightGatherer
+from stretto.parallel.layout import Version, layout_of, local, version_of
+from stretto.parallel.precision import Precision
+
+
+class ParameterPlace(NamedTuple):
+    """Where a module holds a parameter: `owner._parameters[key]`. number: of those of the block."""
+
+    owner: nn.Module
+    key: str
+    number: int
+
+
+class _Slot(NamedTuple):
+    """A parameter in a message: begin and numbers of a shard, whole shape, rows of a padded shard, and rows here."""
+
+    begin: int
+    size: int
+    shape: torch.Size
+    padded_rows: int
+    local_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockMessage:
+    """The shards of a block's parameters of one dtype, as one message. parameter: all of these.
+
+    dtype: in which they are sent (None: their own).
+    """
+
+    parameter: tuple[nn.Parameter, ...]
+    slots: tuple[_Slot, ...]
+    size: int
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, ranks: int) -> "_BlockMessage":
+        slots, begin = [], 0
+        for parameter in parameters:
+            shape = torch.Size(layout_of(parameter).shape)
+            rows = -(-shape[0] // ranks)
+            size = rows * shape[1:].numel()
+            slots.append(_Slot(begin, size, shape, rows, local(parameter).shape[0]))
+            begin += size
+        return cls(tuple(parameters), tuple(slots), begin, dtype)
+
+    def version(self, current: tuple[nn.Parameter, ...]) -> tuple[Version, ...]:
+        """The states of this rank's shards."""
+        return tuple(map(version_of, current))
+
+    def start(self, current: tuple[nn.Parameter, ...], group: dist.ProcessGroup) -> Pending:
+        """Begin to all-gather the message: [z x size]."""
+        shards = [local(parameter).detach() for parameter in current]
+        message = shards[0].new_empty(self.size, dtype=self.dtype or shards[0].dtype)
+        places = [
+            message[slot.begin :][: shard.numel()].view_as(shard)
+            for slot, shard in zip(self.slots, shards, strict=True)
+        ]
+        torch._foreach_copy_(places, shards)  # rows of padding hold anything: nobody reads them
+        return start_gather_rows(message, group.size() * self.size, group)
+
+    def unpack(self, message: Tensor) -> list[Tensor]:
+        """Copy each whole parameter out of the gathered message."""
+        parts = message.view(-1, self.size)
+        return [
+            parts[:, slot.begin : slot.begin + slot.size].reshape(-1, *slot.shape[1:])[: slot.shape[0]]
+            for slot in self.slots
+        ]
+
+    def start_scatter(
+        self, gradients: Sequence[Tensor], chosen: Sequence[int], group: dist.ProcessGroup
+    ) -> list[Pending]:
+        """Begin to reduce-scatter the gradients of the `chosen` slots; returns this rank's shard of each."""
+        slots = [self.slots[index] for index in chosen]
+        ranks, size = group.size(), sum(slot.size for slot in slots)
+        message = gradients[0].new_zeros(ranks, size)
+        begins, begin = [], 0
+        for slot, gradient in zip(slots, gradients, strict=True):
+            part = message[:, begin : begin + slot.size].view(ranks, slot.padded_rows, -1)
+            rows = gradient.reshape(slot.shape[0], -1)
+            full = slot.shape[0] // slot.padded_rows if slot.padded_rows else 0
+            part[:full].copy_(rows[: full * slot.padded_rows].view(full, slot.padded_rows, -1))
+            if left := slot.shape[0] - full * slot.padded_rows:
+                part[full, :left] = rows[full * slot.padded_rows :]
+            begins.append(begin)
+            begin += slot.size
+        sent = start_scatter_rows(message.view(-1), size, group)
+        parts = [
+            sent.result[begin : begin + slot.local_rows * slot.shape[1:].numel()].view(slot.local_rows, *slot.shape[1:])
+            for slot, begin in zip(slots, begins, strict=True)
+        ]
+        # Only the first is waited for; the others come after it.
+        return [Pending(parts[0], sent.work, sent.source), *map(Pending, parts[1:])]
+
+
+class BlockShard:
+    """Gathers a block's parameters for its forward pass, and reduces their gradients.
+
+    parameters: sharded over z by dim 0, in one order on all ranks. whole: others, which every rank has whole: those
+    of no dims, and all of them where z has one rank. places: where the block's modules hold each. scale: of all
+    gradients. frees: gather the parameters again for the backward pass, in place of keeping them (FSDP2's
+    reshard_after_forward).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        whole: Sequence[nn.Parameter],
+        places: Sequence[ParameterPlace],
+        group: dist.ProcessGroup,
+        precision: Precision,
+        gatherer: WeightGatherer,
+        gradients: GradientReducer,
+        *,
+        scale: float,
+        frees: bool,
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.precision = precision
+        self.gatherer = gatherer
+        self.gradients = gradients
+        self.scale = scale
+        self.frees = frees
+        self.places = tuple(places)
+        self.parameters = (*parameters, *whole)
+        self._sharded = len(parameters)
+        self._is_running = False
+        self._again: list[Tensor] | None = None
+        self._messages: list[tuple[_BlockMessage, tuple[int, ...]]] = []
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            by_dtype.setdefault(parameter.dtype, []).append(index)
+        for indices in by_dtype.values():
+            message = _BlockMessage.of([parameters[index] for index in indices], precision.compute, group.size())
+            gatherer.register(message, message, may_keep=False)
+            self._messages.append((message, tuple(indices)))
+
+    def gather(self) -> list[Tensor]:
+        """Gather the sharded parameters, in order."""
+        found: dict[int, Tensor] = {}
+        for message, indices in self._messages:
+            rows = self.gatherer.gather(message, message.parameter).rows
+            found |= zip(indices, message.unpack(rows), strict=True)
+        return [found[index] for index in range(self._sharded)]
+
+    def gather_again(self, index: int) -> Tensor:
+        """Return a parameter in the backward pass, for which the block was freed; all are gathered at the first."""
+        if self._again is None:
+            with torch.no_grad():
+                self._again = self.gather()
+        return self._again[index]
+
+    def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
+        """Start to reduce the gradients of the sharded parameters; those of parameters without one stay as they are."""
+        self._again = None
+        for message, indices in self._messages:
+            chosen = [place for place, index in enumerate(indices) if gradients[index] is not None]
+            if not chosen:
+                continue
+            pairs = [(message.parameter[place], self._scaled(gradients[indices[place]])) for place in chosen]
+
+            def start(whole: Sequence[Tensor], message: _BlockMessage = message, chosen: list[int] = chosen) -> Any:
+                return message.start_scatter([self._to_send(each) for each in whole], chosen, self.group)
+
+            self.gradients.reduce_scatter_block(pairs, start, self._start_one)
+
+    def _scaled(self, gradient: Tensor | None) -> Tensor:
+        assert gradient is not None
+        return gradient if self.scale == 1 else gradient * self.scale
+
+    def _to_send(self, gradient: Tensor) -> Tensor:
+        return gradient.to(self.precision.wire(gradient))
+
+    def _start_one(self, gradient: Tensor) -> Pending:
+        ranks, place = self.group.size(), self.group.rank()
+        padded = -(-gradient.shape[0] // ranks)
+        rows = max(min(padded, gradient.shape[0] - place * padded), 0)
+        return start_scatter_rows(self._to_send(gradient), rows, self.group)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the block's forward runs: its modules hold whole tensors in place of parameters."""
+        if self._is_running:  # a module that calls itself
+            yield
+            return
+        self._again = None
+        sharded = self.parameters[: self._sharded]
+        wholes = list(_GatherBlock.apply(self, *sharded)) if sharded else []
+        for parameter in self.parameters[self._sharded :]:
+            whole = self.precision.cast(local(parameter))
+            wholes.append(whole if self.scale == 1 else _ScaleGradient.apply(whole, self.scale))
+        kept = [place.owner._parameters[place.key] for place in self.places]
+        frees = self.frees and torch.is_grad_enabled()
+        self._is_running = True
+        try:
+            for place in self.places:
+                _hold(place, wholes[place.number])
+            with self._freeing(wholes[: self._sharded]) if frees else nullcontext():
+                yield
+        finally:
+            self._is_running = False
+            for place, held in zip(self.places, kept, strict=True):
+                _hold(place, held)
+
+    def _freeing(self, wholes: Sequence[Tensor]) -> saved_tensors_hooks:
+        """Have autograd save which parameter it needs, and not the whole tensor."""
+        numbers = {whole.untyped_storage().data_ptr(): index for index, whole in enumerate(wholes)}
+
+        def pack(saved: Tensor) -> Any:
+            index = numbers.get(saved.untyped_storage().data_ptr())
+            if index is None or saved.dtype != dtypes[index]:
+                return saved
+            return _SavedView(index, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+        def unpack(saved: Any) -> Tensor:
+            if not isinstance(saved, _SavedView):
+                assert isinstance(saved, Tensor)
+                return saved
+            return self.gather_again(saved.number).as_strided(saved.size, saved.stride, saved.offset)
+
+        dtypes = [whole.dtype for whole in wholes]
+        return saved_tensors_hooks(pack, unpack)
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The block's forward, with whole parameters, and floating-point inputs in the compute dtype."""
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.precision.compute is not None:
+                args, kwargs = tree_map(self._cast, (args, kwargs))
+            with self.running():
+                return forward(*args, **kwargs)
+
+        return torch.compiler.disable(run, recursive=False)
+
+    def _cast(self, value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return self.precision.cast(value) if is_number else value
+
+
+class _SavedView(NamedTuple):
+    """A tensor that autograd saves: a view of a block's parameter."""
+
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _hold(place: ParameterPlace, tensor: Tensor | None) -> None:
+    place.owner._parameters[place.key] = tensor  # type: ignore[assignment]
+    names = getattr(place.owner, "_flat_weights_names", None)
+    if names is not None:  # recurrent modules read their parameters from a list
+        place.owner._flat_weights = [place.owner._parameters.get(name) for name in names]  # type: ignore[assignment]
+
+
+class _GatherBlock(torch.autograd.Function):
+    """Shards to whole parameters; whole gradients to the shards' `.grad`, beside autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, block: BlockShard, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.block = block
+        wholes = block.gather()
+        frozen = [whole for whole, parameter in zip(wholes, parameters, strict=True) if not parameter.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(wholes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.block.start_reduction(gradients)
+        return (None,) * (1 + len(gradients))
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
