@@ -266,8 +266,9 @@ def sum_gradients() -> None:
         for name, parameter in model.named_parameters():
             if (expected := plain.get_parameter(name).grad) is not None:
                 assert distance(gather(parameter.grad, layout_of(parameter)), expected) < 1e-9, (reduction, name)
-        with pytest.raises(ValueError, match="another model on this grid"):
-            parallelize(make("recurrent"), grid, gradients="mean" if reduction == "sum" else "sum")
+        parallelize(make("recurrent"), grid, gradients="mean" if reduction == "sum" else "sum")
+        with pytest.raises(ValueError, match="make a Grid for each kind"):
+            mean_over_batch(loss, 1, grid)
 
 
 def test_the_mean_over_the_batch_is_right_with_summed_and_with_averaged_gradients(ranks):

@@ -206,7 +206,7 @@ def phi3_losses(sizes: Sizes) -> tuple[float, float]:
     grid, model, tokens = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True))), phi3(), torch.arange(16)[None]
     plain = model(input_ids=tokens, labels=tokens).loss.item()
     with pytest.raises(ValueError, match=r"On a grid of x=1, y=1") as caught:
-        parallelize(model, grid)
+        parallelize(model, grid, roles={})
     parallelize(model, grid, roles=literal_eval(str(caught.value).partition("roles=")[2]))
     return plain, model(input_ids=tokens, labels=tokens).loss.item()
 
@@ -248,14 +248,14 @@ def test_a_model_without_token_embeddings_is_refused_by_its_submodules():
     with pytest.raises(
         ValueError, match=r"nothing says what these submodules are: embeddings\.patch_embeddings \(Conv2d\)"
     ):
-        validate(model, {"x": 2})
+        validate(model, {"x": 2}, roles={})
 
 
 def test_a_model_whose_layers_have_different_heads_is_refused_by_the_linear_that_makes_them():
     pytest.importorskip("transformers.integrations.heterogeneity")
     model = hugging_face.causal_lm("gpt_neox", hidden_dropout=0.0, per_layer_config={1: {"num_key_value_heads": 4}})
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.query_key_value of GPTNeoXModel: .* all layers"):
-        validate(model, {"x": 2})
+        validate(model, {"x": 2}, roles={})
 
 
 BLOCK = "transformer.h.*."

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stretto.axes import LOSS
+from stretto.axes import LOSS, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
 from stretto.parallel.builder import Builder
@@ -31,7 +31,8 @@ from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.plan import Role, ShardingPlan, UnknownRolesError, read_plan
+from stretto.parallel.roles.formulas import UnknownRolesError
+from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
 from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
 
 
@@ -57,9 +58,9 @@ def parallelize(
     model with its own shard of the batch [batch / (data x Z), ...]; the loss is the mean over the global batch, the
     same on every rank, and gradients are final when `backward()` returns. Collective: every rank makes the same call.
 
-    A model of which nothing says what its submodules are is sharded block by block over z alone, as FSDP2 does: each
-    rank holds 1 / z of every parameter, computes its own loss from its own rows, and gradients are averaged over the
-    ranks. Ranks of x and y compute the same then, and a warning says so.
+    A model of which nothing says what its submodules are, and which is given no roles, is sharded block by block over z
+    alone, as FSDP2 does: each rank holds 1 / z of every parameter, computes its own loss from its own rows, and
+    gradients are averaged over the ranks. Ranks of x and y compute the same then, and a warning says so.
 
     roles: name patterns ("*" is one part of a dotted name) to roles (`stretto.parallel.Role`), for models that do not
         give their submodules' roles themselves.
@@ -104,7 +105,7 @@ def parallelize(
             "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this one is the "
             "mean over the global batch, whose gradients are summed"
         )
-    _note_reduction(grid, "sum")
+    grid.gradients.add("sum")
     if options.checkpoint_activations:
         _find_blocks(model)
     if options.shard_sequence:
@@ -142,7 +143,7 @@ def parallelize(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class _BlockPlan:
     """A model's blocks by name, and why it is sharded by these (empty: it was asked for)."""
 
     names: tuple[str, ...]
@@ -155,19 +156,22 @@ def _plan_or_blocks(
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
     local_attributes: Mapping[str, str | None] | None,
     blocks: Sequence[str] | None,
-) -> "ShardingPlan | _Blocks":
+) -> "ShardingPlan | _BlockPlan":
     """How the roles of its submodules shard a model, or the blocks of one that has none."""
     if blocks is not None:
         if roles or local_attributes:
             raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
-        return _Blocks(tuple(find_blocks(model, blocks)), "")
+        return _BlockPlan(tuple(find_blocks(model, blocks)), "")
+    sizes = check_sizes(sizes).sizes()
+    has_roles = roles is not None or local_attributes is not None or hasattr(model, "parallel_plan")
     try:
         plan = read_plan(model, roles, local_attributes)
         validate_plan(model, plan, sizes)
-    except UnknownRolesError as error:
-        if roles or local_attributes:
+    except ValueError as error:
+        is_unsplit = sizes["x"] == sizes["y"] == 1
+        if has_roles or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
-        return _Blocks(tuple(find_blocks(model)), str(error))
+        return _BlockPlan(tuple(find_blocks(model)), str(error))
     return plan
 
 
@@ -177,7 +181,7 @@ def _shard_by_blocks(
     precision: Precision,
     options: ExecutionOptions,
     seed: int,
-    blocks: _Blocks,
+    blocks: _BlockPlan,
     gradients: GradientReduction,
 ) -> nn.Module:
     """Shard a model without roles over z, and return it."""
@@ -200,24 +204,17 @@ def _shard_by_blocks(
     scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0
     sharded = BlockBuilder(model, builder, blocks.names, scale=scale)
     buffers = builder.buffers()
-    _note_reduction(grid, gradients)
+    grid.gradients.add(gradients)
     sharded.install(frees=not options.keep_gathered and not options.checkpoint_activations)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
+    if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
+        means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
+        _take_means_over_batch(model, means, only_with_labels=True)
     _finish(model, builder)
     if options.checkpoint_activations:
         checkpoint_activations(model)
     return model
-
-
-def _note_reduction(grid: Grid, gradients: GradientReduction) -> None:
-    """Note on a grid how its models reduce gradients, for `mean_over_batch`. ValueError for two ways on one grid."""
-    if grid.size(LOSS) > 1 and grid.gradients not in (None, gradients):
-        raise ValueError(
-            f"gradients={gradients!r}, but another model on this grid has gradients={grid.gradients!r}: make another "
-            "Grid for this one"
-        )
-    grid.gradients = gradients
 
 
 def _finish(model: nn.Module, builder: Builder) -> None:
@@ -330,9 +327,9 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
     if huggingface.is_pretrained_model(model):
         loss = huggingface.install_loss(model, loss)
         if grid.size(LOSS) > 1 and huggingface.computes_masked_loss(model):
-            _take_means_over_batch(model, grid)
+            _take_means_over_batch(model, MeansOverBatch(grid), only_with_labels=False)
             return
-        is_sharded = is_sharded and huggingface.calls_loss_function(model)
+        is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
         if grid.size(LOSS) > 1:
             _refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
@@ -347,13 +344,18 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
         _defer_loss(model, head, signature, target)
 
 
-def _take_means_over_batch(model: nn.Module, grid: Grid) -> None:
-    """Have the cross-entropy that a model's own code computes be the mean over the global batch."""
+def _take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:
+    """Have the cross-entropy that a model's own code computes be the mean over the global batch.
+
+    only_with_labels: leave calls that have no argument of such a name as they are.
+    """
     forward = model.forward
 
     @functools.wraps(forward)
     def forward_with_means(*args: Any, **kwargs: Any) -> Any:
-        with MeansOverBatch(grid):
+        if only_with_labels and all(value is None for key, value in kwargs.items() if "label" in key):
+            return forward(*args, **kwargs)
+        with means:
             return forward(*args, **kwargs)
 
     model.forward = torch.compiler.disable(forward_with_means, recursive=False)

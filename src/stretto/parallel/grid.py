@@ -77,7 +77,7 @@ class Grid:
         self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in NAMES}
         for name, over in DERIVED_GROUPS.items():
             self._groups[name] = self.mesh[over]._flatten(name).get_group()
-        self.gradients: GradientReduction | None = None  # of the models on this grid; noted by `parallelize`
+        self.gradients: set[GradientReduction] = set()  # of the models on this grid; noted by `parallelize`
         world = dist.group.WORLD
         assert world is not None
         self._groups["world"] = world

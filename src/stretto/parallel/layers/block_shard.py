@@ -39,7 +39,7 @@ class ParameterPlace(NamedTuple):
     number: int
 
 
-class _Slot(NamedTuple):
+class _ParameterSlot(NamedTuple):
     """A parameter in a message: begin and numbers of a shard, whole shape, rows of a padded shard, and rows here."""
 
     begin: int
@@ -57,7 +57,7 @@ class _BlockMessage:
     """
 
     parameter: tuple[nn.Parameter, ...]
-    slots: tuple[_Slot, ...]
+    slots: tuple[_ParameterSlot, ...]
     size: int
     dtype: torch.dtype | None
 
@@ -68,7 +68,7 @@ class _BlockMessage:
             shape = torch.Size(layout_of(parameter).shape)
             rows = -(-shape[0] // ranks)
             size = rows * shape[1:].numel()
-            slots.append(_Slot(begin, size, shape, rows, local(parameter).shape[0]))
+            slots.append(_ParameterSlot(begin, size, shape, rows, local(parameter).shape[0]))
             begin += size
         return cls(tuple(parameters), tuple(slots), begin, dtype)
 

@@ -173,11 +173,21 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     """The global mean of a loss of which each rank has a part: the sum of `total` over the sum of `count`.
 
     `total` is this rank's sum over its own valid tokens (a scalar), `count` how many they are. The value is the same on
-    every rank, and its gradients are final: for losses of your own, use it in place of `.mean()`.
+    every rank, and its gradients are final: for losses of your own, use it in place of `.mean()`. Raises ValueError if
+    the grid has models that sum gradients and others that average them (`parallelize(gradients=...)`).
     """
+    if len(grid.gradients) > 1 and grid.size(LOSS) > 1:
+        raise ValueError(
+            "mean_over_batch: this grid has models whose gradients are summed and others whose gradients are averaged: "
+            "make a Grid for each kind"
+        )
+    return _mean_over_batch(total, count, grid, is_averaged="mean" in grid.gradients)
+
+
+def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_averaged: bool) -> Tensor:
     counts = torch.as_tensor(count, device=total.device).clone()
     part, group = total / all_reduce(counts, grid.group(LOSS)), grid.group(LOSS)
-    return _SumOverLossGroup.apply(part, group, group.size() if grid.gradients == "mean" else 1)
+    return _SumOverLossGroup.apply(part, group, group.size() if is_averaged else 1)
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
@@ -197,12 +207,15 @@ class MeansOverBatch(TorchFunctionMode):
     """Takes the mean over the global batch wherever Python code asks for the mean cross-entropy of this rank's rows.
 
     For models whose own code computes a loss from whole logits. Raises ValueError for targets that are not class
-    indices, class weights, smoothed labels and other reductions.
+    indices, class weights, smoothed labels and other reductions, unless `passes_others`: they stay each rank's own.
+    is_averaged: whether the model's gradients are averaged over the ranks, and not summed.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, *, passes_others: bool = False, is_averaged: bool = False) -> None:
         super().__init__()
         self.grid = grid
+        self.passes_others = passes_others
+        self.is_averaged = is_averaged
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.cross_entropy:
@@ -217,6 +230,8 @@ class MeansOverBatch(TorchFunctionMode):
             or options["reduction"] != "mean"
             or targets.is_floating_point()
         ):
+            if self.passes_others:
+                return func(*args, **(kwargs or {}))
             raise ValueError(
                 "this model's own code computes a cross-entropy with class weights, smoothed labels, targets that are "
                 "no indices, or no mean, which Stretto cannot take over the global batch: call it without labels, and "
@@ -224,7 +239,7 @@ class MeansOverBatch(TorchFunctionMode):
             )
         options["reduction"] = "sum"
         count = (targets != options["ignore_index"]).sum()
-        return mean_over_batch(func(*given.args, **given.kwargs), count, self.grid)
+        return _mean_over_batch(func(*given.args, **given.kwargs), count, self.grid, is_averaged=self.is_averaged)
 
 
 class ParallelLoss(nn.Module):

@@ -12,6 +12,11 @@ from torch.nn import functional as F
 IGNORED_TARGET = -100
 
 
+class UnknownRolesError(ValueError):
+    """Nothing says how the axes x and y split some part of a model. Without these axes it can be sharded all the same
+    (`stretto.parallel.blocks`)."""
+
+
 @dataclass(frozen=True)
 class NormKind:
     """y = (x - mean if centred) / sqrt(variance + eps) x (weight + weight_offset) + bias. eps None: the dtype's."""
@@ -45,7 +50,7 @@ def norm_kind(module: nn.Module, name: str) -> NormKind:
         ):
             if _computes(module, kind):
                 return kind
-    raise ValueError(
+    raise UnknownRolesError(
         f"{name} ({type(module).__name__}) is not a LayerNorm or RMSNorm that Stretto knows how to split: "
         "its formula, tried on random numbers, is another"
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.parallel.layers.loss import IGNORED_TARGET, ParallelLoss
+from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
 
 # GPT-2's Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
@@ -98,7 +99,7 @@ def _roles_of_tp_plan(
     roles: dict[str, Any] = {}
     places = {pattern: [name for name in modules if wildcard(name) == pattern] for pattern in tp_plan}
     if refusal := refusal_of_style(type(base).__name__, prefix, {at: tp_plan[at] for at in tp_plan if places[at]}):
-        raise ValueError(refusal)
+        raise UnknownRolesError(refusal)
     for pattern, names in places.items():
         for name in names:
             roles[name] = _with_heads(base, prefix, name, STYLES[tp_plan[pattern]])
@@ -122,7 +123,7 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
     except RuntimeError as error:  # a configuration whose layers differ raises it
-        raise ValueError(
+        raise UnknownRolesError(
             f"{prefix}{name} of {type(base).__name__}: its configuration gives no number of heads for all layers "
             f"({error}): say what it is with roles={{{prefix + name!r}: ...}}"
         ) from None
@@ -136,7 +137,7 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
             "unit": 3 * head_dim,
             "unit_name": "attention heads",
         }  # q, k and v of one head together
-    raise ValueError(
+    raise UnknownRolesError(
         f"{prefix}{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} "
         f"heads nor {kv_heads} KV heads of {head_dim}: say what it is with roles={{{prefix + name!r}: ...}}"
     )
@@ -157,7 +158,7 @@ def refuse_alibi(model: nn.Module) -> None:
         is_theirs = type(module).__module__.startswith("transformers")  # transformers_modules: code from the hub
         names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
         if found := [name for name in names if getattr(module, name, None) is not False]:
-            raise ValueError(
+            raise UnknownRolesError(
                 f"{type(module).__name__} adds to attention what depends on a head's number (ALiBi: {found[0]}), and "
                 "its code does not know which heads a rank of x has: choose x=1"
             )
@@ -267,6 +268,20 @@ def calls_loss_function(model: nn.Module) -> bool:
     """Whether the model's forward computes its loss by `loss_function`, not by code of its own."""
     forward = inspect.unwrap(type(model).forward)
     return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
+
+
+def changes_logits(model: nn.Module) -> bool:
+    """Whether the model's forward scales or caps logits between head and loss, by the names of what it reads."""
+    forward = inspect.unwrap(type(model).forward)
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    owners = (model, getattr(model, "config", None))
+    values = [
+        getattr(owner, name, None)
+        for name in names
+        if "logit" in name and ("scal" in name or "cap" in name)
+        for owner in owners
+    ]
+    return any(value is not None for value in values)
 
 
 def computes_masked_loss(model: nn.Module) -> bool:

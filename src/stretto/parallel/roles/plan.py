@@ -15,6 +15,7 @@ from torch import nn
 from stretto.axes import LOSS, REPLICAS, group_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.suggestions import did_you_mean, name_known
 
 KINDS = {
@@ -34,11 +35,6 @@ KINDS = {
 
 # Names of roles before this release, which still work and warn.
 _OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
-
-
-class UnknownRolesError(ValueError):
-    """Nothing says how the axes x and y split some part of a model. Without these axes it can be sharded all the same
-    (`stretto.parallel.blocks`)."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from stretto.axes import LOSS, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import check_loss, norm_kind
+from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, norm_kind
 from stretto.parallel.roles.plan import Role, ShardingPlan, sharding_of
 from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
@@ -89,7 +89,7 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
             _expect(name, module, role, nn.Embedding)
             for option in ("max_norm", "scale_grad_by_freq", "sparse"):
                 if getattr(module, option):
-                    raise ValueError(f"{name}: an embedding with {option} is not supported")
+                    raise UnknownRolesError(f"{name}: an embedding with {option} is not supported")
             _check_vocabulary(name, module.num_embeddings, role, sizes)  # type: ignore[arg-type]
             if sizes["y"] > 1 and module.embedding_dim != hidden:
                 raise ValueError(
@@ -223,7 +223,7 @@ def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int
 
 def _expect(name: str, module: nn.Module, role: Role, kind: type[nn.Module]) -> None:
     if type(module) is not kind and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise ValueError(
+        raise UnknownRolesError(
             f"{name} is a {type(module).__name__}, but the role {role.role!r} takes exactly {kind.__name__}: "
             "a subclass may compute something else"
         )
