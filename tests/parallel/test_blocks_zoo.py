@@ -15,7 +15,7 @@ from tests.parallel.training import Sizes, my_rows
 TOLERANCE = 1e-5
 # Their training is unstable: a difference of 1e-10 after the first step is ten times as large after each further one.
 ROUGH = {"cpmant": 1e-3, "gemma4_unified_text": 1e-4}
-BATCHES = 30  # of families, a test each
+BATCHES = 60  # of families, a test each
 
 
 def train_on(sizes: Sizes, families: list[tuple[str, str]]) -> dict[str, Any]:
