@@ -89,6 +89,70 @@ class Recurrent(nn.Module):
         return self.classify(self.project(self.lstm(self.embed(tokens))[0][:, -1]))
 
 
+class UNet(nn.Module):
+    """A denoiser: a way down, a way up with skips, and a time that shifts each block's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, 6), nn.SiLU(), nn.Linear(6, 6))
+        self.enter, self.leave = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 2, 3, padding=1)
+        self.down = nn.ModuleList(
+            nn.ModuleDict({"block": Residual(6), "pool": nn.Conv2d(6, 6, 2, 2)}) for _ in range(2)
+        )
+        self.up = nn.ModuleList(
+            nn.ModuleDict({"block": Residual(6), "grow": nn.ConvTranspose2d(12, 6, 2, 2)}) for _ in range(2)
+        )
+
+    def forward(self, images: Tensor, time: Tensor) -> Tensor:
+        x, shift, skips = self.enter(images), self.time(time[:, None])[..., None, None], []
+        for level in self.down:
+            x = level["pool"](level["block"](x + shift))
+            skips.append(x)
+        for level in self.up:
+            x = level["block"](level["grow"](torch.cat((x, skips.pop()), 1)) + shift)
+        return self.leave(x)
+
+
+class Selective(nn.Module):
+    """A block of a selective state-space model (Mamba): convolution, input-dependent steps, a scan, a gate."""
+
+    def __init__(self, width: int, states: int) -> None:
+        super().__init__()
+        self.norm, self.enter, self.leave = nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+        self.convolve = nn.Conv1d(2 * width, 2 * width, 3, padding=2, groups=2 * width)
+        self.choose, self.step = nn.Linear(2 * width, 2 * states + 1), nn.Parameter(torch.rand(2 * width))
+        self.log_decay = nn.Parameter(torch.rand(2 * width, states))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, gate = self.enter(self.norm(x)).chunk(2, -1)
+        inner = F.silu(self.convolve(inner.mT)[..., : x.shape[1]].mT)
+        chosen = self.choose(inner)
+        states = self.log_decay.shape[1]
+        step = F.softplus(chosen[..., :1] + self.step)
+        state, out = x.new_zeros(len(x), inner.shape[-1], states), []
+        for time in range(x.shape[1]):
+            decay = torch.exp(-step[:, time, :, None] * self.log_decay.exp())
+            write = step[:, time, :, None] * chosen[:, time, None, 1 : 1 + states] * inner[:, time, :, None]
+            state = decay * state + write
+            out.append((state * chosen[:, time, None, 1 + states :]).sum(-1))
+        return x + self.leave(torch.stack(out, 1) * F.silu(gate))
+
+
+class StateSpace(nn.Module):
+    """Tokens to a class by two selective blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(11, 4), nn.ModuleList(Selective(4, 3) for _ in range(2))
+        self.classify = nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.classify(x[:, -1])
+
+
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
 
@@ -106,9 +170,15 @@ def classifier_loss(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(model(x), classes)
 
 
+def denoiser_loss(model: nn.Module, images: Tensor, time: Tensor) -> Tensor:
+    return F.mse_loss(model(images * time[:, None, None, None], time), images)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "convolutional": (Convolutional, classifier_loss, (draw(ROWS, 3, 4, 4), choose(5, ROWS))),
     "translator": (Translator, translator_loss, (choose(11, ROWS, 4), choose(11, ROWS, 5))),
+    "u-net": (UNet, denoiser_loss, (draw(ROWS, 2, 8, 8), draw(ROWS))),
+    "state space": (StateSpace, classifier_loss, (choose(11, ROWS, 4), choose(5, ROWS))),
     "recurrent": (Recurrent, classifier_loss, (choose(11, ROWS, 4), choose(5, ROWS))),
 }
 
