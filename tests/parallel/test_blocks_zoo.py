@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.parallel import Grid, parallelize
+from stretto.parallel import Grid, gather, parallelize
 from tests.parallel import zoo
 from tests.parallel.training import Sizes, my_rows
 
@@ -58,3 +58,25 @@ def test_families_train_on_a_grid_as_in_one_process(ranks, sizes, number):
     }
     assert found
     assert wrong == {}
+
+
+def accumulate_with_counts(family: str, task: str) -> tuple[list[float], list[float]]:
+    """Norms of gradients over two micro-batches with different numbers of labels, plain and on data=2 z=2."""
+    batch, found = zoo.make_batch(task), []
+    batch["labels"][0, :9] = batch["labels"][3, :4] = -100
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    for grid in (None, Grid(data=2, z=2)):
+        model = zoo.build(family, task)
+        parts = [batch]
+        if grid is not None:
+            parallelize(model, grid)
+            parts = [{key: value[my_rows(grid, zoo.BATCH)] for key, value in batch.items()}]
+        for part in parts:
+            model(**part, num_items_in_batch=torch.tensor(count)).loss.backward()
+        found.append([float(gather(p.grad).norm()) for p in model.parameters() if p.grad is not None])
+    return found[0], found[1]
+
+
+def test_a_count_of_labels_is_that_of_the_whole_batch(ranks):
+    for plain, found in ranks(4).run(accumulate_with_counts, "opt", "causal"):
+        assert found == pytest.approx(plain, rel=1e-4)

@@ -98,7 +98,7 @@ def build(family: str, task: str) -> nn.Module:
 def make_batch(task: str) -> dict[str, Tensor]:
     """Inputs of one step, [BATCH, SEQ_LEN]; every label counts."""
     tokens = torch.randint(4, VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(7))
-    return {"input_ids": tokens, "labels": tokens.roll(1, 1) if task != "causal" else tokens}
+    return {"input_ids": tokens, "labels": tokens.roll(1, 1) if task != "causal" else tokens.clone()}
 
 
 def train(model: nn.Module, batch: dict[str, Tensor], steps: int = 5) -> list[float]:

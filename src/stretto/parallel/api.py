@@ -355,6 +355,7 @@ def _take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with
     def forward_with_means(*args: Any, **kwargs: Any) -> Any:
         if only_with_labels and all(value is None for key, value in kwargs.items() if "label" in key):
             return forward(*args, **kwargs)
+        means.adds_sums = kwargs.get("num_items_in_batch") is not None  # transformers divides a sum by it
         with means:
             return forward(*args, **kwargs)
 

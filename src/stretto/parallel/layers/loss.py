@@ -208,7 +208,8 @@ class MeansOverBatch(TorchFunctionMode):
 
     For models whose own code computes a loss from whole logits. Raises ValueError for targets that are not class
     indices, class weights, smoothed labels and other reductions, unless `passes_others`: they stay each rank's own.
-    is_averaged: whether the model's gradients are averaged over the ranks, and not summed.
+    is_averaged: whether the model's gradients are averaged over the ranks, and not summed. The attribute `adds_sums`:
+    whether a sum of cross-entropies is one over the global batch, which the caller divides by its own count.
     """
 
     def __init__(self, grid: Grid, *, passes_others: bool = False, is_averaged: bool = False) -> None:
@@ -216,6 +217,7 @@ class MeansOverBatch(TorchFunctionMode):
         self.grid = grid
         self.passes_others = passes_others
         self.is_averaged = is_averaged
+        self.adds_sums = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.cross_entropy:
@@ -230,6 +232,10 @@ class MeansOverBatch(TorchFunctionMode):
             or options["reduction"] != "mean"
             or targets.is_floating_point()
         ):
+            if self.adds_sums and options["reduction"] == "sum":
+                group = self.grid.group(LOSS)
+                scale = group.size() if self.is_averaged else 1
+                return _SumOverLossGroup.apply(func(*args, **(kwargs or {})), group, scale)
             if self.passes_others:
                 return func(*args, **(kwargs or {}))
             raise ValueError(
