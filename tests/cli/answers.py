@@ -54,6 +54,9 @@ ANSWERS = (
     Answer("train run.toml --set train.resume=broken-checkpoint", REFUSED, "is damaged"),
     Answer("train run.toml --set cluster=perlmuter", REFUSED, "did you mean 'perlmutter'"),
     Answer("train run.toml --set model.layers=4000 --set model.hidden=1048576", REFUSED, "but this machine has"),
+    Answer("train run.toml --set model.path=nowhere", REFUSED, "leave out one of the two"),
+    Answer("train folder.toml --set model.path=nowhere", REFUSED, "there is no such folder"),
+    Answer("train folder.toml", REFUSED, "has no weights"),
     Answer("train dlrm.toml --set data.path=nowhere.txt", REFUSED, "nowhere.txt"),
     Answer("train dlrm.toml --set model.nmae=small", REFUSED, "did you mean model.name"),
     Answer("demo --out /dev/null/demo", REFUSED, "/dev/null is not a folder"),
@@ -138,6 +141,7 @@ steps = 2
 batch = 8
 seq_len = 8
 """
+FOLDER = RUN.replace("layers = 1\nhidden = 16\nheads = 4", "path = 'model'")
 DLRM = """
 out = "out"
 [model]
@@ -160,6 +164,9 @@ def write_files(folder: Path) -> None:
 
     (folder / "text.txt").write_text("a text to train on, long enough for a sequence or two" * 20)
     (folder / "run.toml").write_text(RUN)
+    (folder / "folder.toml").write_text(FOLDER)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
     (folder / "dlrm.toml").write_text(DLRM)
     (folder / "broken.toml").write_text("[train\nsteps = 2\n")
     (folder / "broken.xml").write_text("no schedule")

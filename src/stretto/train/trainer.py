@@ -70,7 +70,11 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     is_first = dist.get_rank() == 0
     resumed_from = find_checkpoint(config.out, config.train.resume)
     task = _make_task(config, grid)
-    start = 0 if resumed_from is None else task.resume(resumed_from)
+    start = 0
+    if resumed_from is None:
+        task.start()
+    else:
+        start = task.resume(resumed_from)
     if start >= config.train.steps:
         if is_first:
             logger.warning(

@@ -6,8 +6,9 @@ torch is imported once a checkpoint or a file has been found, so that a wrong pa
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,15 +58,35 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
     """Fill the model's parameters from `file`: a .safetensors file, or the .index.json of several.
 
     `model` is plain or returned by `parallelize`: each rank reads only its own part, and converts it to the dtype of
-    its parameters. A tied weight may have any of its names in the file. Raises ValueError, before anything is changed,
-    for a file that is not safetensors, and for the first parameter that is missing, unexpected or of another shape.
+    its parameters. A tied weight may have any of its names in the file. Of a Hugging Face model, names may have or lack
+    the prefix of the model without its head, as in files of either of the two, and what its class says to ignore is
+    ignored. Raises ValueError, before anything is changed, for a file that is not safetensors, and for the first
+    parameter that is missing, unexpected or of another shape.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
 
     from stretto.train.checkpoint.state import sharded_state_of
 
-    with ExitStack() as stack, torch.no_grad():
+    with _open_weights(model, file) as sources, torch.no_grad():
+        parameters = dict(model.named_parameters())
+        for name, source in sources:
+            for held in sharded_state_of(parameters[name]).boxes:
+                box = zip(held.offsets, held.values.shape, strict=True)
+                held.values.copy_(source[tuple(slice(start, start + length) for start, length in box)])
+
+
+def check_safetensors(model: "nn.Module", file: Path) -> None:
+    """Raise the ValueError that `import_safetensors` would. Reads no weights; the model may be on the meta device."""
+    with _open_weights(model, file):
+        pass
+
+
+@contextmanager
+def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Any]]]:
+    """Open the slices of the file's tensors, each with the name of the model's parameter that it is for."""
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as stack:
         sources: dict[str, Any] = {}
         for part in _files_of(file):
             try:
@@ -74,25 +95,34 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
                 raise ValueError(f"{part} cannot be read as safetensors: {error}") from error
             sources |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
         names = _names_in_file(model, sources)
-        found = {names.get(name, name): tuple(source.get_shape()) for name, source in sources.items()}
+        ignored = _ignored_names(model)
+        found = {
+            names.get(name, name): tuple(source.get_shape())
+            for name, source in sources.items()
+            if name in names or not any(re.search(pattern, name) for pattern in ignored)
+        }
         wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if difference := first_difference(found, wanted):
             raise ValueError(f"{file} is of another model: {difference}")
-        parameters = dict(model.named_parameters())
-        for name_there, name in names.items():
-            for held in sharded_state_of(parameters[name]).boxes:
-                box = zip(held.offsets, held.values.shape, strict=True)
-                held.values.copy_(sources[name_there][tuple(slice(start, start + length) for start, length in box)])
+        yield [(name, sources[name_there]) for name_there, name in names.items()]
 
 
 def _names_in_file(model: "nn.Module", sources: Mapping[str, Any]) -> dict[str, str]:
     """Map the file's names of the model's parameters to the names that `named_parameters` gives them."""
     own_name = {parameter: name for name, parameter in model.named_parameters()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."  # of Hugging Face's models
     names = {}
     for alias, parameter in model.named_parameters(remove_duplicate=False):
-        if alias in sources:
-            names[alias] = own_name[parameter]
+        for spelling in (alias, f"{prefix}{alias}", alias.removeprefix(prefix)):
+            if spelling in sources:
+                names[spelling] = own_name[parameter]
+                break
     return names
+
+
+def _ignored_names(model: "nn.Module") -> list[str]:
+    """Patterns of tensors that a Hugging Face model's files may have beside its parameters, as its class says."""
+    return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def _files_of(file: Path) -> list[Path]:

@@ -18,7 +18,8 @@ def open_dataset(
     path: str | list[str],
     *,
     format: str = "auto",
-    tokenizer: str = "bytes",
+    tokenizer: str | None = None,
+    model_folder: Path | None = None,
     seq_len: int,
     vocab: int | None = None,
     token_dtype: str = "uint16",
@@ -27,8 +28,9 @@ def open_dataset(
 
     path: files or folders; their tokens form one stream, in that order. format: "text", "nanogpt", "megatron", or
     "auto": a .bin file with an .idx file is Megatron-LM's, any other .bin is nanoGPT's, and everything else is text.
-    tokenizer: "bytes" or the path of a tokenizer.json, for text. token_dtype: a nanoGPT file's, "uint16", "uint32" or
-    "int64". vocab: the model's vocabulary size; every id must be below it.
+    tokenizer: for text, "bytes" (the default) or the path of a tokenizer.json. model_folder: a Hugging Face folder,
+    whose tokenizer is the default then. token_dtype: a nanoGPT file's, "uint16", "uint32" or "int64". vocab: the
+    model's vocabulary size; every id must be below it.
 
     The time does not depend on the files' size, except that a tokenizer reads all text once and that a Megatron-LM
     index is checked as a whole. Raises ValueError, with the file, the value and the rule, for files that cannot be
@@ -39,17 +41,19 @@ def open_dataset(
     if vocab is not None and vocab < 1:
         raise ValueError(f"vocab={vocab} must be at least 1")
     format, files = find_files([path] if isinstance(path, str) else path, format)
-    if format != "text" and tokenizer != "bytes":
+    if format != "text" and tokenizer not in (None, "bytes"):
         raise ValueError(f"tokenizer={tokenizer!r} is for text, but {files[0]} holds {format} tokens")
     if format != "nanogpt" and token_dtype != "uint16":
         raise ValueError(f"token_dtype={token_dtype!r} is for nanogpt files, but {files[0]} is {format}")
 
     match format:
-        case "text" if tokenizer == "bytes":
-            stream, vocab_size = open_bytes(files), _check_vocab(vocab, BYTE_VOCAB, tokenizer)
+        case "text" if tokenizer == "bytes" or tokenizer is model_folder is None:
+            stream, vocab_size = open_bytes(files), _check_vocab(vocab, BYTE_VOCAB, "bytes")
         case "text":
-            stream, tokenizer_vocab = open_tokenized(files, Path(os.path.expanduser(tokenizer)))
-            vocab_size = _check_vocab(vocab, tokenizer_vocab, tokenizer)
+            named = model_folder if tokenizer is None else _tokenizer_file(tokenizer)
+            assert named is not None
+            stream, tokenizer_vocab = open_tokenized(files, named)
+            vocab_size = _check_vocab(vocab, tokenizer_vocab, str(named))
         case "nanogpt":
             stream = open_nanogpt(files, token_dtype)
             vocab_size = vocab or _vocab_of_storage(stream)
@@ -106,6 +110,18 @@ class TokenDataset:
             raise IndexError(f"sequence {index} is not one of 0 to {len(self) - 1}")
         start = int(index) * self.seq_len
         return self._stream.read_checked(start, start + self.seq_len + 1, self.vocab_size)
+
+    def read(self, index: int | np.integer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Read the inputs and the targets of a sequence, int64 [seq_len] each."""
+        ids = self[index]
+        return ids[:-1], ids[1:]
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        raise ValueError(f"tokenizer={name!r} is a folder: name the file, {path / 'tokenizer.json'}")
+    return path
 
 
 def _check_vocab(vocab: int | None, known: int, tokenizer: str) -> int:

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of a GPT on its grid: model, optimizer, steps, data and checkpoints."""
+"""The training of a language model on its grid: model, optimizer, steps, data and checkpoints."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.axes import BATCH
 from stretto.cluster import Cluster
-from stretto.models import GPT
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
-from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.checkpoint import load_checkpoint, save_state, training_state
+from stretto.train.checkpoint.metadata import check_description, read_metadata
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, rank_rows
-from stretto.train.gpt.preflight import build_model_config, open_data, predict_run
+from stretto.train.gpt.preflight import build_source, open_data, open_folder, predict_run
 from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import TrainTask
@@ -24,18 +25,17 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.f
 
 
 class GPTTask(TrainTask):
-    """A GPT on its grid, its optimizer, and its data in the order of the run."""
+    """A GPT or a Hugging Face language model on its grid, its optimizer, and its data in the order of the run."""
 
     def __init__(self, config: TrainConfig, grid: Grid) -> None:
         super().__init__(config, grid)
         self.config: TrainConfig = config
         options = config.train
         self.dataset = open_data(config)
-        self.model_config = build_model_config(config, self.dataset)
+        self.source = build_source(config, self.dataset, open_folder(config))
         torch.manual_seed(options.seed)  # for dropout; weights are seeded by their names
         self.sampler = Sampler(len(self.dataset), options.batch, options.seed)
-        with torch.device("meta"):
-            model = GPT(self.model_config)
+        model = self.source.build()
         dtype = COMPUTE_DTYPES[options.dtype]
         self.model = parallelize(
             model.double() if dtype == torch.float64 else model,
@@ -51,7 +51,11 @@ class GPTTask(TrainTask):
             cuda_graph=options.cuda_graph,
         )
 
+    def start(self) -> None:
+        self.source.load_weights(self.model)
+
     def resume(self, checkpoint: Path) -> int:
+        check_description(checkpoint, read_metadata(checkpoint), self.source.description(), None)
         metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         self.compare_data(metadata)
         return metadata.step
@@ -63,16 +67,14 @@ class GPTTask(TrainTask):
         self._executor.close()
 
     def save(self, step: int) -> None:
-        save_checkpoint(
-            self.config.out,
-            step,
-            self.model,
-            self.optimizer,
-            model_config=self.model_config,
-            run=self.config.model_dump(mode="json"),
-            data=self.data_description(),
-            keep=self.config.train.keep_checkpoints,
-        )
+        description = {
+            "optimizer": self.optimizer.name,
+            "model": self.source.description(),
+            "run": self.config.model_dump(mode="json"),
+            "data": self.data_description(),
+        }
+        state = training_state(self.model, self.optimizer)
+        save_state(self.config.out, step, state, description, keep=self.config.train.keep_checkpoints)
 
     def data_description(self) -> dict[str, Any]:
         options = self.config.train
@@ -91,16 +93,16 @@ class GPTTask(TrainTask):
             return None
         options = self.config.train
         peak: float | None = getattr(Cluster.detect().gpu.peak_flops, options.dtype)
-        flops = self.model_config.flops_per_token(options.seq_len)
-        return None if peak is None else self.grid.size("world") * peak / flops
+        flops = self.source.flops_per_token(options.seq_len)
+        return None if peak is None or flops is None else self.grid.size("world") * peak / flops
 
     def predict(self) -> dict[str, Any] | None:
-        return predict_run(self.config, self.model_config)
+        return predict_run(self.config, self.source)
 
     def _compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         # All targets of a token stream are valid, so their number needs no counting.
         options = self.config.train
-        return self.model(tokens, targets, num_targets=options.batch * options.seq_len)
+        return self.source.compute_loss(self.model, tokens, targets, options.batch * options.seq_len)
 
     def _update(self, lr: float | Tensor) -> Tensor:
         clip = self.config.train.clip
@@ -118,8 +120,12 @@ class GPTTask(TrainTask):
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len]."""
         rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
-        sequences = np.stack([self.dataset[index] for index in self.sampler.indices(step - 1)[rows]])
-        batch = torch.from_numpy(sequences)
+        inputs, targets = zip(*map(self.dataset.read, self.sampler.indices(step - 1)[rows]), strict=True)
+        return self._to_device(np.stack((np.stack(inputs), np.stack(targets))))
+
+    def _to_device(self, batch: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Copy tokens and targets, int64 [2, rows, seq_len], to the device."""
+        both = torch.from_numpy(batch)
         if self.grid.device.type == "cuda":
-            batch = batch.pin_memory().to(self.grid.device, non_blocking=True)
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+            both = both.pin_memory().to(self.grid.device, non_blocking=True)
+        return both[0], both[1]
