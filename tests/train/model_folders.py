@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Hugging Face folders with weights and a tokenizer, runs that start from one, and the same in plain PyTorch."""
 
+import json
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -63,6 +67,16 @@ def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> 
     fast.save_pretrained(folder)
 
 
+def write_chat(path: Path, conversations: Sequence[Sequence[str]]) -> str:
+    """Write conversations that a user begins and in which user and assistant take turns."""
+    lines = [
+        [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
+        for texts in conversations
+    ]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
+    return str(path)
+
+
 def configure(out: Path, folder: Path, *overrides: str) -> TrainConfig:
     """A run on `runs.TEXT` that starts from the folder."""
     text = out.parent / "text.txt"
@@ -77,6 +91,16 @@ def configure(out: Path, folder: Path, *overrides: str) -> TrainConfig:
         "train": {"steps": 10, "batch": 8, "seq_len": 16, "lr": 1e-3, "warmup_steps": 2},
     }
     return make_config(values, list(overrides))
+
+
+def train_on_grid(ranks: Any, config: TrainConfig) -> None:
+    """Train on ranks of the pool, which cache ids where this process does."""
+    ranks(config.ranks).run(_train_with_cache, config, os.environ["STRETTO_CACHE"], timeout=120)
+
+
+def _train_with_cache(config: TrainConfig, cache: str) -> None:
+    with mock.patch.dict(os.environ, {"STRETTO_CACHE": cache}):
+        runs.train_quietly(config)
 
 
 def batches_of(config: TrainConfig, dataset: Any) -> list[tuple[Tensor, Tensor]]:

@@ -26,6 +26,11 @@ SINGLE = "model.safetensors"
 X2_Z2 = ("grid.x=2", "grid.z=2")
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize(
     ("kind", "tied", "options"),
     [
@@ -41,7 +46,7 @@ def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
     folder = model_folders.write_folder(tmp_path / "model", kind=kind, tied=tied)
     config = model_folders.configure(tmp_path / "run", folder, *X2_Z2, *options)
     preflight(config)
-    ranks(4).run(runs.train_quietly, config, timeout=120)
+    model_folders.train_on_grid(ranks, config)
     losses, plain = model_folders.train_plainly(config)
     assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
     assert losses[0] - losses[-1] > 0.05, "the model does not learn: the comparison says little"
@@ -52,15 +57,32 @@ def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
     torch.testing.assert_close(model_folders.logits_of(plain), expected, atol=1e-5, rtol=0)
 
 
+def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says_on_any_grid(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    """Each step's batch has another number of targets, and so has each rank's part of it."""
+    folder = model_folders.write_folder(tmp_path / "model")
+    words = runs.TEXT.split()
+    chat = model_folders.write_chat(
+        tmp_path / "chat.jsonl", [("Go on:", " ".join(words[start : start + 1 + start % 5])) for start in range(20)]
+    )
+    options = (f"data.path={chat}", "train.micro_batch=2", "train.steps=3", "train.seq_len=32")
+    config = model_folders.configure(tmp_path / "run", folder, *X2_Z2, *options)
+    preflight(config)
+    model_folders.train_on_grid(ranks, config)
+    losses, _ = model_folders.train_plainly(config)
+    assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
+
+
 def test_a_run_resumes_on_another_grid_and_only_with_its_own_model(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     whole = model_folders.configure(tmp_path / "whole", folder, *X2_Z2, "train.steps=4", "train.checkpoint_every=2")
-    ranks(4).run(runs.train_quietly, whole, timeout=120)
+    model_folders.train_on_grid(ranks, whole)
     middle = checkpoint_path(whole.out, 2)
     resume = ("grid.y=2", "train.steps=4", f"train.resume={middle}")
     resumed = model_folders.configure(tmp_path / "resumed", folder, *resume)
     preflight(resumed)
-    ranks(2).run(runs.train_quietly, resumed, timeout=120)
+    model_folders.train_on_grid(ranks, resumed)
     losses = [line["loss"] for line in runs.metrics_of(resumed.out)]
     assert losses == pytest.approx([line["loss"] for line in runs.metrics_of(whole.out)[2:]], abs=1e-5)
     other = model_folders.write_folder(tmp_path / "other", rms_norm_eps=1e-3)

@@ -129,9 +129,10 @@ class DataConfig(Section):
     path: str | list[str] = option(
         ..., "a file or folder, or a list of them; `python-docs` is the documentation in Python's standard library"
     )
-    format: Literal["auto", "text", "nanogpt", "megatron"] = option(
+    format: Literal["auto", "text", "chat", "nanogpt", "megatron"] = option(
         "auto",
-        "text, or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` decides by the files",
+        "text, conversations (.jsonl) or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` decides by "
+        "the files",
     )
     tokenizer: Annotated[str | None, CanBeNone] = option(
         None, "for text: `bytes`, or the path of a Hugging Face tokenizer.json", unset="`bytes`, or the tokenizer of "

@@ -55,7 +55,7 @@ def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenSt
         tokenizer, description = _tokenizer_of_model(tokenizer_path)
     else:
         tokenizer, description = load_tokenizer(tokenizer_path)
-    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    vocab = vocab_of(tokenizer)
     dtype = "<u2" if vocab <= 1 << 16 else "<u4"
 
     def write_ids(output: BinaryIO) -> None:
@@ -68,8 +68,13 @@ def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenSt
         if output.tell() == 0:
             raise ValueError(f"{files[0]}: {tokenizer_path} makes no tokens of its text")
 
-    cached = cached_file(f"tokens/{_cache_key(text, description)}.bin", write_ids)
+    cached = cached_file(f"tokens/{cache_key(text, description)}.bin", write_ids)
     return TokenStream([Segment(cached, dtype, file_size(cached) // np.dtype(dtype).itemsize)]), vocab
+
+
+def vocab_of(tokenizer: "Tokenizer") -> int:
+    """The vocabulary size: every id is below it."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
 def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
@@ -134,7 +139,8 @@ def _tokenizer_of_model(folder: Path) -> tuple["Tokenizer", bytes]:
     return tokenizer, description.encode()
 
 
-def _cache_key(text: TokenStream, tokenizer: bytes) -> str:
+def cache_key(text: TokenStream, tokenizer: bytes) -> str:
+    """A key for the ids of a text, made from its content and from what describes the tokenizer."""
     key = hashlib.blake2b(text.fingerprint.encode(), digest_size=16)
     for segment in text.segments:
         # The fingerprint of a large text samples it; the modification time reveals changes between the samples.

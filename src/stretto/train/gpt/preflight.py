@@ -16,7 +16,7 @@ from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description, read_metadata
 from stretto.train.config import TrainConfig
 from stretto.train.config.gpt import nearest_grid
-from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
+from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
 from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource
 from stretto.train.host_memory import check_room
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
@@ -64,7 +64,7 @@ def open_folder(config: TrainConfig) -> FolderSource | None:
     return folder
 
 
-def open_data(config: TrainConfig) -> TokenDataset:
+def open_data(config: TrainConfig) -> SequenceDataset:
     """Open the data set of a run. Writes the text of `python-docs` to `out` first, if the run asks for it.
 
     Raises ValueError for files that cannot be trained on.
@@ -82,7 +82,7 @@ def open_data(config: TrainConfig) -> TokenDataset:
     )
 
 
-def build_source(config: TrainConfig, dataset: TokenDataset, folder: FolderSource | None) -> ModelSource:
+def build_source(config: TrainConfig, dataset: SequenceDataset, folder: FolderSource | None) -> ModelSource:
     """Make the source of a run's model, given its data. Raises ValueError where the two do not fit."""
     if folder is None:
         return GPTSource(build_model_config(config, dataset))
@@ -94,7 +94,7 @@ def build_source(config: TrainConfig, dataset: TokenDataset, folder: FolderSourc
     return folder
 
 
-def build_model_config(config: TrainConfig, dataset: TokenDataset) -> GPTConfig:
+def build_model_config(config: TrainConfig, dataset: SequenceDataset) -> GPTConfig:
     """Build the shape of a run's GPT on its data. Raises ValueError where the two do not fit."""
     model = config.model.to_gpt(data_vocab=dataset.vocab_size, seq_len=config.train.seq_len)
     if config.train.seq_len > model.max_seq_len:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training of a language model on its grid: model, optimizer, steps, data and checkpoints."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_state, training_state
 from stretto.train.checkpoint.metadata import check_description, read_metadata
 from stretto.train.config import TrainConfig
-from stretto.train.data import Sampler, rank_rows
+from stretto.train.data import Sampler, SequenceDataset, rank_rows
 from stretto.train.gpt.preflight import build_source, open_data, open_folder, predict_run
 from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import TrainTask
+
+logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -34,6 +37,9 @@ class GPTTask(TrainTask):
         self.dataset = open_data(config)
         self.source = build_source(config, self.dataset, open_folder(config))
         torch.manual_seed(options.seed)  # for dropout; weights are seeded by their names
+        if grid.coordinate("world") == 0:
+            for note in self.dataset.notes:
+                logger.warning("%s", note)
         self.sampler = Sampler(len(self.dataset), options.batch, options.seed)
         model = self.source.build()
         dtype = COMPUTE_DTYPES[options.dtype]
@@ -99,10 +105,10 @@ class GPTTask(TrainTask):
     def predict(self) -> dict[str, Any] | None:
         return predict_run(self.config, self.source)
 
-    def _compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        # All targets of a token stream are valid, so their number needs no counting.
+    def _compute_loss(self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None) -> Tensor:
         options = self.config.train
-        return self.source.compute_loss(self.model, tokens, targets, options.batch * options.seq_len)
+        count = options.batch * options.seq_len if num_targets is None else num_targets[0]
+        return self.source.compute_loss(self.model, tokens, targets, count)
 
     def _update(self, lr: float | Tensor) -> Tensor:
         clip = self.config.train.clip
@@ -117,15 +123,28 @@ class GPTTask(TrainTask):
         sequence = np.random.SeedSequence((self.config.train.seed, step))
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len]."""
-        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
-        inputs, targets = zip(*map(self.dataset.read, self.sampler.indices(step - 1)[rows]), strict=True)
-        return self._to_device(np.stack((np.stack(inputs), np.stack(targets))))
+    def _batch(self, step: int) -> tuple[Tensor, ...]:
+        """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len].
 
-    def _to_device(self, batch: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Copy tokens and targets, int64 [2, rows, seq_len], to the device."""
-        both = torch.from_numpy(batch)
-        if self.grid.device.type == "cuda":
-            both = both.pin_memory().to(self.grid.device, non_blocking=True)
+        Where some targets are ignored, also how many of the global batch are not, int64 [rows]: the same number for
+        each row, so that each micro-batch has it.
+        """
+        indices = self.sampler.indices(step - 1)
+        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
+        tokens, targets = self._read(self.dataset, indices[rows])
+        if not self.dataset.has_ignored_targets:
+            return tokens, targets
+        count = np.int64(self.dataset.num_targets(indices))
+        return tokens, targets, self._to_device(np.full(len(tokens), count))
+
+    def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Read inputs and targets of sequences to the device, int64 [rows, seq_len] each."""
+        inputs, targets = zip(*map(dataset.read, indices), strict=True)
+        both = self._to_device(np.stack((np.stack(inputs), np.stack(targets))))
         return both[0], both[1]
+
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.grid.device.type == "cuda":
+            tensor = tensor.pin_memory().to(self.grid.device, non_blocking=True)
+        return tensor
