@@ -34,7 +34,9 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
-def write_folder(folder: Path, *, kind: str = "llama", tied: bool = False, **config: Any) -> Path:
+def write_folder(
+    folder: Path, *, kind: str = "llama", tied: bool = False, dtype: torch.dtype = torch.float32, **config: Any
+) -> Path:
     """Write a model of 2 layers with random weights, and a byte-level tokenizer of 300 ids."""
     torch.manual_seed(SEED)
     sizes = {
@@ -49,7 +51,7 @@ def write_folder(folder: Path, *, kind: str = "llama", tied: bool = False, **con
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 

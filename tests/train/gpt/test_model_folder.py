@@ -6,17 +6,18 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cli.test_commands import stretto_command
 from tests.conftest import Ranks
 from tests.train import model_folders, runs
-from tests.train.test_trainer import weights_of
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from stretto.train.checkpoint import checkpoint_path
-from stretto.train.checkpoint.weights import import_safetensors
+from stretto.train.checkpoint.weights import export_folder, import_safetensors
 from stretto.train.config import ConfigError
 from stretto.train.gpt.model_source import FolderSource
 from stretto.train.preflight import preflight
@@ -26,11 +27,17 @@ SINGLE = "model.safetensors"
 X2_Z2 = ("grid.x=2", "grid.z=2")
 
 
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folders.write_folder(tmp_path_factory.mktemp("gpt2") / "model", kind="gpt2", tied=True)
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "tied", "options"),
     [
@@ -50,11 +57,70 @@ def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
     losses, plain = model_folders.train_plainly(config)
     assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
     assert losses[0] - losses[-1] > 0.05, "the model does not learn: the comparison says little"
-    trained = weights_of(checkpoint_path(config.out, 10))
-    assert trained.keys() == dict(plain.named_parameters()).keys()
-    expected = model_folders.logits_of(plain)
-    plain.load_state_dict(trained, strict=False)
-    torch.testing.assert_close(model_folders.logits_of(plain), expected, atol=1e-5, rtol=0)
+    export_folder(config.out, tmp_path / "tuned")
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    torch.testing.assert_close(model_folders.logits_of(tuned), model_folders.logits_of(plain), atol=1e-5, rtol=0)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("gpt2", torch.float32)])
+def test_an_export_before_any_training_has_the_logits_of_the_folder_in_bits(
+    ranks: MakeRanks, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    """The learning rate is so small that no weight changes: all that is tried are names, shards and dtypes."""
+    folder = model_folders.write_folder(tmp_path / "model", kind=kind, tied=True, dtype=dtype)
+    config = model_folders.configure(tmp_path / "run", folder, *X2_Z2, "train.steps=1", "train.lr=1e-30")
+    model_folders.train_on_grid(ranks, config)
+    files = export_folder(config.out, tmp_path / "exported", max_file_bytes=30_000)
+    assert "model.safetensors.index.json" in [file.name for file in files]
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "exported"))
+    assert before.dtype == after.dtype == dtype
+    assert torch.equal(model_folders.logits_of(before), model_folders.logits_of(after))
+    texts = [AutoTokenizer.from_pretrained(path)(runs.TEXT)["input_ids"] for path in (folder, tmp_path / "exported")]
+    assert texts[0] == texts[1]
+    names = {file.name for file in folder.iterdir()} - {"model.safetensors"}
+    assert names <= {file.name for file in files}
+    preflight(model_folders.configure(tmp_path / "again", tmp_path / "exported"))
+
+
+@pytest.fixture(scope="module")
+def tuned(pool: Any, gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended."""
+    out = tmp_path_factory.mktemp("tuned") / "run"
+    config = model_folders.configure(out, gpt2, "train.steps=1", "grid.x=2", "train.batch=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_CACHE", str(out.parent / "cache"))
+        model_folders.train_on_grid(lambda count: Ranks(pool, count), config)
+    return out
+
+
+def test_the_command_exports_a_folder_in_another_dtype_and_with_the_tokenizer_of_a_copy(
+    tuned: Path, gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = shutil.copytree(gpt2, tmp_path / "moved")
+    metadata = checkpoint_path(tuned, 1) / "metadata.json"
+    run = shutil.copytree(tuned, tmp_path / "run")
+    (checkpoint_path(run, 1) / "metadata.json").write_text(metadata.read_text().replace(str(gpt2), "/nowhere/model"))
+    command = ("export", run, "--to", tmp_path / "new" / "tuned-1.5", "--dtype", "bfloat16")
+    status, text = stretto_command(*command)
+    assert (status, "/nowhere/model is not the Hugging Face folder" in text) == (2, True)
+    status, text = stretto_command(*command, "--pretrained", moved, "--json")
+    assert status == 0, text
+    assert {Path(file).name for file in json.loads(text)["files"]} == {path.name for path in gpt2.iterdir()}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["tuned-1.5"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "tuned-1.5").dtype == torch.bfloat16
+    status, text = stretto_command(*command, "--pretrained", moved)
+    assert (status, "exists and is not an empty folder" in text) == (2, True)
+    status, text = stretto_command("export", run, "--to", tmp_path / "weights.safetensors", "--dtype", "float16")
+    assert status == 0, text
+    assert {weight.dtype for weight in load_file(tmp_path / "weights.safetensors").values()} == {torch.float16}
+
+
+def test_a_gpt_is_not_exported_as_a_folder(tmp_path: Path, ranks: MakeRanks) -> None:
+    config = runs.configure(tmp_path / "run", "train.steps=1")
+    ranks(1).run(runs.train_quietly, config)
+    with pytest.raises(ValueError, match=r"is not of a Hugging Face model, .*--to gpt\.safetensors would do"):
+        export_folder(config.out, tmp_path / "gpt")
 
 
 def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says_on_any_grid(
@@ -97,11 +163,6 @@ def edit_config(folder: Path, **entries: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folders.write_folder(tmp_path_factory.mktemp("gpt2") / "model", kind="gpt2", tied=True)
-
-
 def test_weights_of_the_model_without_its_head_and_what_the_class_ignores_are_taken(gpt2: Path, tmp_path: Path) -> None:
     """As GPT-2 was published: no prefix, and masks of attention beside the weights."""
     published = shutil.copytree(gpt2, tmp_path / "model")
@@ -131,6 +192,7 @@ def break_weights(folder: Path) -> None:
     save_file(weights, folder / SINGLE)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("break_folder", "options", "message"),
     [
