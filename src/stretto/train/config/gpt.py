@@ -139,6 +139,14 @@ class DataConfig(Section):
         "`model.path`",
     )  # fmt: skip
     token_dtype: Literal["uint16", "uint32", "int64"] = option("uint16", "for nanogpt: the dtype of ids in the file")
+    evaluation_path: Annotated[str | list[str] | None, CanBeNone] = option(
+        None, "held-out data: a file or folder, or a list of them, read as `data.path` is"
+    )
+    evaluation_sequences: Annotated[int | None, CanBeNone] = option(
+        None, "how many sequences to evaluate on: the first of `data.evaluation_path`, or else the last of "
+        "`data.path`, which are not trained on then", unit="sequences",
+        unset="all of `data.evaluation_path`, or none of `data.path`", ge=1, lt=1 << 40,
+    )  # fmt: skip
 
 
 class RunConfig(RunOptions):
@@ -305,8 +313,14 @@ def _contradictions(config: TrainConfig) -> list[str]:
             f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
             "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
         )
-    if isinstance(config.data.path, list) and not config.data.path:
-        problems.append("data.path is [], but must name at least one file or folder")
+    for name in ("path", "evaluation_path"):
+        if getattr(config.data, name) == []:
+            problems.append(f"data.{name} is [], but must name at least one file or folder")
+    if run.evaluate_every is not None and config.data.evaluation_path is config.data.evaluation_sequences is None:
+        problems.append(
+            f"train.evaluate_every is {run.evaluate_every}, but nothing is held out to evaluate on: give "
+            "data.evaluation_path, or data.evaluation_sequences for a part of data.path"
+        )
     return problems
 
 

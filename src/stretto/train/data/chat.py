@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.train.data.cache import cached_file
-from stretto.train.data.dataset import SequenceDataset
+from stretto.train.data.dataset import IGNORED_TARGET, SequenceDataset
 from stretto.train.data.files import reading
 from stretto.train.data.stream import Segment, TokenStream
 from stretto.train.data.text import cache_key, load_model_tokenizer, open_bytes, vocab_of
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IGNORED_TARGET = -100
 _IS_TARGET = np.uint32(1 << 31)
 _ID = np.uint32((1 << 31) - 1)
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")

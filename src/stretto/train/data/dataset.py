@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 
 from stretto.train.data.stream import TokenStream
 
+IGNORED_TARGET = -100  # as torch's cross-entropy has it
+
 
 class SequenceDataset(ABC):
     """Sequences of `seq_len` inputs with as many targets. Every id is below `vocab_size`.
 
-    has_ignored_targets: whether some targets are -100, which no loss counts. notes: what a user should know of the
-    data.
+    has_ignored_targets: whether some targets are IGNORED_TARGET, which no loss counts. notes: what a user should know
+    of the data.
     """
 
     seq_len: int

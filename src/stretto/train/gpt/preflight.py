@@ -4,6 +4,7 @@
 What can be checked without torch is checked first, so that a mistake shows at once.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stretto.train.checkpoint.metadata import CheckpointMetadata, check_descript
 from stretto.train.config import TrainConfig
 from stretto.train.config.gpt import nearest_grid
 from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
+from stretto.train.data.files import find_files
 from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource
 from stretto.train.host_memory import check_room
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
@@ -26,9 +28,12 @@ _ITEMSIZE = {"fp32": 4, "bf16": 4, "fp64": 8}  # bytes of a parameter, by train.
 
 def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     """Check what only language models have. Returns the index of the checkpoint to resume. Raises ValueError."""
-    check_outside_data(config.out, config.data.path, reads_all=config.data.format not in ("nanogpt", "megatron"))
+    for paths in (config.data.path, config.data.evaluation_path):
+        check_outside_data(config.out, paths or [], reads_all=config.data.format not in ("nanogpt", "megatron"))
     folder = open_folder(config)
-    source = build_source(config, open_data(config), folder)
+    dataset = open_data(config)
+    open_held_out(config, dataset)
+    source = build_source(config, dataset, folder)
     _check_fits_machine(config, source)
     _check_grid(config, source)
     predict_run(config, source)
@@ -69,10 +74,49 @@ def open_data(config: TrainConfig) -> SequenceDataset:
 
     Raises ValueError for files that cannot be trained on.
     """
+    return _open(config, config.data.path)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sequences of a data set that a run is evaluated on, and how many of those of `data.path` it is trained on."""
+
+    dataset: SequenceDataset
+    sequences: range
+    trained_on: int
+
+
+def open_held_out(config: TrainConfig, dataset: SequenceDataset) -> HeldOut | None:
+    """Open what a run is evaluated on, if anything; `dataset` is what `open_data` returns.
+
+    Raises ValueError for files that cannot be read, for those that are trained on, and if nothing is left to train on.
+    """
+    data, wanted = config.data, config.data.evaluation_sequences
+    if data.evaluation_path is None:
+        if wanted is None:
+            return None
+        if wanted >= len(dataset):
+            raise ValueError(
+                f"data.evaluation_sequences is {wanted}, but {data.path!r} has {len(dataset)} sequences of "
+                f"train.seq_len={config.train.seq_len}, of which at least 1 is to be trained on"
+                + (f"; {max(1, len(dataset) // 10)} would do" if len(dataset) > 1 else "")
+            )
+        return HeldOut(dataset, range(len(dataset) - wanted, len(dataset)), len(dataset) - wanted)
+    trained_on = {path.resolve() for path in find_files(_paths(config, data.path), data.format)[1]}
+    for path in find_files(_paths(config, data.evaluation_path), data.format)[1]:
+        if path.resolve() in trained_on:
+            raise ValueError(
+                f"data.evaluation_path has {path}, which data.path has, too: an evaluation is of data that is not "
+                "trained on; data.evaluation_sequences holds out a part of data.path"
+            )
+    others = _open(config, data.evaluation_path)
+    return HeldOut(others, range(len(others) if wanted is None else min(wanted, len(others))), len(dataset))
+
+
+def _open(config: TrainConfig, path: str | list[str]) -> SequenceDataset:
     folder = open_folder(config)
-    paths = [config.data.path] if isinstance(config.data.path, str) else config.data.path
     return open_dataset(
-        [str(_python_docs(config.out)) if path == PYTHON_DOCS else path for path in paths],
+        _paths(config, path),
         format=config.data.format,
         tokenizer=config.data.tokenizer,
         model_folder=None if folder is None else folder.folder,
@@ -80,6 +124,11 @@ def open_data(config: TrainConfig) -> SequenceDataset:
         seq_len=config.train.seq_len,
         vocab=config.model.known_vocab() if folder is None else folder.vocab,
     )
+
+
+def _paths(config: TrainConfig, path: str | list[str]) -> list[str]:
+    paths = [path] if isinstance(path, str) else path
+    return [str(_python_docs(config.out)) if each == PYTHON_DOCS else each for each in paths]
 
 
 def build_source(config: TrainConfig, dataset: SequenceDataset, folder: FolderSource | None) -> ModelSource:

@@ -2,6 +2,7 @@
 """The training of a language model on its grid: model, optimizer, steps, data and checkpoints."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from stretto.train.checkpoint import load_checkpoint, save_state, training_state
 from stretto.train.checkpoint.metadata import check_description, read_metadata
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
-from stretto.train.gpt.preflight import build_source, open_data, open_folder, predict_run
+from stretto.train.gpt.evaluation import evaluate
+from stretto.train.gpt.preflight import build_source, open_data, open_folder, open_held_out, predict_run
 from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
-from stretto.train.task import TrainTask
+from stretto.train.task import Evaluation, TrainTask
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,13 @@ class GPTTask(TrainTask):
         self.dataset = open_data(config)
         self.source = build_source(config, self.dataset, open_folder(config))
         torch.manual_seed(options.seed)  # for dropout; weights are seeded by their names
+        self.held_out = open_held_out(config, self.dataset)
         if grid.coordinate("world") == 0:
-            for note in self.dataset.notes:
+            others = () if self.held_out is None else self.held_out.dataset.notes
+            for note in dict.fromkeys((*self.dataset.notes, *others)):
                 logger.warning("%s", note)
-        self.sampler = Sampler(len(self.dataset), options.batch, options.seed)
+        trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
+        self.sampler = Sampler(trained_on, options.batch, options.seed)
         model = self.source.build()
         dtype = COMPUTE_DTYPES[options.dtype]
         self.model = parallelize(
@@ -69,6 +74,26 @@ class GPTTask(TrainTask):
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         return self._executor.run(self._batch(step), lr, self._dropout_seed(step))
 
+    def evaluation(self, step: int) -> Evaluation | None:
+        """The evaluation on held-out sequences, if there are any: every `evaluate_every` steps, and after the last."""
+        options = self.config.train
+        is_due = options.evaluate_every is not None and step % options.evaluate_every == 0
+        return self.evaluate if self.held_out is not None and (is_due or step == options.steps) else None
+
+    def evaluate(self) -> Mapping[str, float | None]:
+        """Compute the mean loss over all targets of the held-out sequences, and the perplexity. Collective."""
+        assert self.held_out is not None
+        options = self.config.train
+        return evaluate(
+            self.model,
+            self.source.compute_loss,
+            self._read,
+            self.held_out.dataset,
+            self.held_out.sequences,
+            rows=options.micro_batch or options.batch // self.grid.size(BATCH),
+            grid=self.grid,
+        )
+
     def close(self) -> None:
         self._executor.close()
 
@@ -89,7 +114,7 @@ class GPTTask(TrainTask):
             "seed": options.seed,
             "batch": options.batch,
             "seq_len": options.seq_len,
-        }
+        } | ({} if self.sampler.dataset_length == len(self.dataset) else {"sequences": self.sampler.dataset_length})
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
