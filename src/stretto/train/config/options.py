@@ -152,6 +152,10 @@ class RunOptions(Section):
     )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
+    wandb: Annotated[str | None, CanBeNone] = option(
+        None, "also log to this project of Weights & Biases (pip install 'stretto[wandb]'); WANDB_MODE=offline writes "
+        "to the run's folder alone",
+    )  # fmt: skip
 
 
 class JobConfig(Section):
