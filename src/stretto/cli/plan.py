@@ -128,7 +128,7 @@ def _from_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: plans are for GPTs, and this is a configuration of another kind of model")
     run = config.train
     is_bytes = config.data.tokenizer in (None, "bytes") and config.data.format in ("auto", "text")
-    folder = config.model.path
+    folder = None if config.model.path is None else str(Path(config.model.path).expanduser())
     if folder is None and config.model.known_vocab() is None and not is_bytes:
         raise ValueError(f"{path}: model.vocab is left to the data; say it for a plan")
     return {

@@ -116,6 +116,16 @@ def test_the_command_exports_a_folder_in_another_dtype_and_with_the_tokenizer_of
     assert {weight.dtype for weight in load_file(tmp_path / "weights.safetensors").values()} == {torch.float16}
 
 
+def test_a_run_that_starts_from_a_folder_is_planned_by_its_config(gpt2: Path, tmp_path: Path) -> None:
+    config = model_folders.configure(tmp_path / "run", gpt2, "ranks=4", "grid.x=4")
+    runs.write_config(config)
+    options = ("--cluster", "perlmutter", "--json")
+    status, text = stretto_command("plan", config.out / "config.toml", *options)
+    assert status == 0, text
+    by_hand = ("--model", gpt2, "--gpus", 4, "--batch", 8, "--seq-len", 16, "--dtype", "fp32")
+    assert text == stretto_command("plan", *by_hand, *options)[1]
+
+
 def test_a_gpt_is_not_exported_as_a_folder(tmp_path: Path, ranks: MakeRanks) -> None:
     config = runs.configure(tmp_path / "run", "train.steps=1")
     ranks(1).run(runs.train_quietly, config)
@@ -192,7 +202,6 @@ def break_weights(folder: Path) -> None:
     save_file(weights, folder / SINGLE)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("break_folder", "options", "message"),
     [

@@ -5,6 +5,7 @@ The preflight and the task ask a source for all that differs between the two. No
 transformers before a model is built, so that a wrong folder is refused at once.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -138,7 +139,9 @@ class FolderSource(ModelSource):
         if self.config.get("model_type") not in FAMILIES:
             return None
         config = {name: value for name, value in self.config.items() if not self._without_dropout or "drop" not in name}
-        return read_architecture(config | ({"attn_pdrop": 0.0} if self._without_dropout else {}), 1)
+        with contextlib.suppress(ValueError):  # of a known family, but with experts, say
+            return read_architecture(config | ({"attn_pdrop": 0.0} if self._without_dropout else {}), 1)
+        return None
 
     def description(self) -> dict[str, Any]:
         return {"kind": "huggingface", "path": str(self.folder.absolute()), "config": self.config}
