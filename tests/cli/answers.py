@@ -54,6 +54,9 @@ ANSWERS = (
     Answer("train run.toml --set train.resume=broken-checkpoint", REFUSED, "is damaged"),
     Answer("train run.toml --set cluster=perlmuter", REFUSED, "did you mean 'perlmutter'"),
     Answer("train run.toml --set model.layers=4000 --set model.hidden=1048576", REFUSED, "but this machine has"),
+    Answer("train run.toml --set model.path=nowhere", REFUSED, "leave out one of the two"),
+    Answer("train folder.toml --set model.path=nowhere", REFUSED, "there is no such folder"),
+    Answer("train folder.toml", REFUSED, "has no weights"),
     Answer("train dlrm.toml --set data.path=nowhere.txt", REFUSED, "nowhere.txt"),
     Answer("train dlrm.toml --set model.nmae=small", REFUSED, "did you mean model.name"),
     Answer("demo --out /dev/null/demo", REFUSED, "/dev/null is not a folder"),
@@ -114,7 +117,9 @@ ANSWERS = (
     Answer("doctor --jsno", REFUSED, "did you mean --json?"),
     Answer("export nowhere --to model.safetensors", REFUSED, "nowhere"),
     Answer("export broken-checkpoint --to model.safetensors", REFUSED, "is damaged"),
-    Answer("export nowhere --to model.pt", REFUSED, "model.safetensors would do"),
+    Answer("export nowhere --to folder", REFUSED, "there is no checkpoint at nowhere"),
+    Answer("export nowhere --to model.safetensors --dtype int8", REFUSED, "dtype is 'int8', but must be one of"),
+    Answer("export nowhere --to model.safetensors --pretrained here", REFUSED, "--pretrained is for folders"),
     Answer("export", REFUSED, "Missing argument 'RUN_OR_CHECKPOINT' and option '--to'"),
     Answer("stress --only nonsense", REFUSED, "no configuration matches 'nonsense'"),
     Answer("stress --ranks 0", REFUSED, "0"),
@@ -138,6 +143,7 @@ steps = 2
 batch = 8
 seq_len = 8
 """
+FOLDER = RUN.replace("layers = 1\nhidden = 16\nheads = 4", "path = 'model'")
 DLRM = """
 out = "out"
 [model]
@@ -160,6 +166,9 @@ def write_files(folder: Path) -> None:
 
     (folder / "text.txt").write_text("a text to train on, long enough for a sequence or two" * 20)
     (folder / "run.toml").write_text(RUN)
+    (folder / "folder.toml").write_text(FOLDER)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
     (folder / "dlrm.toml").write_text(DLRM)
     (folder / "broken.toml").write_text("[train\nsteps = 2\n")
     (folder / "broken.xml").write_text("no schedule")

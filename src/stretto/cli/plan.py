@@ -127,12 +127,12 @@ def _from_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, TrainConfig):
         raise ValueError(f"{path}: plans are for GPTs, and this is a configuration of another kind of model")
     run = config.train
-    is_bytes = config.data.tokenizer == "bytes" and config.data.format in ("auto", "text")
-    if config.model.known_vocab() is None and not is_bytes:
+    is_bytes = config.data.tokenizer in (None, "bytes") and config.data.format in ("auto", "text")
+    folder = None if config.model.path is None else str(Path(config.model.path).expanduser())
+    if folder is None and config.model.known_vocab() is None and not is_bytes:
         raise ValueError(f"{path}: model.vocab is left to the data; say it for a plan")
-    gpt = config.model.to_gpt(data_vocab=256, seq_len=run.seq_len)
     return {
-        "model": gpt,
+        "model": config.model.to_gpt(data_vocab=256, seq_len=run.seq_len) if folder is None else folder,
         "gpus": config.ranks if config.ranks > 1 else None,
         "batch": run.batch,
         "seq_len": run.seq_len,

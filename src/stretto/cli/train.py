@@ -25,7 +25,7 @@ def train(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a GPT on a grid of processes, or a recommendation model (DLRM) on several.
+    """Train a GPT or a Hugging Face model on a grid of processes, or a recommendation model (DLRM) on several.
 
     Everything is checked first: options, data, the model on its grid, the checkpoint. Then the ranks are started
     (torchrun may have done so already), and the run's folder `out` gets config.toml, metrics.jsonl,

@@ -19,7 +19,7 @@ LOSS_PLOT = "loss.png"
 TIMELINE_PLOT = "timeline.png"
 SUMMARY = "summary.md"
 MAX_SUMMARY_BYTES = 1 << 20
-EVALUATION = ("auc", "evaluation_loss")  # keys in the lines of steps after which there was an evaluation
+EVALUATION = ("auc", "evaluation_loss", "perplexity")  # keys in the lines of steps after which there was an evaluation
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ def read_run(out: Path) -> RunRecord:
         losses=tuple(line["loss"] for line in metrics),
         rates=tuple(line[f"{config.unit}_per_second"] for line in metrics),
         evaluations=tuple(
-            (line["step"], {name: line[name] for name in EVALUATION}) for line in metrics if EVALUATION[0] in line
+            (line["step"], {name: line[name] for name in EVALUATION if name in line})
+            for line in metrics
+            if "evaluation_loss" in line
         ),
         summary=json.loads(read_bounded(summary_file, MAX_SUMMARY_BYTES, "a run's summary"))
         if summary_file.is_file()
@@ -141,7 +143,9 @@ def _overview(run: RunRecord) -> str:
     if run.evaluations:
         step, found = run.evaluations[-1]
         values = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items() if value is not None)
-        rows["on samples not trained on"] = f"{', '.join(values)}, after step {step:,}"
+        rows[f"on {'samples' if unit == 'samples' else 'sequences'} not trained on"] = (
+            f"{', '.join(values)}, after step {step:,}"
+        )
     if summary:
         rows |= {
             "parameters": f"{summary['parameters']:,}",

@@ -9,7 +9,7 @@ from stretto.train.config.options import AnyConfig
 from stretto.train.dlrm.preflight import check_dlrm
 from stretto.train.gpt.preflight import check_gpt
 from stretto.train.launch import check_started_ranks, resolve_device
-from stretto.train.observe.metrics import METRICS_FILE, has_history, read_steps, require_tensorboard
+from stretto.train.observe.metrics import METRICS_FILE, has_history, read_steps, require_loggers
 from stretto.train.path_checks import check_folder
 
 
@@ -21,8 +21,7 @@ def preflight(config: AnyConfig) -> AnyConfig:
     check_started_ranks(config)
     config = resolve_device(config)
     check_folder(config.out)
-    if config.train.tensorboard:
-        require_tensorboard()
+    require_loggers(config.train)
     match config:
         case TrainConfig():
             metadata = check_gpt(config)

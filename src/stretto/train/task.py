@@ -31,6 +31,10 @@ class TrainTask(ABC):
         Collective. Does not wait for the device.
         """
 
+    def start(self) -> None:
+        """Load the weights that training starts from, where they are not random. Not called in a run that resumes."""
+        return
+
     @abstractmethod
     def resume(self, checkpoint: Path) -> int:
         """Load a checkpoint. Returns its step. Collective."""

@@ -24,7 +24,7 @@ from stretto.train.config.options import JobConfig
 from stretto.train.launch import resolve_device
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
-from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_tensorboard, write_summary
+from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_loggers, write_summary
 from stretto.train.observe.progress import Display, ProgressReporter, open_reporter
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
@@ -45,8 +45,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     Raises ValueError for what the configuration, the data or the checkpoint does not allow, or while another run uses
     `config.out`, and DivergenceError, with the step and how to continue, when the loss is no longer finite.
     """
-    if config.train.tensorboard:
-        require_tensorboard()
+    require_loggers(config.train)
     is_callers_group = dist.is_initialized()
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
@@ -70,7 +69,11 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     is_first = dist.get_rank() == 0
     resumed_from = find_checkpoint(config.out, config.train.resume)
     task = _make_task(config, grid)
-    start = 0 if resumed_from is None else task.resume(resumed_from)
+    start = 0
+    if resumed_from is None:
+        task.start()
+    else:
+        start = task.resume(resumed_from)
     if start >= config.train.steps:
         if is_first:
             logger.warning(
@@ -87,7 +90,15 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             prepare_folder(config.out, start)
             for file in (SUMMARY_FILE, TRACE_FILE):
                 (config.out / file).unlink(missing_ok=True)  # this run may be interrupted before it replaces them
-            log = stack.enter_context(MetricsLog(config.out, start, tensorboard=config.train.tensorboard))
+            log = stack.enter_context(
+                MetricsLog(
+                    config.out,
+                    start,
+                    tensorboard=config.train.tensorboard,
+                    wandb=config.train.wandb,
+                    options=config.model_dump(mode="json"),
+                )
+            )
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())

@@ -296,7 +296,7 @@ def test_what_is_written_is_read_back_the_same(
 
 
 def test_a_models_options_are_those_of_the_gpt() -> None:
-    assert set(ModelConfig.model_fields) - {"name"} == {field.name for field in fields(GPTConfig)}
+    assert set(ModelConfig.model_fields) - {"name", "path"} == {field.name for field in fields(GPTConfig)}
 
 
 def test_a_model_takes_what_is_not_said_from_preset_data_and_sequence_length() -> None:

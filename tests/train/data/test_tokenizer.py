@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.train import model_folders
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
 from stretto.train.data import open_dataset
 from stretto.train.data import text as text_module
@@ -145,6 +147,22 @@ def test_a_text_that_ends_within_a_character_is_refused(tmp_path: Path, tokenize
     file = write(tmp_path / "a", "abc\nné".encode()[:-1])
     with pytest.raises(ValueError, match="a: byte 5 is not valid UTF-8"):
         open_dataset(file, tokenizer=str(tokenizer), seq_len=1)
+
+
+def test_text_goes_through_the_tokenizer_of_a_models_folder_unless_another_is_named(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    folder = tmp_path / "model"
+    model_folders.write_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    file = write(tmp_path / "a", TEXT)
+    expected = AutoTokenizer.from_pretrained(folder)(TEXT, add_special_tokens=False)["input_ids"]
+    found = open_dataset(file, model_folder=folder, seq_len=len(expected) - 1)
+    assert found[0].tolist() == expected
+    assert expected != encode(TEXT, tokenizer)
+    named = open_dataset(file, tokenizer=str(tokenizer), model_folder=folder, seq_len=1)
+    assert named.tokens == len(encode(TEXT, tokenizer))
+    assert open_dataset(file, tokenizer="bytes", model_folder=folder, seq_len=1).tokens == len(TEXT)
 
 
 def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:

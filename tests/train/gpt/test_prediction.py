@@ -12,6 +12,7 @@ from tests.train import runs
 from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.planner import predict
 from stretto.report import write_report
+from stretto.train.gpt.model_source import GPTSource
 from stretto.train.gpt.preflight import predict_run
 from stretto.train.preflight import preflight
 
@@ -49,7 +50,7 @@ def test_a_run_that_hides_nothing_is_predicted_so_though_copy_engines_are_left_o
     nothing = [f"overlap.{name}=false" for name in ("all_reduce", "reduce_scatter", "all_gather", "data")]
     hidden, plain = (runs.configure(tmp_path / "run", *base, *changes) for changes in ([], nothing))
     model = hidden.model.to_gpt(data_vocab=256, seq_len=hidden.train.seq_len)
-    predictions = [predict_run(config, model) for config in (hidden, plain)]
+    predictions = [predict_run(config, GPTSource(model)) for config in (hidden, plain)]
     exposed = [sum(predicted["exposed"].values()) for predicted in predictions]
     assert exposed[0] < exposed[1]
 

@@ -4,7 +4,6 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.cluster import read_bounded
-from stretto.models.gpt_config import GPTConfig
 from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
@@ -24,6 +22,11 @@ MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 # Options of the model that a resumed run may change, because the parameters' meaning does not depend on them. With
 # learned positions, another max_seq_len changes a shape, which is checked anyway.
 FREE_MODEL_OPTIONS = ("dropout", "max_seq_len")
+# The same of entries of a config.json, and any whose name has "drop" in it.
+FREE_CONFIG_ENTRIES = (
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
+)
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes, by dtype
 _Index = Annotated[int, Field(ge=0)]
@@ -154,9 +157,14 @@ def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
             raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
 
 
-def check_description(path: Path, metadata: CheckpointMetadata, model: GPTConfig | None, optimizer: str | None) -> None:
-    """Raise ValueError unless a checkpoint is, by its index, of this GPT and this optimizer (None: any)."""
-    if model is not None and (difference := first_option_that_differs(metadata.model, asdict(model))):
+def check_description(
+    path: Path, metadata: CheckpointMetadata, model: Mapping[str, Any] | None, optimizer: str | None
+) -> None:
+    """Raise ValueError unless a checkpoint is, by its index, of this model and this optimizer (None: any).
+
+    model: as an index describes it.
+    """
+    if model is not None and (difference := first_option_that_differs(metadata.model, model)):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
     if optimizer not in (None, metadata.optimizer):
         raise ValueError(
@@ -169,12 +177,26 @@ def first_option_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any
     """Describe the first option in which a checkpoint's model (`found`, from `metadata.json`) differs from a model.
 
     Equal shapes of parameters do not suffice: 4 and 8 heads have the same weights and compute different things. An
-    option that `found` lacks, because an older version wrote it, is not compared.
+    option that `found` lacks, because an older version wrote it, is not compared. Of a Hugging Face model its
+    config.json is compared.
     """
+    kinds = found.get("kind", "gpt"), wanted.get("kind", "gpt")
+    if kinds[0] != kinds[1]:
+        return f"it is of kind {kinds[0]!r} there and {kinds[1]!r} here"
+    if kinds[0] == "huggingface":
+        there = found.get("config")
+        return _first_entry_that_differs(there if isinstance(there, dict) else {}, wanted["config"])
     found, wanted = _with_defaults(found), _with_defaults(wanted)
     for name, value in wanted.items():
         if name in found and name not in FREE_MODEL_OPTIONS and found[name] != value:
             return f"model.{name} is {found[name]!r} there and {value!r} here; model.{name}={found[name]!r} would do"
+    return None
+
+
+def _first_entry_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in FREE_CONFIG_ENTRIES and "drop" not in name and found.get(name) != wanted.get(name):
+            return f"{name} of its config.json is {found.get(name)!r} there and {wanted.get(name)!r} here"
     return None
 
 

@@ -51,16 +51,16 @@ def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None)
     first option or parameter of the model that differs.
     """
     metadata = read_metadata(path)
-    check_description(path, metadata, model, optimizer)
-    check_shapes(path, metadata, model)
+    check_description(path, metadata, asdict(model), optimizer)
+    with torch.device("meta"):
+        check_shapes(path, metadata, GPT(model))
     return metadata
 
 
-def check_shapes(path: Path, metadata: CheckpointMetadata, model: GPTConfig) -> None:
-    """Raise ValueError unless a checkpoint has the parameters of this GPT. Allocates no weights."""
-    with torch.device("meta"):
-        shapes = _shapes(GPT(model))
-    _check_matches(path, metadata, model, shapes, None)
+def check_shapes(path: Path, metadata: CheckpointMetadata, model: nn.Module) -> None:
+    """Raise ValueError unless a checkpoint has the parameters of this model, which may be on the meta device."""
+    if difference := first_difference(metadata.parameter_shapes(), _shapes(model)):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
 
 
 def save_checkpoint(
@@ -148,8 +148,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     `check_checkpoint` does.
     """
     metadata = read_metadata(path)
-    name = None if optimizer is None else optimizer.name
-    _check_matches(path, metadata, model.config if isinstance(model, GPT) else None, _shapes(model), name)
+    check_description(path, metadata, asdict(model.config) if isinstance(model, GPT) else None, None)
+    check_shapes(path, metadata, model)
+    check_description(path, metadata, None, None if optimizer is None else optimizer.name)
     if optimizer is not None:
         allocate_slots(path, metadata, optimizer)
     load_state(path, metadata, training_state(model, optimizer))
@@ -225,16 +226,3 @@ def allocate_slots(
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _check_matches(
-    path: Path,
-    metadata: CheckpointMetadata,
-    model: GPTConfig | None,
-    shapes: dict[str, tuple[int, ...]],
-    optimizer: str | None,
-) -> None:
-    check_description(path, metadata, model, None)
-    if difference := first_difference(metadata.parameter_shapes(), shapes):
-        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
-    check_description(path, metadata, None, optimizer)

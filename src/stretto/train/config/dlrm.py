@@ -116,9 +116,6 @@ class DLRMRunConfig(RunOptions):
     implementation: Literal["auto", "kernel", "library"] = option(
         "auto", "look-up and exchange: `kernel` is fused, `library` is PyTorch, `auto` is the kernel where it can run"
     )
-    evaluate_every: Annotated[int | None, CanBeNone] = option(
-        None, "how often to evaluate; the run is also evaluated after its last step", unit="steps", ge=1
-    )
 
 
 class DLRMTrainConfig(JobConfig):

@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(Section):
-    """The GPT to train: a preset, a shape given by its numbers, or a preset with some numbers replaced."""
+    """The model to train: a GPT, by a preset, by its numbers, or by both; or the folder of a Hugging Face model."""
 
+    path: Annotated[str | None, CanBeNone] = option(
+        None, "a Hugging Face folder in place of a GPT's shape: config.json, weights (safetensors), tokenizer; of the "
+        "options below it takes only `model.dropout = 0`",
+    )  # fmt: skip
     name: Annotated[str | None, CanBeNone] = option(
         None, "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b"
     )
@@ -69,7 +73,9 @@ class ModelConfig(Section):
     tie_embeddings: Annotated[bool | None, CanBeNone] = option(
         None, "whether the output layer shares the embedding's weights", unset="`true`"
     )
-    dropout: Annotated[float | None, CanBeNone] = option(None, "dropout probability", unset="`0`", ge=0, lt=1)
+    dropout: Annotated[float | None, CanBeNone] = option(
+        None, "dropout probability", unset="`0`, or what the folder of `model.path` says", ge=0, lt=1
+    )
 
     def to_gpt(self, *, data_vocab: int, seq_len: int) -> "GPTConfig":
         """Build the model's shape. `data_vocab` and `seq_len` apply where neither the file nor the preset says.
@@ -78,7 +84,7 @@ class ModelConfig(Section):
         """
         from stretto.models import GPTConfig  # torch is imported here and not when a file is read
 
-        given = {name: value for name, value in self if value is not None and name != "name"}
+        given = self._shape()
         if self.name is not None:
             return GPTConfig.preset(self.name, **given)
         return GPTConfig(**{"vocab": data_vocab, "max_seq_len": seq_len} | given)
@@ -91,8 +97,23 @@ class ModelConfig(Section):
 
         return GPTConfig.preset(self.name).vocab
 
+    def _shape(self) -> dict[str, Any]:
+        """The options of a GPT that the file sets."""
+        return {name: value for name, value in self if value is not None and name not in ("name", "path")}
+
     @model_validator(mode="after")
     def _has_a_shape(self) -> "ModelConfig":
+        if self.path is not None:
+            shape = self._shape() | ({} if self.name is None else {"name": self.name})
+            if self.dropout == 0:
+                del shape["dropout"]
+            if shape:
+                others = ", ".join(f"model.{name}={value!r}" for name, value in shape.items())
+                raise ValueError(
+                    f"model.path is {self.path!r}, whose config.json describes the model, and {others} would change "
+                    "it: leave out one of the two (of dropout, model.dropout=0 would do)"
+                )
+            return self
         missing = [f"model.{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
         if self.name is None and missing:
             raise ValueError(
@@ -108,12 +129,24 @@ class DataConfig(Section):
     path: str | list[str] = option(
         ..., "a file or folder, or a list of them; `python-docs` is the documentation in Python's standard library"
     )
-    format: Literal["auto", "text", "nanogpt", "megatron"] = option(
+    format: Literal["auto", "text", "chat", "nanogpt", "megatron"] = option(
         "auto",
-        "text, or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` decides by the files",
+        "text, conversations (.jsonl) or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` decides by "
+        "the files",
     )
-    tokenizer: str = option("bytes", "for text: `bytes`, or the path of a Hugging Face tokenizer.json")
+    tokenizer: Annotated[str | None, CanBeNone] = option(
+        None, "for text: `bytes`, or the path of a Hugging Face tokenizer.json", unset="`bytes`, or the tokenizer of "
+        "`model.path`",
+    )  # fmt: skip
     token_dtype: Literal["uint16", "uint32", "int64"] = option("uint16", "for nanogpt: the dtype of ids in the file")
+    evaluation_path: Annotated[str | list[str] | None, CanBeNone] = option(
+        None, "held-out data: a file or folder, or a list of them, read as `data.path` is"
+    )
+    evaluation_sequences: Annotated[int | None, CanBeNone] = option(
+        None, "how many sequences to evaluate on: the first of `data.evaluation_path`, or else the last of "
+        "`data.path`, which are not trained on then", unit="sequences",
+        unset="all of `data.evaluation_path`, or none of `data.path`", ge=1, lt=1 << 40,
+    )  # fmt: skip
 
 
 class RunConfig(RunOptions):
@@ -280,8 +313,14 @@ def _contradictions(config: TrainConfig) -> list[str]:
             f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
             "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
         )
-    if isinstance(config.data.path, list) and not config.data.path:
-        problems.append("data.path is [], but must name at least one file or folder")
+    for name in ("path", "evaluation_path"):
+        if getattr(config.data, name) == []:
+            problems.append(f"data.{name} is [], but must name at least one file or folder")
+    if run.evaluate_every is not None and config.data.evaluation_path is config.data.evaluation_sequences is None:
+        problems.append(
+            f"train.evaluate_every is {run.evaluate_every}, but nothing is held out to evaluate on: give "
+            "data.evaluation_path, or data.evaluation_sequences for a part of data.path"
+        )
     return problems
 
 

@@ -137,6 +137,10 @@ class RunOptions(Section):
         ge=1,
     )  # fmt: skip
     keep_checkpoints: int = option(2, "how many of the newest checkpoints to keep", unit="checkpoints", ge=1)
+    evaluate_every: Annotated[int | None, CanBeNone] = option(
+        None, "how often to evaluate on held-out data; the run is also evaluated after its last step", unit="steps",
+        ge=1,
+    )  # fmt: skip
     resume: Annotated[str | None, CanBeNone] = option(
         None, "checkpoint to continue from: `latest` of the run in `out`, or the folder of a run or a checkpoint; the "
         "grid may differ",
@@ -148,6 +152,10 @@ class RunOptions(Section):
     )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
+    wandb: Annotated[str | None, CanBeNone] = option(
+        None, "also log to this project of Weights & Biases (pip install 'stretto[wandb]'); WANDB_MODE=offline writes "
+        "to the run's folder alone",
+    )  # fmt: skip
 
 
 class JobConfig(Section):

@@ -2,12 +2,14 @@
 """Training data: token streams in files, cut into sequences, and the order in which they are read."""
 
 from stretto.train.data.cache import write_atomically
-from stretto.train.data.dataset import TokenDataset, open_dataset
+from stretto.train.data.dataset import SequenceDataset, TokenDataset
 from stretto.train.data.demo import demo_corpus, write_demo_corpus
+from stretto.train.data.opening import open_dataset
 from stretto.train.data.sampler import Sampler, rank_rows
 
 __all__ = [
     "Sampler",
+    "SequenceDataset",
     "TokenDataset",
     "demo_corpus",
     "open_dataset",

@@ -1,65 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set of tokens: a token stream split into sequences of one length."""
+"""Data sets of sequences of one length, and the one of a token stream that is split into them."""
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.train.data.files import find_files
 from stretto.train.data.stream import TokenStream
-from stretto.train.data.text import BYTE_VOCAB, open_bytes, open_tokenized
-from stretto.train.data.token_files import open_megatron, open_nanogpt
+
+IGNORED_TARGET = -100  # as torch's cross-entropy has it
 
 
-def open_dataset(
-    path: str | list[str],
-    *,
-    format: str = "auto",
-    tokenizer: str = "bytes",
-    seq_len: int,
-    vocab: int | None = None,
-    token_dtype: str = "uint16",
-) -> "TokenDataset":
-    """Open text or token files as sequences of `seq_len` inputs and their targets.
+class SequenceDataset(ABC):
+    """Sequences of `seq_len` inputs with as many targets. Every id is below `vocab_size`.
 
-    path: files or folders; their tokens form one stream, in that order. format: "text", "nanogpt", "megatron", or
-    "auto": a .bin file with an .idx file is Megatron-LM's, any other .bin is nanoGPT's, and everything else is text.
-    tokenizer: "bytes" or the path of a tokenizer.json, for text. token_dtype: a nanoGPT file's, "uint16", "uint32" or
-    "int64". vocab: the model's vocabulary size; every id must be below it.
-
-    The time does not depend on the files' size, except that a tokenizer reads all text once and that a Megatron-LM
-    index is checked as a whole. Raises ValueError, with the file, the value and the rule, for files that cannot be
-    trained on. A bounded sample of ids is checked here, and every id again when it is read.
+    has_ignored_targets: whether some targets are IGNORED_TARGET, which no loss counts. notes: what a user should know
+    of the data.
     """
-    if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len} must be at least 1")
-    if vocab is not None and vocab < 1:
-        raise ValueError(f"vocab={vocab} must be at least 1")
-    format, files = find_files([path] if isinstance(path, str) else path, format)
-    if format != "text" and tokenizer != "bytes":
-        raise ValueError(f"tokenizer={tokenizer!r} is for text, but {files[0]} holds {format} tokens")
-    if format != "nanogpt" and token_dtype != "uint16":
-        raise ValueError(f"token_dtype={token_dtype!r} is for nanogpt files, but {files[0]} is {format}")
 
-    match format:
-        case "text" if tokenizer == "bytes":
-            stream, vocab_size = open_bytes(files), _check_vocab(vocab, BYTE_VOCAB, tokenizer)
-        case "text":
-            stream, tokenizer_vocab = open_tokenized(files, Path(os.path.expanduser(tokenizer)))
-            vocab_size = _check_vocab(vocab, tokenizer_vocab, tokenizer)
-        case "nanogpt":
-            stream = open_nanogpt(files, token_dtype)
-            vocab_size = vocab or _vocab_of_storage(stream)
-        case _:
-            stream = open_megatron(files)
-            vocab_size = vocab or _vocab_of_storage(stream)
-    return TokenDataset(stream, seq_len=seq_len, vocab_size=vocab_size)
+    seq_len: int
+    vocab_size: int
+    has_ignored_targets: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hexadecimal hash of the data, which a checkpoint keeps."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int | np.integer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Read the inputs and the targets of sequence `index` of [0, len), int64 [seq_len] each."""
+
+    def num_targets(self, indices: Sequence[int] | NDArray[np.int64]) -> int:
+        """Count the targets of these sequences that a loss counts."""
+        return len(indices) * self.seq_len
 
 
-class TokenDataset:
+class TokenDataset(SequenceDataset):
     """Sequences of seq_len + 1 ids that start seq_len ids apart, so that each id is a target once.
 
     The remaining ids at the end are not used. Every id is below `vocab_size`.
@@ -107,16 +89,6 @@ class TokenDataset:
         start = int(index) * self.seq_len
         return self._stream.read_checked(start, start + self.seq_len + 1, self.vocab_size)
 
-
-def _check_vocab(vocab: int | None, known: int, tokenizer: str) -> int:
-    if vocab is not None and vocab < known:
-        raise ValueError(f"vocab={vocab} is less than the {known} ids of tokenizer={tokenizer!r}: set it to {known}")
-    return known
-
-
-def _vocab_of_storage(stream: TokenStream) -> int:
-    """The vocabulary size that the ids' dtype implies, since token files do not store one."""
-    widest = max((np.iinfo(segment.dtype) for segment in stream.segments), key=lambda info: info.max)
-    if widest.max >= 1 << 16:
-        raise ValueError(f"{stream.segments[0].path}: {widest.dtype} ids do not bound the vocabulary: set vocab")
-    return int(widest.max) + 1
+    def read(self, index: int | np.integer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        ids = self[index]
+        return ids[:-1], ids[1:]

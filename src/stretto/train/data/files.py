@@ -9,8 +9,9 @@ from pathlib import Path
 
 from stretto.suggestions import did_you_mean, did_you_mean_file
 
-FORMATS = ("auto", "text", "nanogpt", "megatron")
+FORMATS = ("auto", "text", "chat", "nanogpt", "megatron")
 MAX_FILES = 1_000_000  # in one folder; more indicate a wrong path, such as "/"
+FIRST_LINE_BYTES = 1 << 16  # of a .jsonl file, in which a conversation is looked for
 HELD_OUT = ("val", "valid", "validation", "test")
 
 # The first bytes of files that are neither text nor raw token ids.
@@ -121,18 +122,21 @@ def _files_of_folder(folder: Path, format: str) -> list[Path]:
             files = [file for file in files if file.suffix == ".bin"]
         case "megatron":
             files = [file for file in files if file.suffix == ".idx"]
+        case "chat":
+            files = [file for file in files if file.suffix == ".jsonl"]
         case "auto":
             # The .bin of an index is in the list, too.
             files = [file for file in files if file.suffix != ".idx" or not file.with_suffix(".bin").exists()]
     files = sorted((file for file in files if file.stat().st_size > 0), key=lambda file: file.parts)
     if not files:
-        kind = {"nanogpt": ".bin file", "megatron": ".idx file"}.get(format, "file")
+        kind = {"nanogpt": ".bin file", "megatron": ".idx file", "chat": ".jsonl file"}.get(format, "file")
         raise ValueError(f"{folder}: the folder holds no {kind} that is neither hidden nor empty")
     for file in files:
-        if len(files) > 1 and file.suffix in (".bin", ".idx") and file.stem.lower() in HELD_OUT:
+        is_held_out = len(files) > 1 and file.stem.lower() in HELD_OUT
+        if is_held_out and (file.suffix in (".bin", ".idx") or _detect(file) == "chat"):
             raise ValueError(
                 f"{file}: by its name it is held out, but its folder is given to be trained on: "
-                f"name the files to train on, such as {file.with_name('train.bin')}"
+                f"name the files to train on, such as {file.with_name(f'train{file.suffix}')}"
             )
     return files
 
@@ -160,8 +164,18 @@ def _detect(file: Path) -> str:
             return "megatron"
         case ".bin":
             return "megatron" if file.with_suffix(".idx").exists() else "nanogpt"
+        case ".jsonl" if _begins_with_a_conversation(file):
+            return "chat"
         case _:
             return "text"
+
+
+def _begins_with_a_conversation(file: Path) -> bool:
+    if not file.is_file():
+        return False  # `file_size` will say so
+    with reading(file), file.open("rb") as lines:
+        first = lines.readline(FIRST_LINE_BYTES).lstrip()
+    return first.startswith(b"{") and b'"messages"' in first
 
 
 def _megatron_data_file(file: Path) -> Path:

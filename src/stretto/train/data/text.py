@@ -3,6 +3,7 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from stretto.train.data.stream import Segment, TokenStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +42,20 @@ def open_bytes(files: Sequence[Path]) -> TokenStream:
 
 
 def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenStream, int]:
-    """Tokenize files with a tokenizer.json. Returns the ids and the vocabulary size, which every id is below.
+    """Tokenize files with a tokenizer.json, or with the tokenizer of a Hugging Face model's folder.
+
+    Returns the ids and the vocabulary size, which every id is below.
 
     No special tokens are added between files or at their ends. The ids are computed once and cached under a key made
     from the text's and the tokenizer's content. Raises ValueError for a file that is not valid UTF-8, for a file that
     is not a tokenizer, and if the package tokenizers is missing.
     """
     text = open_bytes(files)
-    tokenizer, description = load_tokenizer(tokenizer_path)
-    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    if tokenizer_path.is_dir():
+        tokenizer, description = _tokenizer_of_model(tokenizer_path)
+    else:
+        tokenizer, description = load_tokenizer(tokenizer_path)
+    vocab = vocab_of(tokenizer)
     dtype = "<u2" if vocab <= 1 << 16 else "<u4"
 
     def write_ids(output: BinaryIO) -> None:
@@ -61,8 +68,13 @@ def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenSt
         if output.tell() == 0:
             raise ValueError(f"{files[0]}: {tokenizer_path} makes no tokens of its text")
 
-    cached = cached_file(f"tokens/{_cache_key(text, description)}.bin", write_ids)
+    cached = cached_file(f"tokens/{cache_key(text, description)}.bin", write_ids)
     return TokenStream([Segment(cached, dtype, file_size(cached) // np.dtype(dtype).itemsize)]), vocab
+
+
+def vocab_of(tokenizer: "Tokenizer") -> int:
+    """The vocabulary size: every id is below it."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
 def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
@@ -74,8 +86,6 @@ def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
             f"tokenizer={str(path)!r} needs the package tokenizers: pip install 'stretto[tokenizers]', "
             "or set tokenizer to 'bytes'"
         ) from error
-    if path.is_dir():
-        raise ValueError(f"tokenizer={str(path)!r} is a folder: name the file, {path / 'tokenizer.json'}")
     file_size(path)  # refuses a missing or empty one
     with reading(path):
         content = read_bounded(path, MAX_TOKENIZER_BYTES, "a tokenizer.json")
@@ -94,7 +104,43 @@ def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
     return tokenizer, content
 
 
-def _cache_key(text: TokenStream, tokenizer: bytes) -> str:
+def load_model_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a Hugging Face model's folder, as transformers does. Nothing is downloaded, no code run.
+
+    Raises ValueError for a folder without one, for one that is not of the package tokenizers, and without transformers.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"the tokenizer of the folder {folder} needs the package transformers: pip install 'stretto[huggingface]'"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any kind, as the files are
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{folder}: transformers loads no tokenizer from this folder: {reason}") from error
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(
+            f"{folder}: its {type(tokenizer).__name__} is not of the package tokenizers: write a tokenizer.json, and "
+            "name it as the tokenizer"
+        )
+    return tokenizer
+
+
+def _tokenizer_of_model(folder: Path) -> tuple["Tokenizer", bytes]:
+    """The tokenizer of a model's folder as `load_tokenizer` returns one, with what describes it."""
+    from tokenizers import Tokenizer
+
+    description = load_model_tokenizer(folder).backend_tokenizer.to_str()
+    tokenizer = Tokenizer.from_str(description)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer, description.encode()
+
+
+def cache_key(text: TokenStream, tokenizer: bytes) -> str:
+    """A key for the ids of a text, made from its content and from what describes the tokenizer."""
     key = hashlib.blake2b(text.fingerprint.encode(), digest_size=16)
     for segment in text.segments:
         # The fingerprint of a large text samples it; the modification time reveals changes between the samples.

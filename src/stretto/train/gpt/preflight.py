@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPT's run is made of, checked before any process starts: data, model, memory, prediction, checkpoint.
+"""What a language model's run is made of, checked before any process starts: data, model, memory, checkpoint.
 
 What can be checked without torch is checked first, so that a mistake shows at once.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.axes import check_sizes, name_grid
 from stretto.cluster import Cluster
 from stretto.models import GPTConfig
-from stretto.planner import predict, read_architecture
+from stretto.planner import predict
 from stretto.planner.grids import why_impossible
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description, read_metadata
 from stretto.train.config import TrainConfig
 from stretto.train.config.gpt import nearest_grid
-from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
+from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
+from stretto.train.data.files import find_files
+from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource
 from stretto.train.host_memory import check_room
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
 
@@ -24,24 +27,29 @@ _ITEMSIZE = {"fp32": 4, "bf16": 4, "fp64": 8}  # bytes of a parameter, by train.
 
 
 def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
-    """Check what only GPTs have. Returns the index of the checkpoint to resume, if any. Raises ValueError."""
-    check_outside_data(config.out, config.data.path, reads_all=config.data.format not in ("nanogpt", "megatron"))
-    model = build_model_config(config, open_data(config))
-    _check_fits_machine(config, model)
-    _check_grid(config, model)
-    predict_run(config, model)
+    """Check what only language models have. Returns the index of the checkpoint to resume. Raises ValueError."""
+    for paths in (config.data.path, config.data.evaluation_path):
+        check_outside_data(config.out, paths or [], reads_all=config.data.format not in ("nanogpt", "megatron"))
+    folder = open_folder(config)
+    dataset = open_data(config)
+    open_held_out(config, dataset)
+    source = build_source(config, dataset, folder)
+    _check_fits_machine(config, source)
+    _check_grid(config, source)
+    predict_run(config, source)
     checkpoint = find_checkpoint(config.out, config.train.resume)
     metadata = None if checkpoint is None else read_metadata(checkpoint)
     if checkpoint is not None and metadata is not None:
-        check_description(checkpoint, metadata, model, config.train.optimizer)
+        check_description(checkpoint, metadata, source.description(), config.train.optimizer)
 
-    import torch
-
-    from stretto.models import GPT
     from stretto.parallel import validate
 
-    with torch.device("meta"):
-        validate(GPT(model), config.grid.sizes())
+    model = source.build()
+    validate(model, config.grid.sizes())
+    if folder is not None:
+        from stretto.train.checkpoint.weights import check_safetensors
+
+        check_safetensors(model, folder.weights_file)
     if checkpoint is not None and metadata is not None:
         from stretto.train.checkpoint.state import check_shapes
 
@@ -49,24 +57,94 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     return metadata
 
 
-def open_data(config: TrainConfig) -> TokenDataset:
+def open_folder(config: TrainConfig) -> FolderSource | None:
+    """Open the Hugging Face folder that a run names, if it does. Raises ValueError for one that cannot be trained."""
+    if config.model.path is None:
+        return None
+    folder = FolderSource(config.model.path, without_dropout=config.model.dropout == 0)
+    if config.train.shard_sequence:
+        raise ValueError(
+            "train.shard_sequence is on, which Hugging Face's models do not take; train.shard_sequence=false would do"
+        )
+    return folder
+
+
+def open_data(config: TrainConfig) -> SequenceDataset:
     """Open the data set of a run. Writes the text of `python-docs` to `out` first, if the run asks for it.
 
     Raises ValueError for files that cannot be trained on.
     """
-    paths = [config.data.path] if isinstance(config.data.path, str) else config.data.path
+    return _open(config, config.data.path)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sequences of a data set that a run is evaluated on, and how many of those of `data.path` it is trained on."""
+
+    dataset: SequenceDataset
+    sequences: range
+    trained_on: int
+
+
+def open_held_out(config: TrainConfig, dataset: SequenceDataset) -> HeldOut | None:
+    """Open what a run is evaluated on, if anything; `dataset` is what `open_data` returns.
+
+    Raises ValueError for files that cannot be read, for those that are trained on, and if nothing is left to train on.
+    """
+    data, wanted = config.data, config.data.evaluation_sequences
+    if data.evaluation_path is None:
+        if wanted is None:
+            return None
+        if wanted >= len(dataset):
+            raise ValueError(
+                f"data.evaluation_sequences is {wanted}, but {data.path!r} has {len(dataset)} sequences of "
+                f"train.seq_len={config.train.seq_len}, of which at least 1 is to be trained on"
+                + (f"; {max(1, len(dataset) // 10)} would do" if len(dataset) > 1 else "")
+            )
+        return HeldOut(dataset, range(len(dataset) - wanted, len(dataset)), len(dataset) - wanted)
+    trained_on = {path.resolve() for path in find_files(_paths(config, data.path), data.format)[1]}
+    for path in find_files(_paths(config, data.evaluation_path), data.format)[1]:
+        if path.resolve() in trained_on:
+            raise ValueError(
+                f"data.evaluation_path has {path}, which data.path has, too: an evaluation is of data that is not "
+                "trained on; data.evaluation_sequences holds out a part of data.path"
+            )
+    others = _open(config, data.evaluation_path)
+    return HeldOut(others, range(len(others) if wanted is None else min(wanted, len(others))), len(dataset))
+
+
+def _open(config: TrainConfig, path: str | list[str]) -> SequenceDataset:
+    folder = open_folder(config)
     return open_dataset(
-        [str(_python_docs(config.out)) if path == PYTHON_DOCS else path for path in paths],
+        _paths(config, path),
         format=config.data.format,
         tokenizer=config.data.tokenizer,
+        model_folder=None if folder is None else folder.folder,
         token_dtype=config.data.token_dtype,
         seq_len=config.train.seq_len,
-        vocab=config.model.known_vocab(),
+        vocab=config.model.known_vocab() if folder is None else folder.vocab,
     )
 
 
-def build_model_config(config: TrainConfig, dataset: TokenDataset) -> GPTConfig:
-    """Build the shape of a run's model on its data. Raises ValueError where the two do not fit."""
+def _paths(config: TrainConfig, path: str | list[str]) -> list[str]:
+    paths = [path] if isinstance(path, str) else path
+    return [str(_python_docs(config.out)) if each == PYTHON_DOCS else each for each in paths]
+
+
+def build_source(config: TrainConfig, dataset: SequenceDataset, folder: FolderSource | None) -> ModelSource:
+    """Make the source of a run's model, given its data. Raises ValueError where the two do not fit."""
+    if folder is None:
+        return GPTSource(build_model_config(config, dataset))
+    if folder.max_seq_len is not None and config.train.seq_len > folder.max_seq_len:
+        raise ValueError(
+            f"train.seq_len is {config.train.seq_len}, but the model in {folder.folder} is made for at most "
+            f"{folder.max_seq_len} tokens; train.seq_len={folder.max_seq_len} would do"
+        )
+    return folder
+
+
+def build_model_config(config: TrainConfig, dataset: SequenceDataset) -> GPTConfig:
+    """Build the shape of a run's GPT on its data. Raises ValueError where the two do not fit."""
     model = config.model.to_gpt(data_vocab=dataset.vocab_size, seq_len=config.train.seq_len)
     if config.train.seq_len > model.max_seq_len:
         raise ValueError(
@@ -76,17 +154,23 @@ def build_model_config(config: TrainConfig, dataset: TokenDataset) -> GPTConfig:
     return model
 
 
-def predict_run(config: TrainConfig, model: GPTConfig) -> dict[str, Any] | None:
+def predict_run(config: TrainConfig, source: ModelSource) -> dict[str, Any] | None:
     """Predict step time and exposed communication by axis (seconds), and peak memory (bytes), with the planner.
 
     Returns None without `config.cluster`. Raises ValueError for a cluster that is not known, or does not say what a
-    prediction needs.
+    prediction needs, and for a family of models that the planner does not know.
     """
     if config.cluster is None:
         return None
     run = config.train
+    architecture = source.architecture(run.seq_len)
+    if architecture is None:
+        raise ValueError(
+            f"cluster is {config.cluster!r}, but the planner does not know the blocks of this model, so that nothing "
+            "can be predicted; cluster=none would do"
+        )
     plan = predict(
-        model,
+        architecture,
         Cluster.find(config.cluster),
         grid=config.grid.sizes(),
         batch=run.batch,
@@ -99,17 +183,18 @@ def predict_run(config: TrainConfig, model: GPTConfig) -> dict[str, Any] | None:
     return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
 
 
-def _check_fits_machine(config: TrainConfig, model: GPTConfig) -> None:
+def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
     """Raise ValueError if the ranks on this machine certainly need more memory than it has.
 
     Counts parameters, gradients, the optimizer's state and the tokens of a step, but not activations. Only for CPUs:
-    a GPU reports at once what it cannot hold.
+    a GPU reports at once what it cannot hold. Of models that the planner does not know, it counts the tokens alone.
     """
     if config.device != "cpu":
         return
     grid, run = config.grid, config.train
     tensors = 2 + (2 if run.optimizer == "adamw" else bool(run.momentum))  # of a parameter's size
-    numbers = read_architecture(model, run.seq_len).parameters
+    architecture = source.architecture(run.seq_len)
+    numbers = 0 if architecture is None else architecture.parameters
     state = numbers * tensors * _ITEMSIZE[run.dtype] // grid.weight_parts
     tokens = run.batch // grid.batch_parts * run.seq_len * 8
     kind, what = (
@@ -120,9 +205,14 @@ def _check_fits_machine(config: TrainConfig, model: GPTConfig) -> None:
     check_room(state + tokens, config.ranks, what, kind)
 
 
-def _check_grid(config: TrainConfig, model: GPTConfig) -> None:
-    """Raise ValueError, with the nearest grid that would do, if the grid cannot hold the model."""
-    architecture, batch = read_architecture(model, config.train.seq_len), config.train.batch
+def _check_grid(config: TrainConfig, source: ModelSource) -> None:
+    """Raise ValueError, with the nearest grid that would do, if the grid cannot hold the model.
+
+    Where the planner does not know the model, `stretto.parallel.validate` says it later, without another grid.
+    """
+    architecture, batch = source.architecture(config.train.seq_len), config.train.batch
+    if architecture is None:
+        return
     if why := why_impossible(architecture, check_sizes(config.grid.sizes()), batch):
         near = nearest_grid(config.grid, config.ranks, lambda sizes: why_impossible(architecture, sizes, batch) is None)
         would = f"no grid of {config.ranks} ranks can: take fewer" if near is None else f"the grid {near} would do"

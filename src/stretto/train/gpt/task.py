@@ -1,41 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of a GPT on its grid: model, optimizer, steps, data and checkpoints."""
+"""The training of a language model on its grid: model, optimizer, steps, data and checkpoints."""
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.axes import BATCH
 from stretto.cluster import Cluster
-from stretto.models import GPT
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
-from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.checkpoint import load_checkpoint, save_state, training_state
+from stretto.train.checkpoint.metadata import check_description, read_metadata
 from stretto.train.config import TrainConfig
-from stretto.train.data import Sampler, rank_rows
-from stretto.train.gpt.preflight import build_model_config, open_data, predict_run
+from stretto.train.data import Sampler, SequenceDataset, rank_rows
+from stretto.train.gpt.evaluation import evaluate
+from stretto.train.gpt.preflight import build_source, open_data, open_folder, open_held_out, predict_run
 from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
-from stretto.train.task import TrainTask
+from stretto.train.task import Evaluation, TrainTask
+
+logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class GPTTask(TrainTask):
-    """A GPT on its grid, its optimizer, and its data in the order of the run."""
+    """A GPT or a Hugging Face language model on its grid, its optimizer, and its data in the order of the run."""
 
     def __init__(self, config: TrainConfig, grid: Grid) -> None:
         super().__init__(config, grid)
         self.config: TrainConfig = config
         options = config.train
         self.dataset = open_data(config)
-        self.model_config = build_model_config(config, self.dataset)
+        self.source = build_source(config, self.dataset, open_folder(config))
         torch.manual_seed(options.seed)  # for dropout; weights are seeded by their names
-        self.sampler = Sampler(len(self.dataset), options.batch, options.seed)
-        with torch.device("meta"):
-            model = GPT(self.model_config)
+        self.held_out = open_held_out(config, self.dataset)
+        if grid.coordinate("world") == 0:
+            others = () if self.held_out is None else self.held_out.dataset.notes
+            for note in dict.fromkeys((*self.dataset.notes, *others)):
+                logger.warning("%s", note)
+        trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
+        self.sampler = Sampler(trained_on, options.batch, options.seed)
+        model = self.source.build()
         dtype = COMPUTE_DTYPES[options.dtype]
         self.model = parallelize(
             model.double() if dtype == torch.float64 else model,
@@ -51,7 +62,11 @@ class GPTTask(TrainTask):
             cuda_graph=options.cuda_graph,
         )
 
+    def start(self) -> None:
+        self.source.load_weights(self.model)
+
     def resume(self, checkpoint: Path) -> int:
+        check_description(checkpoint, read_metadata(checkpoint), self.source.description(), None)
         metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         self.compare_data(metadata)
         return metadata.step
@@ -59,20 +74,38 @@ class GPTTask(TrainTask):
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         return self._executor.run(self._batch(step), lr, self._dropout_seed(step))
 
+    def evaluation(self, step: int) -> Evaluation | None:
+        """The evaluation on held-out sequences, if there are any: every `evaluate_every` steps, and after the last."""
+        options = self.config.train
+        is_due = options.evaluate_every is not None and step % options.evaluate_every == 0
+        return self.evaluate if self.held_out is not None and (is_due or step == options.steps) else None
+
+    def evaluate(self) -> Mapping[str, float | None]:
+        """Compute the mean loss over all targets of the held-out sequences, and the perplexity. Collective."""
+        assert self.held_out is not None
+        options = self.config.train
+        return evaluate(
+            self.model,
+            self.source.compute_loss,
+            self._read,
+            self.held_out.dataset,
+            self.held_out.sequences,
+            rows=options.micro_batch or options.batch // self.grid.size(BATCH),
+            grid=self.grid,
+        )
+
     def close(self) -> None:
         self._executor.close()
 
     def save(self, step: int) -> None:
-        save_checkpoint(
-            self.config.out,
-            step,
-            self.model,
-            self.optimizer,
-            model_config=self.model_config,
-            run=self.config.model_dump(mode="json"),
-            data=self.data_description(),
-            keep=self.config.train.keep_checkpoints,
-        )
+        description = {
+            "optimizer": self.optimizer.name,
+            "model": self.source.description(),
+            "run": self.config.model_dump(mode="json"),
+            "data": self.data_description(),
+        }
+        state = training_state(self.model, self.optimizer)
+        save_state(self.config.out, step, state, description, keep=self.config.train.keep_checkpoints)
 
     def data_description(self) -> dict[str, Any]:
         options = self.config.train
@@ -81,7 +114,7 @@ class GPTTask(TrainTask):
             "seed": options.seed,
             "batch": options.batch,
             "seq_len": options.seq_len,
-        }
+        } | ({} if self.sampler.dataset_length == len(self.dataset) else {"sequences": self.sampler.dataset_length})
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
@@ -91,16 +124,16 @@ class GPTTask(TrainTask):
             return None
         options = self.config.train
         peak: float | None = getattr(Cluster.detect().gpu.peak_flops, options.dtype)
-        flops = self.model_config.flops_per_token(options.seq_len)
-        return None if peak is None else self.grid.size("world") * peak / flops
+        flops = self.source.flops_per_token(options.seq_len)
+        return None if peak is None or flops is None else self.grid.size("world") * peak / flops
 
     def predict(self) -> dict[str, Any] | None:
-        return predict_run(self.config, self.model_config)
+        return predict_run(self.config, self.source)
 
-    def _compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        # All targets of a token stream are valid, so their number needs no counting.
+    def _compute_loss(self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None) -> Tensor:
         options = self.config.train
-        return self.model(tokens, targets, num_targets=options.batch * options.seq_len)
+        count = options.batch * options.seq_len if num_targets is None else num_targets[0]
+        return self.source.compute_loss(self.model, tokens, targets, count)
 
     def _update(self, lr: float | Tensor) -> Tensor:
         clip = self.config.train.clip
@@ -115,11 +148,28 @@ class GPTTask(TrainTask):
         sequence = np.random.SeedSequence((self.config.train.seed, step))
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len]."""
+    def _batch(self, step: int) -> tuple[Tensor, ...]:
+        """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len].
+
+        Where some targets are ignored, also how many of the global batch are not, int64 [rows]: the same number for
+        each row, so that each micro-batch has it.
+        """
+        indices = self.sampler.indices(step - 1)
         rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
-        sequences = np.stack([self.dataset[index] for index in self.sampler.indices(step - 1)[rows]])
-        batch = torch.from_numpy(sequences)
+        tokens, targets = self._read(self.dataset, indices[rows])
+        if not self.dataset.has_ignored_targets:
+            return tokens, targets
+        count = np.int64(self.dataset.num_targets(indices))
+        return tokens, targets, self._to_device(np.full(len(tokens), count))
+
+    def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Read inputs and targets of sequences to the device, int64 [rows, seq_len] each."""
+        inputs, targets = zip(*map(dataset.read, indices), strict=True)
+        both = self._to_device(np.stack((np.stack(inputs), np.stack(targets))))
+        return both[0], both[1]
+
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
         if self.grid.device.type == "cuda":
-            batch = batch.pin_memory().to(self.grid.device, non_blocking=True)
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+            tensor = tensor.pin_memory().to(self.grid.device, non_blocking=True)
+        return tensor

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads a run's metrics: metrics.jsonl with a line for each step, summary.json, and TensorBoard events."""
+"""Writes and reads a run's metrics: metrics.jsonl with a line for each step, and summary.json.
+
+They go to TensorBoard and Weights & Biases too, if asked, by the same names.
+"""
 
 import importlib.util
 import json
@@ -9,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+from stretto.train.config.options import RunOptions
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -56,14 +61,34 @@ class StepMetrics:
             **self.evaluation,
         }
 
+    def as_scalars(self) -> dict[str, float]:
+        """The step's numbers by the names that TensorBoard and Weights & Biases group by: `train/loss`."""
+        line, rate = self.as_line(), f"{self.unit}_per_second"
+        shown = {
+            f"train/{name}": line.get(name) for name in ("loss", "grad_norm", "lr", rate, f"{rate}_per_rank", "mfu")
+        }
+        shown |= {f"evaluation/{name}": value for name, value in self.evaluation.items()}
+        return {name: value for name, value in shown.items() if value is not None}
+
 
 class MetricsLog:
-    """Appends steps to `out/metrics.jsonl`, each flushed, and to TensorBoard if asked. For rank 0.
+    """Appends steps to `out/metrics.jsonl`, each flushed, and to TensorBoard and Weights & Biases if asked. For rank 0.
 
-    A run that starts after step `start` keeps the file's lines up to `start`, so that no step is written twice.
+    A run that starts after step `start` keeps the file's lines up to `start`, so that no step is written twice. In
+    Weights & Biases each start is a run of its own, in a group with the folder's name.
+
+    wandb: the project, or None. options: of the run, for Weights & Biases.
     """
 
-    def __init__(self, out: Path, start: int, *, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        out: Path,
+        start: int,
+        *,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         path = out / METRICS_FILE
         kept = [line for line, values in read_steps(path) if values["step"] <= start] if has_history(out, start) else []
         # Written to another file and renamed, so that a kill at this moment does not lose the history.
@@ -72,19 +97,17 @@ class MetricsLog:
         os.replace(rewritten, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
         self._tensorboard = _open_tensorboard(out, start) if tensorboard else None
+        self._wandb = None if wandb is None else _open_wandb(out, wandb, options or {})
 
     def write(self, metrics: StepMetrics) -> None:
-        line = metrics.as_line()
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(metrics.as_line()) + "\n")
         self._file.flush()
+        scalars = metrics.as_scalars()
         if self._tensorboard is not None:
-            rate = f"{metrics.unit}_per_second"
-            for name in ("loss", "grad_norm", "lr", rate, f"{rate}_per_rank", "mfu"):
-                if name in line:
-                    self._tensorboard.add_scalar(f"train/{name}", line[name], metrics.step)
-            for name, value in metrics.evaluation.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(f"evaluation/{name}", value, metrics.step)
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, metrics.step)
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=metrics.step)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -95,6 +118,8 @@ class MetricsLog:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if error is None else 1)
 
 
 def has_history(out: Path, start: int) -> bool:
@@ -102,13 +127,16 @@ def has_history(out: Path, start: int) -> bool:
     return start > 0 and (out / METRICS_FILE).is_file()
 
 
-def require_tensorboard() -> None:
-    """Raise ValueError unless TensorBoard's package is installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(
-            "train.tensorboard is true, but the package tensorboard is not installed: "
-            "pip install 'stretto[tensorboard]', or set train.tensorboard=false"
-        )
+def require_loggers(options: RunOptions) -> None:
+    """Raise ValueError if a run asks for TensorBoard or Weights & Biases, and its package is not installed."""
+    for option, off, package in (("tensorboard", False, "tensorboard"), ("wandb", None, "wandb")):
+        value = getattr(options, option)
+        if value != off and importlib.util.find_spec(package) is None:
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise ValueError(
+                f"train.{option} is {shown}, but the package {package} is not installed: "
+                f"pip install 'stretto[{package}]', or set train.{option}={str(off).lower()}"
+            )
 
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
@@ -143,7 +171,18 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _open_tensorboard(out: Path, start: int) -> Any:
-    require_tensorboard()
     from torch.utils.tensorboard import SummaryWriter  # an optional dependency
 
     return SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+
+
+def _open_wandb(out: Path, project: str, options: Mapping[str, Any]) -> Any:
+    import wandb  # an optional dependency
+
+    try:
+        return wandb.init(project=project, group=out.name, dir=str(out), config=dict(options))
+    except Exception as error:  # without a network or a login it raises errors of its own
+        raise ValueError(
+            f"Weights & Biases does not start for train.wandb={project!r}: {error}: run `wandb login`, or set "
+            "WANDB_MODE=offline in the environment, or train.wandb=none"
+        ) from error

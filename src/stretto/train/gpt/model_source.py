@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run's language model comes from: the shape of a GPT, or a Hugging Face folder.
+
+The preflight and the task ask a source for all that differs between the two. Nothing here imports torch or
+transformers before a model is built, so that a wrong folder is refused at once.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.cluster import read_bounded
+from stretto.models import GPTConfig
+from stretto.planner import read_architecture
+from stretto.planner.hugging_face import FAMILIES
+from stretto.pretrained import refusal_of_attention_dropout
+from stretto.suggestions import did_you_mean_file
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stretto.planner.architecture import Architecture
+
+MAX_CONFIG_BYTES = 1 << 20
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_LENGTHS = ("max_position_embeddings", "n_positions")  # entries of a config.json that bound the sequence length
+
+
+class ModelSource(ABC):
+    """A language model before it is built."""
+
+    @abstractmethod
+    def architecture(self, seq_len: int) -> "Architecture | None":
+        """The sizes that the planner computes with; None for a family of models that it does not know."""
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint's index says of the model. Resuming compares it."""
+
+    @abstractmethod
+    def build(self) -> "nn.Module":
+        """Build the model on the meta device, in fp32. Raises ValueError where that cannot be done."""
+
+    def load_weights(self, model: "nn.Module") -> None:  # noqa: B027  (a GPT starts from its seed)
+        """Read the weights that training starts from into a model that `parallelize` has returned."""
+
+    @abstractmethod
+    def compute_loss(
+        self, model: "nn.Module", tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int"
+    ) -> "Tensor":
+        """The mean loss over the global batch, which has `num_targets` valid targets.
+
+        tokens, targets: this rank's, int64 [rows, seq_len]; a target of -100 is not counted.
+        """
+
+    def flops_per_token(self, seq_len: int) -> int | None:
+        """Model FLOPs of a training step for each token, as of `GPTConfig.flops_per_token`; None if unknown."""
+        sizes = self.architecture(seq_len)
+        if sizes is None:
+            return None
+        weights = sizes.linear_weights + sizes.head_outputs * sizes.hidden
+        return 6 * weights + 12 * sizes.layers * sizes.heads * sizes.head_dim * seq_len
+
+
+class GPTSource(ModelSource):
+    """A GPT of a given shape, which starts from random weights."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        self.config = config
+
+    def architecture(self, seq_len: int) -> "Architecture":
+        return read_architecture(self.config, seq_len)
+
+    def description(self) -> dict[str, Any]:
+        return asdict(self.config)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        return self.config.flops_per_token(seq_len)
+
+    def build(self) -> "nn.Module":
+        import torch
+
+        from stretto.models import GPT
+
+        with torch.device("meta"):
+            return GPT(self.config)
+
+    def compute_loss(
+        self, model: "nn.Module", tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int"
+    ) -> "Tensor":
+        return model(tokens, targets, num_targets=num_targets)
+
+
+class FolderSource(ModelSource):
+    """A causal language model in a Hugging Face folder: config.json and weights as safetensors.
+
+    Raises ValueError for a folder that lacks one of them, for a configuration that `parallelize` refuses whatever the
+    grid, and without the package transformers. Nothing is ever downloaded, and no code of the folder is run.
+    """
+
+    def __init__(self, folder: str, *, without_dropout: bool = False) -> None:
+        """without_dropout: set all dropout probabilities of the configuration to 0."""
+        self.folder = Path(os.path.expanduser(folder))
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError(
+                f"model.path is {folder!r}, but the package transformers is not installed: "
+                "pip install 'stretto[huggingface]'"
+            )
+        if not self.folder.is_dir():
+            raise ValueError(f"model.path is {folder!r}, but there is no such folder{did_you_mean_file(self.folder)}")
+        self.config = _read_config(self.folder)
+        self.weights_file = _find_weights(self.folder)
+        self._without_dropout = without_dropout
+        if refusal := refusal_of_attention_dropout({} if without_dropout else self.config):
+            raise ValueError(f"{self.folder}: {refusal}, or set model.dropout=0")
+
+    @property
+    def vocab(self) -> int | None:
+        """The model's vocabulary size, where its configuration says it."""
+        value = self.config.get("vocab_size")
+        return value if isinstance(value, int) and value > 0 else None
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest sequence that the model was made for, where its configuration says it."""
+        return next((value for name in _LENGTHS if isinstance(value := self.config.get(name), int)), None)
+
+    def architecture(self, seq_len: int) -> "Architecture | None":
+        return self._architecture
+
+    @cached_property
+    def _architecture(self) -> "Architecture | None":
+        if self.config.get("model_type") not in FAMILIES:
+            return None
+        config = {name: value for name, value in self.config.items() if not self._without_dropout or "drop" not in name}
+        with contextlib.suppress(ValueError):  # of a known family, but with experts, say
+            return read_architecture(config | ({"attn_pdrop": 0.0} if self._without_dropout else {}), 1)
+        return None
+
+    def description(self) -> dict[str, Any]:
+        return {"kind": "huggingface", "path": str(self.folder.absolute()), "config": self.config}
+
+    def build(self) -> "nn.Module":
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            if self._without_dropout:
+                for name, value in config.to_dict().items():
+                    if "drop" in name and isinstance(value, float):
+                        setattr(config, name, 0.0)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        except (ValueError, KeyError, OSError, ImportError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{self.folder}: transformers builds no causal language model of it: {reason}") from error
+        _require_given_targets(model)
+        return model.train()
+
+    def load_weights(self, model: "nn.Module") -> None:
+        from stretto.train.checkpoint.weights import import_safetensors
+
+        import_safetensors(model, self.weights_file)
+
+    def compute_loss(
+        self, model: "nn.Module", tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int"
+    ) -> "Tensor":
+        # Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are.
+        output = model(
+            input_ids=tokens, labels=targets, shift_labels=targets, num_items_in_batch=num_targets, use_cache=False
+        )
+        return output.loss
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: is no Hugging Face folder: it has no config.json")
+    try:
+        config = json.loads(read_bounded(path, MAX_CONFIG_BYTES, "a model's configuration"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is no configuration: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path}: is no configuration of a model: it has no text model_type")
+    return config
+
+
+def _find_weights(folder: Path) -> Path:
+    found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if found is None:
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        hint = (
+            f"; {others[0]} is a pickle, which can run code and is not read: load it with transformers where you trust "
+            "it, and write it with save_pretrained"
+            if others
+            else ""
+        )
+        raise ValueError(f"{folder}: has no weights: neither {' nor '.join(WEIGHTS)}{hint}")
+    return found
+
+
+def _require_given_targets(model: "nn.Module") -> None:
+    """Raise ValueError for a model whose forward would not hand shifted targets and their number to its loss."""
+    import inspect
+
+    from stretto.parallel.roles.huggingface import calls_loss_function
+
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_others or not calls_loss_function(model):
+        raise ValueError(
+            f"{type(model).__name__} does not compute its loss by transformers' loss_function with the caller's "
+            "options, so that the mean over the global batch cannot be taken: train it in a loop of your own"
+        )
