@@ -44,6 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", False, ["train.micro_batch=2"]),
         ("qwen2", True, ["train.keep_gathered=false"]),
         ("gpt2", True, ["train.checkpoint_activations=true"]),
+        ("granite", False, ["train.micro_batch=2"]),  # scales its logits before the loss
+        ("mistral", False, []),
+        ("qwen3", True, []),
     ],
 )
 def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
