@@ -47,11 +47,6 @@ class ModelSource(ABC):
     def build(self) -> "nn.Module":
         """Build the model on the meta device, in fp32. Raises ValueError where that cannot be done."""
 
-    @property
-    def takes_sharded_loss(self) -> bool:
-        """Whether logits reach the loss as the head makes them. Of a model that scales them, whole ones are made."""
-        return True
-
     def load_weights(self, model: "nn.Module") -> None:  # noqa: B027  (a GPT starts from its seed)
         """Read the weights that training starts from into a model that `parallelize` has returned."""
 
@@ -147,10 +142,6 @@ class FolderSource(ModelSource):
         with contextlib.suppress(ValueError):  # of a known family, but with experts, say
             return read_architecture(config | ({"attn_pdrop": 0.0} if self._without_dropout else {}), 1)
         return None
-
-    @property
-    def takes_sharded_loss(self) -> bool:
-        return self._architecture is None or self._architecture.logits == "sliced"
 
     def description(self) -> dict[str, Any]:
         return {"kind": "huggingface", "path": str(self.folder.absolute()), "config": self.config}

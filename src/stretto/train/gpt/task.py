@@ -52,7 +52,6 @@ class GPTTask(TrainTask):
             model.double() if dtype == torch.float64 else model,
             grid,
             dtype=dtype,
-            sharded_loss=self.source.takes_sharded_loss,
             seed=options.seed,
             options=config.execution,
         )
