@@ -26,6 +26,10 @@ from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file, na
         ("bf61", ["fp32", "bf16", "fp64"], ["bf16"]),
         ("fp7", ["fp32", "bf16", "fp64"], []),
         ("", ["x", "y"], []),
+        ("", ["", "x"], []),
+        (" ", ["", "x"], []),
+        (".", ["", "x"], []),
+        ("x", ["", " ", "x"], ["x"]),
     ],
 )
 def test_similar_names_are_those_that_a_misspelling_may_have_meant(given, known, similar):

@@ -8,7 +8,7 @@ table for people).
 
 from stretto.axes import name_grid
 from stretto.cluster.cluster import Cluster
-from stretto.cluster.files import read_bounded
+from stretto.cluster.files import check_depth, read_bounded
 from stretto.cluster.model import GPU, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
 from stretto.deprecated import alias
 
@@ -21,6 +21,7 @@ __all__ = [
     "MeasuredCollective",
     "NetworkLink",
     "NodeLink",
+    "check_depth",
     "name_grid",
     "read_bounded",
 ]

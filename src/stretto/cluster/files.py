@@ -12,6 +12,7 @@ from stretto.suggestions import did_you_mean_file
 
 LARGEST_FILE = 256 * 1024  # bytes; a preset has about 3 KB
 LONGEST_LINE = 4096  # characters; tomllib's time grows with the square of a dotted key's parts
+DEEPEST = 32  # tables and lists one in another; no file that Stretto reads needs more than a few
 
 
 def preset_names() -> tuple[str, ...]:
@@ -44,11 +45,26 @@ def read(path: Path, presets: Sequence[str]) -> str:
 def parse(text: str, where: str) -> dict[str, Any]:
     """Parse TOML. Raises ValueError that names the file and, where the parser reports it, the line."""
     try:
-        return tomllib.loads(text)
+        values = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, and what int() says of thousands of digits
         raise ValueError(f"{where}: is not valid TOML: {error}") from None
     except RecursionError:
         raise ValueError(f"{where}: is nested too deeply for a cluster file") from None
+    check_depth(values, where)
+    return values
+
+
+def check_depth(values: object, where: str) -> None:
+    """Raise ValueError for data nested deeper than DEEPEST, on which recursive code, such as repr, could fail.
+
+    TOML's dotted keys nest tables without recursion of its parser. `where` names the data in the error's message.
+    """
+    level = [values]
+    for _ in range(DEEPEST):
+        containers = [each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(f"{where}: is nested too deeply: at most {DEEPEST} tables or lists may lie in one another")
 
 
 def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:

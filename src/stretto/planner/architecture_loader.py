@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from stretto.cluster import read_bounded
+from stretto.cluster import check_depth, read_bounded
 from stretto.models.gpt_config import PRESETS, GPTConfig
 from stretto.planner.architecture import Architecture, check_count
 from stretto.planner.hugging_face import from_hugging_face
@@ -92,6 +92,7 @@ def _from_file(path: Path, seq_len: int) -> Architecture:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
+    check_depth(values, str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds no table of options")
     if path.suffix == ".json":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from stretto.cluster import read_bounded
+from stretto.cluster import check_depth, read_bounded
 from stretto.suggestions import did_you_mean, did_you_mean_file
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
@@ -58,9 +58,12 @@ def make_config(
     Returns the class that `KINDS` has for the mapping's `model.kind`: TrainConfig (a GPT) by default.
     """
     merged: dict[str, Any] = {}
-    _merge(merged, values, source)
-    for override in overrides:
-        _merge(merged, _parse_override(override), f"--set {override}")
+    for origin, given in [(source, values), *((f"--set {each}", _parse_override(each)) for each in overrides)]:
+        try:
+            check_depth(given, origin)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        _merge(merged, given, origin)
     kind = _kind_of(merged, source)
     try:
         return kind.model_validate(merged)
