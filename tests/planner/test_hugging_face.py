@@ -84,18 +84,18 @@ def test_parameters_are_those_of_transformers_model_with_its_head(tmp_path, kind
 
 def refusal_of(model: nn.Module, sizes: dict[str, int] | None = None, **options: Any) -> str | None:
     try:
-        validate(model, {"data": 1, "x": 1, "y": 1, "z": 1} | (sizes or {}), **options)
+        validate(model, {"data": 1, "x": 1, "y": 1, "z": 1} | (sizes or {}), **{"roles": {}} | options)
     except ValueError as error:
         return str(error)
     return None
 
 
 def notes_of(source: Any) -> list[str]:
-    return [note for note in read_architecture(source, 16).notes if "does not take" in note]
+    return [note for note in read_architecture(source, 16).notes if "does not split" in note]
 
 
 @ALL
-def test_a_model_has_a_note_just_where_parallelize_refuses_it(kind, head):
+def test_a_model_has_a_note_just_where_parallelize_refuses_its_roles(kind, head):
     _, model = family(kind, head)
     refusal, notes = refusal_of(model), notes_of(model)
     assert bool(notes) == (refusal is not None), f"parallelize says {refusal}, and the planner {notes}"
@@ -246,10 +246,10 @@ def test_the_command_says_that_parallelize_does_not_take_a_model_and_ranks_it_al
     arguments += ["--seq-len", "16"]
     text = CliRunner().invoke(app, arguments)
     assert text.exit_code == 0
-    assert "Note: parallelize does not take GemmaForCausalLM: embed_tokens" in text.output
+    assert "Note: parallelize does not split GemmaForCausalLM over x and y" in text.output
     plans = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert len(plans) == 10
-    assert all("does not take GemmaForCausalLM" in plan["notes"][0] for plan in plans)
+    assert all("does not split GemmaForCausalLM" in plan["notes"][0] for plan in plans)
 
 
 def test_a_sequence_longer_than_the_learned_positions_is_noted():

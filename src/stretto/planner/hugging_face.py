@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a Hugging Face configuration to an architecture: known families and heads, and what `parallelize` refuses.
+"""Converts a Hugging Face configuration to an architecture: known families and heads, and what has no roles.
 
 A configuration is read as data: no torch, no transformers.
 """
@@ -207,11 +207,14 @@ def _notes(class_name: str, family: _Family, head: _Head, config: Mapping[str, A
     if head is _NO_HEAD:
         yield f"{class_name} has no head: what your code puts there is not counted"
     for refusal in _refusals(family, head, config):
-        yield f"parallelize does not take {class_name}: {refusal}"
+        yield (
+            f"parallelize does not split {class_name} over x and y, which the plan takes for granted, but shards it "
+            f"block by block over z: {refusal}"
+        )
     if head is _LANGUAGE_MODEL and family.changes_logits:
         yield (
-            f"parallelize takes {class_name}'s loss with sharded_loss=False alone, for its logits change between head "
-            "and loss: whole logits are counted"
+            f"the logits of {class_name} change between head and loss, so parallelize makes whole ones, which are "
+            "counted"
         )
     elif head.logits != "sliced" and head is not _NO_HEAD:
         yield (
@@ -221,7 +224,7 @@ def _notes(class_name: str, family: _Family, head: _Head, config: Mapping[str, A
 
 
 def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterator[str]:
-    """Why `parallelize` refuses a model as it is, on every grid."""
+    """Why `parallelize` finds no roles for a model as it is, on every grid."""
     if refusal := refusal_of_attention_dropout(config):
         yield refusal
     prefix = "" if head is _NO_HEAD else "model."
