@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stretto.axes import LOSS
+from stretto.axes import LOSS, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
@@ -84,7 +84,7 @@ def parallelize(
     if hasattr(model, "gradient_reducer"):
         raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
     precision = Precision(dtype, reduce_dtype)
-    plan = read_plan(model, roles, local_attributes)
+    plan = read_plan(model, roles, local_attributes, grid.sizes)
     validate_plan(model, plan, grid.sizes)
     options = (options or ExecutionOptions()).replace(**changes)
     if options.checkpoint_activations:
@@ -138,7 +138,8 @@ def validate(
     local_attributes: Mapping[str, str | None] | None = None,
 ) -> None:
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
-    validate_plan(model, read_plan(model, roles, local_attributes), sizes)
+    sizes = check_sizes(sizes)
+    validate_plan(model, read_plan(model, roles, local_attributes, sizes), sizes)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each Hugging Face family of the table trains on grids, with no roles given, as the plain model does on one rank."""
+
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from stretto.parallel import Grid, gather, mean_over_batch, parallelize, validate
+from stretto.parallel.roles.families import FAMILIES
+from tests.parallel.training import IGNORED, my_rows
+
+SEED = 41
+BATCH = 4
+SEQ_LEN = 10
+STEPS = 5
+VOCAB = 61
+
+_SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+_SHAPE |= {"intermediate_size": 48, "max_position_embeddings": 32, "pad_token_id": 0}
+_SHAPE |= {"bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0}
+_GROUPED = {"num_key_value_heads": 2}
+_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BLOOM = {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}
+_FALCON = {"hidden_dropout": 0.0, "alibi": False, "bias": True}
+_GEMMA = _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+
+X2, X2_Z2, DATA2_X2, Y2, X2_Y2 = (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)
+GRIDS_WITHOUT_Y = (X2, X2_Z2, DATA2_X2)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model: its type, options of its configuration, and the grids that it trains on."""
+
+    model_type: str
+    config: dict[str, Any]
+    grids: tuple[tuple[int, int, int, int], ...]
+    kind: str = "AutoModelForCausalLM"
+    options: dict[str, Any] = field(default_factory=dict)  # of parallelize
+
+
+ALL = (*GRIDS_WITHOUT_Y, Y2, X2_Y2)
+UNLESS_BOTH = (*GRIDS_WITHOUT_Y, Y2)  # attention is replicated on x > 1, which needs y=1
+CASES = {
+    "gemma 2": Family("gemma2", _GEMMA | {"final_logit_softcapping": 30.0}, ALL, options={"sharded_loss": False}),
+    "gemma 3": Family("gemma3_text", _GEMMA, ALL),
+    "olmo 2": Family("olmo2", _GROUPED, ALL),
+    "phi 3": Family("phi3", _GROUPED, UNLESS_BOTH),
+    "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, GRIDS_WITHOUT_Y),
+    "bloom": Family("bloom", _BLOOM, UNLESS_BOTH),
+    "falcon": Family("falcon", _FALCON | {"multi_query": False}, ALL),
+    "falcon, one key": Family("falcon", _FALCON | {"multi_query": True}, UNLESS_BOTH),
+    "falcon, grouped": Family("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, ALL),
+    "falcon, alibi": Family("falcon", _FALCON | {"alibi": True, "multi_query": False}, UNLESS_BOTH),
+    "t5": Family("t5", _T5, GRIDS_WITHOUT_Y, "AutoModelForSeq2SeqLM"),
+    "t5, gated": Family("t5", _T5 | {"feed_forward_proj": "gated-gelu"}, GRIDS_WITHOUT_Y, "AutoModelForSeq2SeqLM"),
+    "bert": Family("bert", _BERT, GRIDS_WITHOUT_Y, "AutoModelForMaskedLM"),
+    "roberta": Family("roberta", _BERT, GRIDS_WITHOUT_Y, "AutoModelForMaskedLM"),
+    "vit": Family(
+        "vit", {"image_size": 8, "patch_size": 4, "num_labels": 5}, GRIDS_WITHOUT_Y, "AutoModelForImageClassification"
+    ),
+    "stablelm": Family("stablelm", _GROUPED, ALL),
+    "stablelm, norms of heads": Family("stablelm", _GROUPED | {"qk_layernorm": True}, GRIDS_WITHOUT_Y),
+    "gpt-j": Family("gptj", {"rotary_dim": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, ALL),
+    "gpt-oss": Family(
+        "gpt_oss", _GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, GRIDS_WITHOUT_Y
+    ),
+}
+
+
+def build(family: Family) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # token ids, rope parameters: nothing that a tiny model minds
+        config = CONFIG_MAPPING[family.model_type](**{**_SHAPE, **family.config})
+        torch.manual_seed(SEED)
+        model = getattr(transformers, family.kind).from_config(config).train()
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms start alike, and show no mistake
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def inputs_of(family: Family) -> dict[str, Tensor]:
+    """The batch by the names of the model's arguments; the labels of some tokens are ignored."""
+    generator = torch.Generator().manual_seed(SEED)
+    if family.kind == "AutoModelForImageClassification":
+        pixels = torch.randn(BATCH, 3, 8, 8, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(5, (BATCH,), generator=generator)}
+    tokens = torch.randint(3, VOCAB, (BATCH, SEQ_LEN), generator=generator)
+    labels = torch.randint(3, VOCAB, (BATCH, SEQ_LEN), generator=generator)
+    labels = tokens.clone() if family.kind == "AutoModelForCausalLM" else labels
+    for row in range(BATCH):
+        labels[row, : 2 * row] = IGNORED
+    return {"input_ids": tokens, "labels": labels}
+
+
+@cache
+def trained_plainly(case: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of five steps of plain transformers, and the weights after them."""
+    model, inputs = build(CASES[case]), inputs_of(CASES[case])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def trained_on_grid(sizes: tuple[int, int, int, int], case: str) -> tuple[list[float], dict[str, Tensor]]:
+    family = CASES[case]
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model = parallelize(build(family), grid, **family.options)
+    rows = my_rows(grid, BATCH)
+    inputs = {name: value[rows] for name, value in inputs_of(family).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        if "pixel_values" in inputs:
+            logits = model(pixel_values=inputs["pixel_values"]).logits
+            total = nn.functional.cross_entropy(logits, inputs["labels"], reduction="sum")
+            loss = mean_over_batch(total, len(logits), grid)
+        else:
+            loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
+
+
+def check(ranks: Any, case: str, sizes: tuple[int, int, int, int]) -> None:
+    print(f"seed {SEED}")
+    losses, weights = trained_plainly(case)
+    assert losses[-1] < losses[0]
+    for found, found_weights in ranks(prod(sizes)).run(trained_on_grid, sizes, case):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found_weights[name], weight, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+
+
+ONE_GRID = [(case, family.grids[index % len(family.grids)]) for index, (case, family) in enumerate(CASES.items())]
+OTHER_GRIDS = [
+    (case, sizes) for case, family in CASES.items() for sizes in family.grids if (case, sizes) not in ONE_GRID
+]
+
+
+@pytest.mark.parametrize(("case", "sizes"), ONE_GRID)
+def test_a_family_trains_on_a_grid_as_on_one_rank(ranks, case, sizes):
+    check(ranks, case, sizes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "sizes"), OTHER_GRIDS)
+def test_a_family_trains_on_its_other_grids_as_on_one_rank(ranks, case, sizes):
+    check(ranks, case, sizes)
