@@ -31,7 +31,15 @@ _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _BLOOM = {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}
 _FALCON = {"hidden_dropout": 0.0, "alibi": False, "bias": True}
 _GEMMA = _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
-_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+_T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 
 X2, X2_Z2, DATA2_X2, Y2, X2_Y2 = (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)
 GRIDS_WITHOUT_Y = (X2, X2_Z2, DATA2_X2)
@@ -166,3 +174,46 @@ def test_a_family_trains_on_a_grid_as_on_one_rank(ranks, case, sizes):
 @pytest.mark.parametrize(("case", "sizes"), OTHER_GRIDS)
 def test_a_family_trains_on_its_other_grids_as_on_one_rank(ranks, case, sizes):
     check(ranks, case, sizes)
+
+
+def refusal_of(case: str, sizes: dict[str, int], **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        validate(build(CASES[case]), sizes, **options)
+    return str(caught.value)
+
+
+WITHOUT_Y = [case for case, family in CASES.items() if Y2 not in family.grids]
+WITHOUT_XY = [case for case, family in CASES.items() if X2_Y2 not in family.grids]
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"), [*((case, {"y": 2}) for case in WITHOUT_Y), *((case, {"x": 2, "y": 2}) for case in WITHOUT_XY)]
+)
+def test_a_grid_that_a_family_cannot_be_split_over_is_refused_by_the_role_that_was_tried(case, sizes):
+    refusal = refusal_of(case, sizes)
+    model_type = CASES[case].model_type
+    assert "has the role 'replicated'" in refusal
+    assert "Choose y=1" in refusal
+    assert f"the roles that Stretto has for the family {model_type!r} were tried" in refusal
+
+
+def test_heads_that_x_does_not_divide_are_refused_with_the_roles_that_were_tried():
+    refusal = refusal_of("olmo 2", {"x": 4})
+    assert "2 KV heads cannot be split over x=4" in refusal
+    assert "'model.layers.*.self_attn.k_proj': 'colwise'" in refusal
+
+
+def test_roles_that_the_user_gives_win_over_the_familys():
+    roles = dict.fromkeys((f"model.decoder.layers.*.self_attn.{part}_proj" for part in "qkv"), "colwise")
+    roles = {pattern: {"role": role, "unit": 32, "unit_name": "whole attentions"} for pattern, role in roles.items()}
+    assert "1 whole attentions cannot be split over x=2" in refusal_of("opt", {"x": 2}, roles=roles)
+
+
+def test_attention_that_the_user_splits_is_not_replicated():
+    roles = {"transformer.h.*.self_attention.query_key_value": {"role": "colwise", "unit": 24}}
+    roles |= {"transformer.h.*.self_attention.dense": "rowwise"}
+    assert "ALiBi" in refusal_of("bloom", {"x": 2}, roles=roles)
+
+
+def test_every_family_of_the_table_is_tested_here_or_among_models_with_a_plan():
+    assert set(FAMILIES) - {family.model_type for family in CASES.values()} == {"gpt2", "olmo3"}

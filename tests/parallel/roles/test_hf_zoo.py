@@ -26,12 +26,15 @@ MUST_RUN = [
     "cwm",
     "ernie4_5",
     "exaone4",
+    "gemma",
+    "gemma3_text",
     "gpt_neox",
     "helium",
     "jais2",
     "ministral",
     "ministral3",
     "mistral",
+    "olmo2",
     "phi",
     "qwen3",
     "seed_oss",
@@ -39,15 +42,12 @@ MUST_RUN = [
     "starcoder2",
 ]
 # They scale or cap their logits between head and loss.
-MUST_RUN_WITH_WHOLE_LOSS = ["cohere", "cohere2", "granite", "hyperclovax"]
+MUST_RUN_WITH_WHOLE_LOSS = ["cohere", "cohere2", "gemma2", "granite", "hyperclovax"]
 MAY_BE_REFUSED = [
     "apertus",
     "beam",
     "doge",
     "flint",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
     "gemma4_unified_text",
     "glm",
     "glm4",
@@ -56,7 +56,6 @@ MAY_BE_REFUSED = [
     "nanochat",
     "nemotron",
     "olmo",
-    "olmo2",
     "olmo3",
     "olmo_hybrid",
     "phi3",
@@ -69,10 +68,8 @@ MUST_BE_REFUSED: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4},
     "granitemoe": {"num_local_experts": 4},
     "deepseek_v3": {"n_routed_experts": 4, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
-    "bloom": {},
+    "mpt": {},
     "gpt_bigcode": {},
     "mamba": {"state_size": 8},
 }

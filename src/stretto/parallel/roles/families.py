@@ -171,6 +171,7 @@ def _falcon(config: Any, x: int) -> FamilyPlan:
     block |= {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
     heads, head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     counts: dict[str, str] = {}
+    group: Roles | str
     shares_keys = config.multi_query and not config.new_decoder_architecture
     if x > 1 and (config.alibi or shares_keys):  # biases of all heads, or one key for all of them
         block["self_attention"] = "replicated"
@@ -241,6 +242,7 @@ FAMILIES: dict[str, Callable[[Any, int], FamilyPlan]] = {
     "gpt_oss": _gpt_oss,
     "gptj": _gptj,
     "olmo2": _olmo2,
+    "olmo3": _olmo2,
     "opt": _opt,
     "phi3": _phi3,
     "roberta": _bert,

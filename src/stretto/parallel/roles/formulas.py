@@ -65,8 +65,7 @@ def _computes(module: nn.Module, kind: NormKind) -> bool:
         except (TypeError, RuntimeError):  # it takes other arguments, so it is not one of these
             return False
         expected = kind.apply(x, trial.weight, getattr(trial, "bias", None))
-    return isinstance(actual, Tensor) and torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
-
+    return isinstance(actual, Tensor) and torch.allclose(actual, expected.to(actual.dtype), rtol=1e-4, atol=1e-5)
 
 
 def embedding_scale(module: nn.Embedding, name: str) -> float:
@@ -83,7 +82,8 @@ def embedding_scale(module: nn.Embedding, name: str) -> float:
         trial._buffers = {"embed_scale": torch.tensor(scale, device="cpu")}
         ids = torch.tensor([[2, 0], [1, 2]], device="cpu")
         with torch.no_grad():
-            if torch.allclose(trial(ids), trial.weight[ids] * scale, rtol=1e-4):
+            found = trial(ids)
+            if torch.allclose(found, (trial.weight[ids] * scale).to(found.dtype), rtol=1e-4):
                 return scale
     raise ValueError(
         f"{name} is a {type(module).__name__}, but the role 'embedding' takes exactly Embedding, or one whose rows a "

@@ -81,6 +81,17 @@ def plan_of(
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
 
 
+def roles_tried(model: nn.Module, roles: Mapping[str, str]) -> str:
+    """What a refusal adds for a model of a known family: the roles, by patterns of submodules, that were tried."""
+    if not is_pretrained_model(model) or family_plan(model.config, 1) is None:
+        return ""
+    tried: dict[str, str] = {}
+    for name, role in roles.items():
+        tried.setdefault(wildcard(name), role)
+    config: Any = model.config
+    return f" (the roles that Stretto has for the family {config.model_type!r} were tried: {tried})"
+
+
 def _roles_of_tp_plan(
     base: nn.Module, prefix: str, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> dict[str, Any]:
@@ -267,7 +278,9 @@ def computes_masked_loss(model: nn.Module) -> bool:
     """Whether this is a masked language model of transformers, or T5, whose own code computes the loss, as BERT's."""
     kind = type(model)
     forward = inspect.unwrap(kind.forward)
-    is_theirs = kind.__module__.startswith("transformers.") and kind.__name__.endswith(("ForMaskedLM", "T5ForConditionalGeneration"))
+    is_theirs = kind.__module__.startswith("transformers.") and kind.__name__.endswith(
+        ("ForMaskedLM", "T5ForConditionalGeneration")
+    )
     return is_theirs and inspect.isfunction(forward) and "CrossEntropyLoss" in forward.__code__.co_names
 
 

@@ -25,7 +25,18 @@ def check_divides(count: int, size: int, axis: str, where: str, what: str) -> No
 
 
 def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless a grid of these sizes can hold the model."""
+    """Raise ValueError unless a grid of these sizes can hold the model; for a known family, with the roles tried."""
+    try:
+        _validate(model, plan, sizes)
+    except ValueError as error:
+        roles = {name: role.role for name, role in plan.roles.items()}
+        roles |= {part.whose: "replicated" for part in plan.replicated if part.is_module}
+        if tried := huggingface.roles_tried(model, roles):
+            raise ValueError(f"{error}{tried}") from None
+        raise
+
+
+def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
     sizes = check_sizes(sizes)
     modules = dict(model.named_modules(remove_duplicate=False))
     hidden = _hidden(modules, plan)
