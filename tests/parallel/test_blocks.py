@@ -2,7 +2,9 @@
 """Models without roles, sharded block by block, train as in one process, whatever their modules are."""
 
 import copy
+import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from stretto.parallel import (
     Grid,
     checkpoint_activations,
     clip_grad_norm_,
+    count_collectives,
     gather,
     layout_of,
     mean_over_batch,
@@ -269,23 +272,33 @@ def train_all_rows_on_three(name: str) -> None:
         optimizer.zero_grad()
 
 
-def look_at_memory() -> list[Any]:
-    grid = Grid(z=4)
-    model = parallelize(make("translator"), grid, keep_gathered=False)
-    shards = {name: (tuple(p.to_local().shape), layout_of(p).shape) for name, p in model.named_parameters()}
-    whole = sum(torch.Size(shape).numel() for _, shape in shards.values())
-    mine = sum(torch.Size(shape).numel() for shape, _ in shards.values())
-    before = {name: p.untyped_storage().nbytes() for name, p in model.named_parameters()}
-    model(*CASES["translator"][2])
-    after = {name: p.untyped_storage().nbytes() for name, p in model.named_parameters()}
-    return [mine, whole, before == after]
+def count_rows() -> tuple[int, int]:
+    """How many numbers of its parameters a rank holds, and how many there are."""
+    model = parallelize(make("translator"), Grid(z=4))
+    whole = sum(torch.Size(layout_of(p).shape).numel() for p in model.parameters())
+    return sum(p.to_local().numel() for p in model.parameters()), whole
 
 
-def test_a_rank_holds_its_part_and_nothing_whole_after_a_pass(ranks):
-    found = ranks(4).run(look_at_memory)
-    assert sum(mine for mine, _, _ in found) == found[0][1]
-    assert max(mine for mine, _, _ in found) < 0.3 * found[0][1]
-    assert all(same for _, _, same in found)
+def test_a_rank_holds_its_part_of_every_parameter(ranks):
+    found = ranks(4).run(count_rows)
+    assert sum(mine for mine, _ in found) == found[0][1]
+    assert max(mine for mine, _ in found) < 0.3 * found[0][1]
+
+
+def count_gathers(keep_gathered: bool) -> tuple[int, int]:
+    """All-gathers and reduce-scatters over z of one step."""
+    grid = Grid(z=2)
+    model = parallelize(make("translator"), grid, keep_gathered=keep_gathered)
+    with count_collectives(grid) as counts:
+        translator_loss(model, *CASES["translator"][2]).backward()
+    kinds = Counter(call.kind for call in counts.calls if call.axis == "z")
+    return kinds["all_gather"], kinds["reduce_scatter"]
+
+
+def test_a_block_is_sent_in_one_message_and_again_for_the_backward_pass_if_it_is_freed(ranks):
+    """4 blocks, and the embedding, which is in none and is kept."""
+    assert ranks(2).run(count_gathers, True) == [(5, 5)] * 2
+    assert ranks(2).run(count_gathers, False) == [(9, 5)] * 2
 
 
 def load_and_convert() -> None:
@@ -309,17 +322,39 @@ def test_state_dicts_of_the_plain_model_are_loaded_and_conversions_keep_the_shar
     ranks(2).run(load_and_convert)
 
 
-def checkpoint_blocks() -> None:
+def checkpoint_blocks(keep_gathered: bool) -> None:
     right = train(make("convolutional"), "convolutional", None)
     grid = Grid(z=4)
-    model = parallelize(make("convolutional"), grid)
+    model = parallelize(make("convolutional"), grid, keep_gathered=keep_gathered)
     checkpoint_activations(model)
     found = train(model, "convolutional", grid)
     assert found["norms"] == pytest.approx(right["norms"], rel=1e-9)
+    calls = "stages.0.0.calls"  # twice a step: its block is computed again
+    assert found["weights"][calls] == 2 * right["weights"][calls]
 
 
-def test_checkpointed_blocks_are_gathered_again(ranks):
-    ranks(4).run(checkpoint_blocks)
+@pytest.mark.parametrize("keep_gathered", [True, False])
+def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, keep_gathered):
+    ranks(4).run(checkpoint_blocks, keep_gathered)
+
+
+def free_frozen_blocks() -> list[int]:
+    """How many bytes plain tensors of a frozen block's whole weight take after a backward pass."""
+    model = make("state space")
+    shape = model.blocks[1].enter.weight.shape
+    model.blocks[1].requires_grad_(False)
+    parallelize(model, Grid(z=2), keep_gathered=False)
+    classifier_loss(model, *CASES["state space"][2]).backward()
+    gc.collect()
+    return [
+        each.untyped_storage().nbytes()
+        for each in gc.get_objects()
+        if type(each) is Tensor and each.shape == shape and each.dtype == DOUBLE
+    ]
+
+
+def test_frozen_blocks_are_freed_after_the_backward_pass(ranks):
+    assert ranks(2).run(free_frozen_blocks) == [[], []]
 
 
 def sum_gradients() -> None:
@@ -371,6 +406,9 @@ def refuse() -> list[str]:
     ):
         parallelize(make("convolutional"), grid)
     validate(make("convolutional"), {"x": 2})
+    validate(make("convolutional"), {"x": 2}, blocks=["stages.*"])
+    with pytest.raises(ValueError, match="gradients is 'average', but must be 'sum' or 'mean'"):
+        parallelize(make("convolutional"), grid, gradients="average")
     return said
 
 

@@ -96,6 +96,8 @@ def parallelize(
     if hasattr(model, "gradient_reducer"):
         raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
     precision = Precision(dtype, reduce_dtype)
+    if gradients not in (None, "sum", "mean"):
+        raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
     if not isinstance(plan, ShardingPlan):
@@ -144,7 +146,7 @@ def parallelize(
 
 @dataclasses.dataclass(frozen=True)
 class _BlockPlan:
-    """A model's blocks by name, and why it is sharded by these (empty: it was asked for)."""
+    """A model's blocks by name, and why it is sharded by these."""
 
     names: tuple[str, ...]
     reason: str
@@ -161,7 +163,7 @@ def _plan_or_blocks(
     if blocks is not None:
         if roles or local_attributes:
             raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
-        return _BlockPlan(tuple(find_blocks(model, blocks)), "")
+        return _BlockPlan(tuple(find_blocks(model, blocks)), "blocks= was given")
     sizes = check_sizes(sizes).sizes()
     has_roles = roles is not None or local_attributes is not None or hasattr(model, "parallel_plan")
     try:
@@ -195,8 +197,7 @@ def _shard_by_blocks(
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
     _check_ranks_agree(model, grid, drops=drops and copies > 1)
-    if copies > 1:
-        warn_of_replication(model, grid, blocks.reason or "blocks= was given.")
+    warn_of_replication(model, grid, blocks.reason)
     overlap = dataclasses.replace(options.overlap, copy_engines=False)
     matmuls = MatmulTuner(False, grid.device, grid.group("world"))
     builder = Builder(model, grid, precision, overlap, matmuls, options.keep_gathered, None, seed)
@@ -236,9 +237,10 @@ def validate(
     *,
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
     local_attributes: Mapping[str, str | None] | None = None,
+    blocks: Sequence[str] | None = None,
 ) -> None:
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
-    _plan_or_blocks(model, sizes, roles, local_attributes, None)
+    _plan_or_blocks(model, sizes, roles, local_attributes, blocks)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -9,7 +9,6 @@ whole forward pass. Ranks along x and y all compute the same.
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from math import prod
 
 import torch.distributed as dist
 from torch import nn
@@ -74,11 +73,11 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def warn_of_replication(model: nn.Module, grid: Grid, reason: str) -> None:
     """Warn where ranks of x and y are to compute the same, and say what that costs."""
-    copies = prod(grid.size(axis) for axis in ("x", "y"))
+    copies = grid.size("x") * grid.size("y")
     if copies > 1 and dist.get_rank() == 0:
         warnings.warn(
-            f"{type(model).__name__} is sharded over z alone: {reason} So each of the x * y = {copies} ranks that "
-            f"share a batch computes all of it, {copies} times the work of a grid with x = y = 1",
+            f"{type(model).__name__} is sharded over z alone ({reason}), so each of the x * y = {copies} ranks that "
+            f"share a batch computes all of it: {copies} times the work of a grid with x = y = 1",
             stacklevel=4,
         )
 

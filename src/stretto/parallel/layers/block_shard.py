@@ -14,7 +14,7 @@ all-gathered message is [z, sum of padded shards], from which each parameter is 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer
@@ -96,12 +97,15 @@ class _BlockMessage:
         ]
 
     def start_scatter(
-        self, gradients: Sequence[Tensor], chosen: Sequence[int], group: dist.ProcessGroup
+        self, gradients: Sequence[Tensor], chosen: Sequence[int], group: dist.ProcessGroup, scale: float
     ) -> list[Pending]:
-        """Begin to reduce-scatter the gradients of the `chosen` slots; returns this rank's shard of each."""
+        """Begin to reduce-scatter the gradients of the `chosen` slots, times scale; returns this rank's shard of each.
+
+        As in `start`, rows of padding hold anything.
+        """
         slots = [self.slots[index] for index in chosen]
         ranks, size = group.size(), sum(slot.size for slot in slots)
-        message = gradients[0].new_zeros(ranks, size)
+        message = gradients[0].new_empty(ranks, size)
         begins, begin = [], 0
         for slot, gradient in zip(slots, gradients, strict=True):
             part = message[:, begin : begin + slot.size].view(ranks, slot.padded_rows, -1)
@@ -112,6 +116,8 @@ class _BlockMessage:
                 part[full, :left] = rows[full * slot.padded_rows :]
             begins.append(begin)
             begin += slot.size
+        if scale != 1:
+            message *= scale
         sent = start_scatter_rows(message.view(-1), size, group)
         parts = [
             sent.result[begin : begin + slot.local_rows * slot.shape[1:].numel()].view(slot.local_rows, *slot.shape[1:])
@@ -178,25 +184,25 @@ class BlockShard:
         if self._again is None:
             with torch.no_grad():
                 self._again = self.gather()
+            at_end_of_backward(self._free)  # of a frozen block nothing is reduced, which frees it earlier
         return self._again[index]
+
+    def _free(self) -> None:
+        self._again = None
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to reduce the gradients of the sharded parameters; those of parameters without one stay as they are."""
-        self._again = None
+        self._free()
         for message, indices in self._messages:
             chosen = [place for place, index in enumerate(indices) if gradients[index] is not None]
             if not chosen:
                 continue
-            pairs = [(message.parameter[place], self._scaled(gradients[indices[place]])) for place in chosen]
+            found = [(message.parameter[place], gradients[indices[place]]) for place in chosen]
+            pairs = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+            self.gradients.reduce_scatter_block(pairs, partial(self._start_all, message, chosen), self._start_one)
 
-            def start(whole: Sequence[Tensor], message: _BlockMessage = message, chosen: list[int] = chosen) -> Any:
-                return message.start_scatter([self._to_send(each) for each in whole], chosen, self.group)
-
-            self.gradients.reduce_scatter_block(pairs, start, self._start_one)
-
-    def _scaled(self, gradient: Tensor | None) -> Tensor:
-        assert gradient is not None
-        return gradient if self.scale == 1 else gradient * self.scale
+    def _start_all(self, message: _BlockMessage, chosen: Sequence[int], gradients: Sequence[Tensor]) -> list[Pending]:
+        return message.start_scatter([self._to_send(each) for each in gradients], chosen, self.group, self.scale)
 
     def _to_send(self, gradient: Tensor) -> Tensor:
         return gradient.to(self.precision.wire(gradient))
@@ -205,7 +211,7 @@ class BlockShard:
         ranks, place = self.group.size(), self.group.rank()
         padded = -(-gradient.shape[0] // ranks)
         rows = max(min(padded, gradient.shape[0] - place * padded), 0)
-        return start_scatter_rows(self._to_send(gradient), rows, self.group)
+        return start_scatter_rows(self._to_send(gradient) * self.scale, rows, self.group)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -213,14 +219,14 @@ class BlockShard:
         if self._is_running:  # a module that calls itself
             yield
             return
-        self._again = None
+        self._free()  # a backward pass that raised has left it
         sharded = self.parameters[: self._sharded]
         wholes = list(_GatherBlock.apply(self, *sharded)) if sharded else []
         for parameter in self.parameters[self._sharded :]:
             whole = self.precision.cast(local(parameter))
             wholes.append(whole if self.scale == 1 else _ScaleGradient.apply(whole, self.scale))
         kept = [place.owner._parameters[place.key] for place in self.places]
-        frees = self.frees and torch.is_grad_enabled()
+        frees = self.frees and torch.is_grad_enabled() and not _are_saved_tensors_packed()
         self._is_running = True
         try:
             for place in self.places:
@@ -266,6 +272,14 @@ class BlockShard:
     def _cast(self, value: Any) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         return self.precision.cast(value) if is_number else value
+
+
+def _are_saved_tensors_packed() -> bool:
+    """Whether something packs what autograd saves: activation checkpointing, whose place hooks of our own would take.
+
+    It keeps nothing of the block, which is gathered again when it is recomputed.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class _SavedView(NamedTuple):
