@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from stretto.models import GPT
+from stretto.parallel import Grid
 from stretto.planner.grids import every_grid
 from stretto.report import write_report
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.config import ConfigError, TrainConfig
-from stretto.train.data import Sampler
 from stretto.train.gpt.preflight import build_model_config, open_data, open_held_out
+from stretto.train.gpt.task import GPTTask
 from stretto.train.preflight import preflight
 
 MakeRanks = Callable[[int], Ranks]
@@ -103,14 +104,19 @@ def test_a_run_is_evaluated_when_it_is_due_and_trains_as_one_that_is_not(ranks: 
     assert "| on sequences not trained on | evaluation loss " in (evaluated.out / "summary.md").read_text()
 
 
-def test_the_last_sequences_are_held_out_of_training(tmp_path: Path) -> None:
+def indices_that_a_task_trains_on(config: TrainConfig, steps: int) -> set[int]:
+    task = GPTTask(config, Grid())
+    return {int(index) for step in range(steps) for index in task.sampler.indices(step)}
+
+
+def test_the_last_sequences_are_held_out_of_training(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(tmp_path / "run", "data.evaluation_sequences=20")
     dataset = open_data(config)
     held_out = open_held_out(config, dataset)
     assert held_out is not None
     assert held_out.dataset is dataset
     assert held_out.sequences == range(len(dataset) - 20, len(dataset))
-    seen = {int(index) for step in range(99) for index in Sampler(held_out.trained_on, 8, 0).indices(step)}
+    seen = ranks(1).run(indices_that_a_task_trains_on, config, 99)[0]
     assert seen == set(range(len(dataset) - 20))
 
 

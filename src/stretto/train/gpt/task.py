@@ -2,6 +2,7 @@
 """The training of a language model on its grid: model, optimizer, steps, data and checkpoints."""
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from stretto.train.checkpoint import load_checkpoint, save_state, training_state
 from stretto.train.checkpoint.metadata import check_description, read_metadata
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
-from stretto.train.gpt.evaluation import evaluate
+from stretto.train.data.dataset import IGNORED_TARGET
 from stretto.train.gpt.preflight import build_source, open_data, open_folder, open_held_out, predict_run
 from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
@@ -80,19 +81,34 @@ class GPTTask(TrainTask):
         is_due = options.evaluate_every is not None and step % options.evaluate_every == 0
         return self.evaluate if self.held_out is not None and (is_due or step == options.steps) else None
 
+    @torch.no_grad()
     def evaluate(self) -> Mapping[str, float | None]:
-        """Compute the mean loss over all targets of the held-out sequences, and the perplexity. Collective."""
+        """Compute the loss on the held-out sequences, in nats per token and without dropout, and the perplexity.
+
+        Every target counts once, whatever the grid: batches are summed by their numbers of targets, in float64. The
+        last batch is filled up with rows that have no target. Values that are not finite are None. Collective.
+        """
         assert self.held_out is not None
-        options = self.config.train
-        return evaluate(
-            self.model,
-            self.source.compute_loss,
-            self._read,
-            self.held_out.dataset,
-            self.held_out.sequences,
-            rows=options.micro_batch or options.batch // self.grid.size(BATCH),
-            grid=self.grid,
-        )
+        options, dataset, sequences = self.config.train, self.held_out.dataset, self.held_out.sequences
+        parts, coordinate = self.grid.size(BATCH), self.grid.coordinate(BATCH)
+        rows = options.micro_batch or options.batch // parts
+        total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+        num_targets = 0
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            for first in range(0, len(sequences), parts * rows):
+                batch = np.array(sequences[first : first + parts * rows], dtype=np.int64)
+                places = coordinate * rows + np.arange(rows)
+                tokens, targets = self._read(dataset, batch[np.minimum(places, len(batch) - 1)])
+                targets[max(0, len(batch) - coordinate * rows) :] = IGNORED_TARGET
+                count = dataset.num_targets(batch)
+                total += self.source.compute_loss(self.model, tokens, targets, count).double() * count
+                num_targets += count
+        finally:
+            self.model.train(was_training)
+        loss = float(total) / num_targets
+        return {"evaluation_loss": _finite(loss), "perplexity": _finite(math.exp(loss) if loss < 700 else math.inf)}
 
     def close(self) -> None:
         self._executor.close()
@@ -173,3 +189,7 @@ class GPTTask(TrainTask):
         if self.grid.device.type == "cuda":
             tensor = tensor.pin_memory().to(self.grid.device, non_blocking=True)
         return tensor
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
