@@ -25,7 +25,7 @@ from stretto.planner import predict
 
 RESULTS = Path(__file__).parents[2] / "results"
 MEASURED = json.loads((RESULTS / "train" / "train.json").read_text())
-RECORDED = json.loads((RESULTS / "memory" / "memory.json").read_text())
+RECORDED = [json.loads((RESULTS / "memory" / name).read_text()) for name in ("memory.json", "memory-fitted.json")]
 GRIDS = [row for row in MEASURED["rows"] if "FSDP" not in row["name"]]
 H200X4 = stretto.Cluster(
     name="4 H200",
@@ -62,12 +62,15 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
     assert plan.peak_memory == pytest.approx(row["peak_memory_gib"] * 2**30, rel=0.03)
 
 
-@pytest.mark.parametrize("row", RECORDED["rows"], ids=lambda row: row["run"])
-def test_what_one_gpu_allocates_and_reserves_is_predicted_and_what_fits_ran(row):
+@pytest.mark.parametrize(
+    ("capacity", "row"),
+    [(table["gpu_memory_gib"] * 2**30, row) for table in RECORDED for row in table["rows"]],
+    ids=[row["run"] for table in RECORDED for row in table["rows"]],
+)
+def test_what_one_gpu_allocates_and_reserves_is_predicted_and_what_fits_ran(capacity, row):
     name, layers, batch = re.fullmatch(r"(.*), (\d+) layers, (\d+) x \d+ tokens", row["run"]).groups()
     (kind,) = (kind for kind in KINDS if kind.name == name)
     workload = kind.workload(int(layers), int(batch))
-    capacity = RECORDED["gpu_memory_gib"] * 2**30
     plan = predict(
         workload.model,
         replace(H200X4_FULL, gpu=replace(H200X4_FULL.gpu, memory=capacity)),

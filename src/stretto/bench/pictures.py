@@ -19,6 +19,7 @@ _PLOTS = {
     "peers-*.json": "training.plot:plot_peers",
     "overlap.json": "training.plot:plot_overlap",
     "dlrm.json": "training.plot:plot_dlrm",
+    "ddp.json": "training.plot:plot_ddp",
     "plan.json": "plan.plot:plot_plan",
     "collectives.json": "collectives.plot:plot_collectives",
     "compile.json": "collectives.plot:plot_compile",

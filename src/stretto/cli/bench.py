@@ -22,6 +22,7 @@ from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
+    DdpSetting,
     DlrmSetting,
     OverlapSetting,
     ParitySetting,
@@ -281,6 +282,14 @@ def overlap(setting: OverlapSetting, out: Path) -> Any:
     from stretto.bench.training.overlap import bench_overlap
 
     return bench_overlap(setting.model, workload, ranks, setting.grids, out)
+
+
+@_command("ddp", DdpSetting, needs=Needs.ONE_GPU)
+def ddp(setting: DdpSetting, out: Path) -> Any:
+    """The timeline of DistributedDataParallel over two checkouts' backends: buckets beside the backward pass."""
+    from stretto.bench.training.ddp import bench_ddp
+
+    return bench_ddp(setting, out)
 
 
 @_command("plan", PlanSetting, needs=Needs.RANKS)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.pictures import describe_origin
+from stretto.bench.training.ddp import split_kernels
 from stretto.report.style import EXPOSED, PEER, STRETTO, Look, drawing, name_bars
+from stretto.train.observe.timeline import subtract
 
 _BAR = 0.24  # inches
 _TERMS = {
@@ -135,3 +137,35 @@ def plot_dlrm(result: Path, picture: Path) -> None:
         drawn.caption = (
             "The fused operator looks up and sends at once; its tables' optimizer is fused into the backward pass."
         )
+
+
+def plot_ddp(result: Path, picture: Path) -> None:
+    """Draw rank 0's kernels over a step of each checkout: a row for the model's and one for the all-reduces."""
+    data = json.loads(result.read_text())
+    kernels = data["kernels"]
+    ends = [end for each in kernels.values() for _, _, end in each]
+    with drawing(picture, 10, 1.1 * len(kernels)) as drawn:
+        panels = drawn.panels(len(kernels), 1, sharex=True)[:, 0]
+        for panel, (checkout, spans) in zip(panels, kernels.items(), strict=True):
+            work, communication = split_kernels(spans)
+            alone = subtract(communication, work)
+            for place, (times, label, look) in enumerate(
+                ((work, "computation", STRETTO), (subtract(communication, alone), "all-reduces beside it", PEER))
+            ):
+                panel.broken_barh(_bars(times), (place - 0.4, 0.8), color=look.colour, label=label)
+            panel.broken_barh(
+                _bars(alone), (0.6, 0.8), color=EXPOSED.colour, hatch="//", edgecolor="white", linewidth=0,
+                label="all-reduces alone",
+            )  # fmt: skip
+            panel.set_yticks([0, 1], ["model", "buckets"])
+            panel.set_ylim(1.6, -0.6)
+            panel.grid(visible=False, axis="y")
+            panel.set_xlim(0, max(ends) / 1e3)
+            panel.set_title(checkout, loc="left")
+        panels[-1].set_xlabel("ms since the step's first kernel, on rank 0")
+        drawn.title = f"A step of DistributedDataParallel over Stretto's backend: {data['ranks']} ranks on one GPU"
+        drawn.subtitle = describe_origin(data)
+
+
+def _bars(times: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(start / 1e3, (end - start) / 1e3) for start, end in times]

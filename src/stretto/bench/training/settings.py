@@ -2,11 +2,14 @@
 """Settings of the benches of training steps, and the workloads that are made from them."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
+import stretto
 from stretto.axes import NAMES, name_grid
+from stretto.bench.checkouts.settings import find_source
 from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_least
 from stretto.models import DLRMConfig, GPTConfig
 
@@ -237,3 +240,27 @@ class DlrmSetting:
         config = config if self.max_rows is None else config.capped(self.max_rows)
         names = cast("tuple[Implementation, ...]", self.implementations)
         return DlrmWorkload(config, self.batch, names, self.is_jagged, self.warm_up, self.repeats, self.rounds)
+
+
+@dataclass(frozen=True)
+class DdpSetting:
+    """Which checkouts `stretto bench ddp` compares. Raises ValueError for settings that cannot work.
+
+    before, after: folders that hold the package `stretto`, or a `src` that does.
+    """
+
+    before: Annotated[Path, Option("A checkout of Stretto, or its src.")]
+    after: Annotated[Path, Option("Another one (default: where this command is from).")] = field(
+        default_factory=lambda: Path(stretto.__file__).parents[1]
+    )
+    ranks: Annotated[int, Option("Processes; all share one GPU.")] = 4
+    steps: Annotated[int, Option("Timed steps of each start.")] = 20
+    turns: Annotated[int, Option("Starts of each checkout.")] = 2
+    seconds: Annotated[float, Option("Time limit of each start.")] = 150.0
+    on_cpu: Annotated[bool, Option("A small model on the CPU, to try the command: no trace.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        require_least(2, ranks=self.ranks)
+        require_least(1, steps=self.steps, turns=self.turns, seconds=self.seconds)
+        for name, path in (("before", self.before), ("after", self.after)):
+            find_source(name, path)
