@@ -27,6 +27,7 @@ from stretto.parallel import (
 )
 from stretto.parallel.blocks import find_blocks
 from tests.parallel.training import Sizes, distance, my_rows
+from tests.peak_memory import PeakMemory
 
 DOUBLE = torch.float64
 ROWS = 8
@@ -355,6 +356,27 @@ def free_frozen_blocks() -> list[int]:
 
 def test_frozen_blocks_are_freed_after_the_backward_pass(ranks):
     assert ranks(2).run(free_frozen_blocks) == [[], []]
+
+
+def cast_on_one_rank(keep_gathered: bool) -> tuple[int, list[Tensor]]:
+    """How many bytes are alive between the passes of three linears, and their gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+    parallelize(model, Grid(), blocks=["*"], dtype=torch.bfloat16, keep_gathered=keep_gathered)
+    with PeakMemory() as memory:
+        loss = model(torch.ones(1, 40)).float().square().mean()
+        gc.collect()
+        alive = memory.now
+        loss.backward()
+    return alive, [gather(parameter.grad) for parameter in model.parameters()]
+
+
+def test_casts_are_freed_on_one_rank_and_made_again(ranks):
+    """As FSDP2 does on one rank."""
+    freed, found = ranks(1).run(cast_on_one_rank, False)[0]
+    kept, right = ranks(1).run(cast_on_one_rank, True)[0]
+    assert kept - freed >= 2 * 40 * 40 * 2  # the first linear's weight is not needed for a gradient of its input
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
 def sum_gradients() -> None:

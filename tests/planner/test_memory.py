@@ -4,7 +4,6 @@
 import contextlib
 import json
 import re
-import weakref
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from tests.peak_memory import PeakMemory
 
 import stretto
 from stretto.bench.plan.memory import KINDS
@@ -242,33 +240,6 @@ def test_the_largest_micro_batch_that_fits_is_chosen():
             {"z": 4}, batch=64, micro_batch=2 * roomy.micro_batch, checkpoint_activations=roomy.checkpoint_activations
         )
         assert not larger.fits
-
-
-class PeakMemory(TorchDispatchMode):
-    """The most bytes that were alive in tensors at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.alive:
-            self.alive[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.forget, storage._cdata)
-
-    def forget(self, key: int) -> None:
-        self.now -= self.alive.pop(key)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for item in tree_iter(output):
-            if type(item) is torch.Tensor:
-                self.note(item)
-        return output
 
 
 SMALL = GPTConfig(layers=6, hidden=128, heads=8, vocab=500, max_seq_len=64)

@@ -22,6 +22,7 @@ from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
+    BlocksSetting,
     DdpSetting,
     DlrmSetting,
     OverlapSetting,
@@ -282,6 +283,16 @@ def overlap(setting: OverlapSetting, out: Path) -> Any:
     from stretto.bench.training.overlap import bench_overlap
 
     return bench_overlap(setting.model, workload, ranks, setting.grids, out)
+
+
+@_command("blocks", BlocksSetting, needs=Needs.RANKS)
+def blocks(setting: BlocksSetting, out: Path) -> Any:
+    """Models without roles, sharded block by block, beside torch's FSDP2 of the same blocks."""
+    ranks = _count_ranks(setting.ranks)
+
+    from stretto.bench.training.blocks import bench_blocks
+
+    return bench_blocks(setting, ranks, out)
 
 
 @_command("ddp", DdpSetting, needs=Needs.ONE_GPU)

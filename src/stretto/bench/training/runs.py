@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,21 @@ class Stepped(NamedTuple):
 Step = Callable[[], Stepped]
 
 
+class TimedWorkload(Protocol):
+    """What `measure` needs of a workload: the global batch, tokens of a sequence, and how steps are timed."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def warm_up(self) -> int: ...
+    @property
+    def repeats(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """One setup that trains the workload: its name in tables, and what builds its step. is_peer: not Stretto's."""
@@ -76,7 +91,7 @@ def make_grid(sizes: Mapping[str, int]) -> Grid:
 
 def measure(
     runs: Sequence[TrainingRun],
-    workload: TrainingWorkload,
+    workload: TimedWorkload,
     device: torch.device,
     *,
     extra: Callable[[Step], dict[str, Any]] | None = None,
@@ -106,7 +121,7 @@ def measure(
 def _measure_once(
     run: TrainingRun,
     row: dict[str, Any],
-    workload: TrainingWorkload,
+    workload: TimedWorkload,
     device: torch.device,
     extra: Callable[[Step], dict[str, Any]] | None,
 ) -> None:

@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal, cast, get_args
 import stretto
 from stretto.axes import NAMES, name_grid
 from stretto.bench.checkouts.settings import find_source
-from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_least
+from stretto.bench.settings import (
+    Layers,
+    Option,
+    Ranks,
+    Repeats,
+    Rounds,
+    SeqLen,
+    Vocab,
+    WarmUp,
+    require_known,
+    require_least,
+)
 from stretto.models import DLRMConfig, GPTConfig
 
 # The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
@@ -30,6 +41,7 @@ LLAMA_7B = GPTConfig(
 )
 PADDED_VOCAB = 50304  # GPT-2's 50,257 to a multiple of 64: an odd matrix product slows everything down
 Implementation = Literal["library", "kernel"]
+BLOCK_MODELS = ("translator", "vision-transformer", "u-net")
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,29 @@ class OverlapSetting:
         config = model_config(self.model, self.layers, self.seq_len)
         batch = 2 * ranks if self.batch is None else self.batch
         return TrainingWorkload(config, batch, self.seq_len, self.warm_up, self.repeats, self.rounds)
+
+
+@dataclass(frozen=True)
+class BlocksSetting:
+    """What `stretto bench blocks` trains and times. Raises ValueError for settings that cannot work."""
+
+    models: Annotated[tuple[str, ...], Option("translator, vision-transformer, u-net, with commas.")] = BLOCK_MODELS
+    ranks: Annotated[int | None, Option("Processes (default: the machine's GPUs); more than GPUs share these.")] = None
+    layers: Annotated[
+        int | None, Option("Of an encoder or decoder, a third of a vision transformer's, blocks of a U-Net's level.")
+    ] = None
+    samples: Annotated[int | None, Option("Samples a rank (default: 8 pairs of sentences, 16 images).")] = None
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 3
+
+    def __post_init__(self) -> None:
+        require_known("model", self.models, BLOCK_MODELS)
+        require_least(1, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
+        for name, number in (("layers", self.layers), ("samples", self.samples)):
+            if number is not None:
+                require_least(1, **{name: number})
 
 
 @dataclass(frozen=True)

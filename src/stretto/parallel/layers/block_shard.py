@@ -132,7 +132,7 @@ class BlockShard:
 
     parameters: sharded over z by dim 0, in one order on all ranks. whole: others, which every rank has whole: those
     of no dims, and all of them where z has one rank. places: where the block's modules hold each. scale: of all
-    gradients. frees: gather the parameters again for the backward pass, in place of keeping them (FSDP2's
+    gradients. frees: gather (and cast) the parameters again for the backward pass, in place of keeping them (FSDP2's
     reshard_after_forward).
     """
 
@@ -179,8 +179,13 @@ class BlockShard:
             found |= zip(indices, message.unpack(rows), strict=True)
         return [found[index] for index in range(self._sharded)]
 
-    def gather_again(self, index: int) -> Tensor:
-        """Return a parameter in the backward pass, for which the block was freed; all are gathered at the first."""
+    def _get_again(self, index: int) -> Tensor:
+        """Return a parameter in the backward pass, for which the block was freed: all are gathered at the first.
+
+        One that is not sharded is cast again at each use.
+        """
+        if index >= self._sharded:
+            return self.precision.cast(local(self.parameters[index]).detach())
         if self._again is None:
             with torch.no_grad():
                 self._again = self.gather()
@@ -231,7 +236,7 @@ class BlockShard:
         try:
             for place in self.places:
                 _hold(place, wholes[place.number])
-            with self._freeing(wholes[: self._sharded]) if frees else nullcontext():
+            with self._freeing(wholes) if frees else nullcontext():
                 yield
         finally:
             self._is_running = False
@@ -239,8 +244,15 @@ class BlockShard:
                 _hold(place, held)
 
     def _freeing(self, wholes: Sequence[Tensor]) -> saved_tensors_hooks:
-        """Have autograd save which parameter it needs, and not the whole tensor."""
-        numbers = {whole.untyped_storage().data_ptr(): index for index, whole in enumerate(wholes)}
+        """Have autograd save which parameter it needs, and not the whole tensor.
+
+        A parameter that no rank shares with another one is freed only where it has been cast.
+        """
+        numbers = {
+            whole.untyped_storage().data_ptr(): index
+            for index, whole in enumerate(wholes)
+            if index < self._sharded or whole.dtype != self.parameters[index].dtype
+        }
 
         def pack(saved: Tensor) -> Any:
             index = numbers.get(saved.untyped_storage().data_ptr())
@@ -252,7 +264,7 @@ class BlockShard:
             if not isinstance(saved, _SavedView):
                 assert isinstance(saved, Tensor)
                 return saved
-            return self.gather_again(saved.number).as_strided(saved.size, saved.stride, saved.offset)
+            return self._get_again(saved.number).as_strided(saved.size, saved.stride, saved.offset)
 
         dtypes = [whole.dtype for whole in wholes]
         return saved_tensors_hooks(pack, unpack)

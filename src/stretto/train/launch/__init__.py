@@ -7,18 +7,23 @@ from stretto.lazy import attach
 from stretto.train.launch.devices import check_started_ranks, resolve_device
 
 if TYPE_CHECKING:
-    from stretto.train.launch.launcher import RankFailure, allocator_environment, launch, remove_traces
+    from stretto.train.launch.launcher import (
+        RankFailure,
+        allocator_environment,
+        changed_environment,
+        launch,
+        remove_traces,
+    )
 
 __all__ = [
     "RankFailure",
     "allocator_environment",
+    "changed_environment",
     "check_started_ranks",
     "launch",
     "remove_traces",
     "resolve_device",
 ]
 
-__getattr__, __dir__ = attach(
-    __name__,
-    dict.fromkeys(("RankFailure", "allocator_environment", "launch", "remove_traces"), "stretto.train.launch.launcher"),
-)
+_OF_LAUNCHER = ("RankFailure", "allocator_environment", "changed_environment", "launch", "remove_traces")
+__getattr__, __dir__ = attach(__name__, dict.fromkeys(_OF_LAUNCHER, "stretto.train.launch.launcher"))

@@ -138,7 +138,7 @@ def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signa
             max_restarts=0,
             monitor_interval=0.1,
         )
-        with _quiet_agent(), _environment(_rank_environment(config.ranks)), supervisor.handling_signals():
+        with _quiet_agent(), changed_environment(_rank_environment(config.ranks)), supervisor.handling_signals():
             try:
                 _Agent(spec, DefaultLogsSpecs(log_dir=folder), supervisor).run()
             finally:
@@ -228,7 +228,7 @@ def _cores() -> int:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for the processes started in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
