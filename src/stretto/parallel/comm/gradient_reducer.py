@@ -157,7 +157,7 @@ class GradientReducer:
         if pending.work is None:  # z has one rank
             self._settle(current, parameter, pending)
             return
-        self._add_scatter(current, _Scatter([(parameter, pending)], 1))
+        self._add_scatter(current, [(parameter, pending)])
 
     def reduce_scatter_block(
         self,
@@ -175,16 +175,17 @@ class GradientReducer:
             for parameter, gradient in gradients:
                 self._keep_unsharded(parameter, gradient, start_one)
             return
+        while current.scatters:  # one block is on its way at a time: its whole gradients take as much as many weights'
+            self._settle_all(current, current.scatters.popleft())
         parameters = [parameter for parameter, _ in gradients]
         pending = start([self._with_unsharded(*pair) for pair in gradients])
-        # At most two blocks are on their way: a block is as large as several weights.
-        self._add_scatter(current, _Scatter(list(zip(parameters, pending, strict=True)), SCATTERS_IN_FLIGHT // 2))
+        self._add_scatter(current, list(zip(parameters, pending, strict=True)))
 
-    def _add_scatter(self, current: "_BackwardPass", scatter: "_Scatter") -> None:
+    def _add_scatter(self, current: "_BackwardPass", scatter: list[tuple[nn.Parameter, Pending]]) -> None:
         if not self.overlap.reduce_scatter:
-            scatter.parts[0][1].wait()
+            scatter[0][1].wait()
         current.scatters.append(scatter)
-        while sum(each.weight for each in current.scatters) > SCATTERS_IN_FLIGHT:
+        while len(current.scatters) > SCATTERS_IN_FLIGHT:
             self._settle_all(current, current.scatters.popleft())
 
     def _with_unsharded(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
@@ -252,8 +253,8 @@ class GradientReducer:
             _check_zero(local_gradient(parameter))
         self._unsummed[parameter] = None
 
-    def _settle_all(self, current: "_BackwardPass", scatter: "_Scatter") -> None:
-        for parameter, pending in scatter.parts:
+    def _settle_all(self, current: "_BackwardPass", scatter: list[tuple[nn.Parameter, Pending]]) -> None:
+        for parameter, pending in scatter:
             self._settle(current, parameter, pending)
 
     def _settle(self, current: "_BackwardPass", parameter: nn.Parameter, pending: Pending) -> None:
@@ -383,22 +384,15 @@ class _UnshardedGradient:
     versions: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class _Scatter:
-    """A started reduce-scatter, of one weight or of a block's parameters, and how many weights it counts as."""
-
-    parts: list[tuple[nn.Parameter, Pending]]
-    weight: int
-
-
 @dataclass
 class _BackwardPass:
     """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
 
-    held: what `.grad` held before. counts: how many parts each gradient had. open, closed: buckets.
+    scatters: started reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
+    counts: how many parts each gradient had. open, closed: buckets.
     """
 
-    scatters: deque[_Scatter] = field(default_factory=deque)
+    scatters: deque[list[tuple[nn.Parameter, Pending]]] = field(default_factory=deque)
     held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
     counts: dict[nn.Parameter, int] = field(default_factory=dict)

@@ -97,15 +97,20 @@ class _BlockMessage:
         ]
 
     def start_scatter(
-        self, gradients: Sequence[Tensor], chosen: Sequence[int], group: dist.ProcessGroup, scale: float
+        self,
+        gradients: Sequence[Tensor],
+        chosen: Sequence[int],
+        group: dist.ProcessGroup,
+        scale: float,
+        dtype: torch.dtype,
     ) -> list[Pending]:
-        """Begin to reduce-scatter the gradients of the `chosen` slots, times scale; returns this rank's shard of each.
+        """Begin to reduce-scatter the gradients of the `chosen` slots in this dtype, times scale.
 
-        As in `start`, rows of padding hold anything.
+        Returns this rank's shard of each. As in `start`, rows of padding hold anything.
         """
         slots = [self.slots[index] for index in chosen]
         ranks, size = group.size(), sum(slot.size for slot in slots)
-        message = gradients[0].new_empty(ranks, size)
+        message = gradients[0].new_empty(ranks, size, dtype=dtype)
         begins, begin = [], 0
         for slot, gradient in zip(slots, gradients, strict=True):
             part = message[:, begin : begin + slot.size].view(ranks, slot.padded_rows, -1)
@@ -207,16 +212,13 @@ class BlockShard:
             self.gradients.reduce_scatter_block(pairs, partial(self._start_all, message, chosen), self._start_one)
 
     def _start_all(self, message: _BlockMessage, chosen: Sequence[int], gradients: Sequence[Tensor]) -> list[Pending]:
-        return message.start_scatter([self._to_send(each) for each in gradients], chosen, self.group, self.scale)
-
-    def _to_send(self, gradient: Tensor) -> Tensor:
-        return gradient.to(self.precision.wire(gradient))
+        return message.start_scatter(gradients, chosen, self.group, self.scale, self.precision.wire(gradients[0]))
 
     def _start_one(self, gradient: Tensor) -> Pending:
         ranks, place = self.group.size(), self.group.rank()
         padded = -(-gradient.shape[0] // ranks)
         rows = max(min(padded, gradient.shape[0] - place * padded), 0)
-        return start_scatter_rows(self._to_send(gradient) * self.scale, rows, self.group)
+        return start_scatter_rows(gradient.to(self.precision.wire(gradient)) * self.scale, rows, self.group)
 
     @contextmanager
     def running(self) -> Iterator[None]:
