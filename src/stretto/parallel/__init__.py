@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
     from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
     from stretto.parallel.roles.plan import Role
+    from stretto.parallel.segment_planner import SegmentLoadPlanner, SegmentSavePlanner
 
 __all__ = [
     "Box",
@@ -36,6 +37,8 @@ __all__ = [
     "Overlap",
     "ParameterLayout",
     "Role",
+    "SegmentLoadPlanner",
+    "SegmentSavePlanner",
     "ShardedTables",
     "Split",
     "TablePlacement",
@@ -83,6 +86,8 @@ _HOMES = {
     "ShardedTables": "stretto.parallel.recsys.tables",
     "distribute_tables": "stretto.parallel.recsys.tables",
     "Role": "stretto.parallel.roles.plan",
+    "SegmentLoadPlanner": "stretto.parallel.segment_planner",
+    "SegmentSavePlanner": "stretto.parallel.segment_planner",
 }
 __getattr__, __dir__ = attach(
     __name__,

@@ -252,8 +252,11 @@ def checkpoint_activations(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
-    if huggingface.is_pretrained_model(model) and hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    # gradient_checkpointing_enable is the name before transformers 5.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if huggingface.is_pretrained_model(model) and enable is not None:
+        enable({"use_reentrant": False})
         return
     for block in _find_blocks(model):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layout import layout_of, note_layout, shard_like
 from stretto.parallel.low_precision_weights import copy_of
+from stretto.parallel.segment_planner import refuse_default_planners
 
 
 class ShardedModule(nn.Module):
@@ -47,8 +48,11 @@ class ShardedModule(nn.Module):
             state_dict = {**state_dict, **whole}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
 
-    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
-        super()._save_to_state_dict(*args, **options)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters:
+            if f"{prefix}{name}" in destination:
+                refuse_default_planners(destination[f"{prefix}{name}"])
         # torch.distributed.checkpoint loads into the tensors of a state dict, and no version shows it.
         for parameter in self.parameters(recurse=False):
             copy = copy_of(parameter)

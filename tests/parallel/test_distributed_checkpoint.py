@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.distributed.checkpoint with parallelized models: FSDP2's checkpoints are continued here, and ours there."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from stretto.axes import BATCH
+from stretto.parallel import Grid, SegmentLoadPlanner, SegmentSavePlanner, mean_over_batch, parallelize
+from tests.conftest import Ranks
+from tests.parallel import hugging_face
+
+MakeRanks = Callable[[int], Ranks]
+Sizes = dict[str, int]
+STEPS = 3
+GRIDS = [(4, {"data": 2, "z": 2}), (4, {"x": 2, "z": 2}), (1, {})]  # ranks, sizes
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # optim.state.<name>.exp_avg
+
+
+def make(kind: str) -> nn.Module:
+    """A language model of fp32: with roles, with fused queries, keys and values, and without roles."""
+    torch.manual_seed(3)
+    if kind == "blocks":
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(37, 16), *layers, nn.Linear(16, 37))
+    return hugging_face.gpt2(tied=True) if kind == "gpt2" else hugging_face.llama(tied=False)
+
+
+def batches(first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for step in range(first, first + STEPS):
+        tokens = torch.randint(37, (8, 9), generator=torch.Generator().manual_seed(step))
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def train(model: nn.Module, optimizer: Any, first: int, grid: Grid | None = None) -> list[float]:
+    """Train STEPS steps, on FSDP2's four ranks or on a grid's. Returns the losses of the global batch."""
+    group = None if grid is None else grid.group(BATCH)
+    part, parts = dist.get_rank(group), dist.get_world_size(group)
+    losses = []
+    for tokens, targets in batches(first):
+        output = model(tokens.chunk(parts)[part])
+        logits = getattr(output, "logits", output)
+        total = F.cross_entropy(logits.flatten(0, 1), targets.chunk(parts)[part].flatten(), reduction="sum")
+        count = targets.numel() // parts
+        loss = total / count if grid is None else mean_over_batch(total, count, grid)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        summed = total.detach().clone()
+        dist.all_reduce(summed, group=group)
+        losses.append(summed.item() / targets.numel())
+    return losses
+
+
+def by_fsdp2(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make(kind)
+    inner = getattr(model, "model", None) or getattr(model, "transformer", None)
+    blocks = model[1:-1] if isinstance(model, nn.Sequential) else getattr(inner, "layers", None) or inner.h
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def by_stretto(kind: str, sizes: Sizes) -> tuple[nn.Module, torch.optim.Optimizer, Grid]:
+    grid = Grid(**sizes)
+    model = parallelize(make(kind), grid)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), grid
+
+
+def save(model: nn.Module, optimizer: Any, folder: Path, name: str = "optim", **options: Any) -> None:
+    weights, state = get_state_dict(model, optimizer, options=FLAT if name == "flat" else None)
+    dcp.save({"model": weights, name: state}, checkpoint_id=folder, **options)
+
+
+def load(model: nn.Module, optimizer: Any, folder: Path, name: str = "optim", **options: Any) -> None:
+    flat = FLAT if name == "flat" else None
+    weights, state = get_state_dict(model, optimizer, options=flat)
+    dcp.load({"model": weights, name: state}, checkpoint_id=folder, **options)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=flat)
+
+
+def start_by_fsdp2(kind: str, folder: Path, name: str) -> list[float]:
+    """Train, save, train on."""
+    model, optimizer = by_fsdp2(kind)
+    train(model, optimizer, 0)
+    save(model, optimizer, folder, name)
+    return train(model, optimizer, STEPS)
+
+
+def continue_on_grid(kind: str, sizes: Sizes, folder: Path, name: str) -> list[float]:
+    model, optimizer, grid = by_stretto(kind, sizes)
+    load(model, optimizer, folder, name, planner=SegmentLoadPlanner() if kind == "gpt2" else None)
+    return train(model, optimizer, STEPS, grid)
+
+
+@pytest.mark.parametrize("name", ["optim", "flat"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "blocks"])
+@pytest.mark.sampled(3)
+def test_an_fsdp2_run_is_continued_on_other_grids(kind: str, name: str, ranks: MakeRanks, tmp_path: Path) -> None:
+    expected = ranks(4).run(start_by_fsdp2, kind, tmp_path / "saved", name)[0]
+    for count, sizes in GRIDS:
+        for losses in ranks(count).run(continue_on_grid, kind, sizes, tmp_path / "saved", name):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def start_on_grid(kind: str, sizes: Sizes, folder: Path) -> list[float]:
+    """Train, save, train on."""
+    model, optimizer, grid = by_stretto(kind, sizes)
+    train(model, optimizer, 0, grid)
+    save(model, optimizer, folder, planner=SegmentSavePlanner() if kind == "gpt2" else None)
+    return train(model, optimizer, STEPS, grid)
+
+
+def continue_by_fsdp2(kind: str, folder: Path) -> list[float]:
+    model, optimizer = by_fsdp2(kind)
+    load(model, optimizer, folder)
+    return train(model, optimizer, STEPS)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2, "z": 2}, {"x": 2, "y": 2}, {"data": 2, "z": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "blocks"])
+@pytest.mark.sampled(4)
+def test_a_run_on_a_grid_is_continued_by_fsdp2(kind: str, sizes: Sizes, ranks: MakeRanks, tmp_path: Path) -> None:
+    expected = ranks(4).run(start_on_grid, kind, sizes, tmp_path / "saved")[0]
+    for losses in ranks(4).run(continue_by_fsdp2, kind, tmp_path / "saved"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def messages_of_default_planners(folder: Path) -> list[str]:
+    """What torch's own planners say to a model whose fused weights x cuts."""
+    model, _, _ = by_stretto("gpt2", {"x": 2})
+    said = []
+    for call in (dcp.save, dcp.load):
+        with pytest.raises(dcp.CheckpointException) as caught:
+            call({"model": model.state_dict()}, checkpoint_id=folder)
+        said.append(str(caught.value))
+    return said
+
+
+def test_torchs_own_planners_are_refused_where_they_would_mix_up_numbers(ranks: MakeRanks, tmp_path: Path) -> None:
+    dcp.save({"model": make("gpt2").state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    for messages in ranks(2).run(messages_of_default_planners, tmp_path):
+        assert ["SegmentLoadPlanner" in message for message in messages] == [True, True]
