@@ -75,6 +75,16 @@ class TrainTask(ABC):
         """Warn, on rank 0, if a checkpoint's data is not this run's."""
         if self.grid.coordinate("world") != 0:
             return
+        if not metadata.model:
+            logger.warning(
+                "stretto train has not written the checkpoint: it is continued from step %d%s, and data is read from "
+                "where this run would be at that step",
+                metadata.step,
+                f", and the state of {metadata.optimizer},"
+                if metadata.optimizer
+                else ", without an optimizer's state,",
+            )
+            return
         for key, now in self.data_description().items():
             if metadata.data.get(key) != now:
                 logger.warning(

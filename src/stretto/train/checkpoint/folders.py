@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.torch_format import read_index
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +18,11 @@ _NAME = re.compile(r"step-(\d{8,})")
 def checkpoint_path(out: Path, step: int) -> Path:
     """The folder of the checkpoint of `step`, of the run in `out`."""
     return out / "checkpoints" / f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder's name is that of a checkpoint of a run."""
+    return _NAME.fullmatch(name) is not None
 
 
 def unreadable(path: Path) -> str:
@@ -65,7 +71,7 @@ def resolve_checkpoint(folder: Path) -> Path:
     Raises ValueError when there is none.
     """
     if not (folder / "checkpoints").is_dir():
-        read_metadata(folder)
+        read_index(folder)
         return folder
     if (newest := newest_checkpoint(folder)) is None:
         raise ValueError(f"the run in {folder} has no complete checkpoint")

@@ -133,12 +133,12 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     for name, entry in metadata.tensors.items():
         if fault := entry.fault():
             raise ValueError(f"{file} is damaged: {name} {fault}")
-    _check_files(path, metadata)
+    check_files(path, metadata)
     return metadata
 
 
-def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
-    """Compare each shard file's length with what the index says is in it."""
+def check_files(path: Path, metadata: CheckpointMetadata) -> None:
+    """Compare each shard file's length with what the index says is in it. Raises ValueError."""
     needed: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for entry in metadata.tensors.values():
@@ -162,11 +162,12 @@ def check_description(
 ) -> None:
     """Raise ValueError unless a checkpoint is, by its index, of this model and this optimizer (None: any).
 
-    model: as an index describes it.
+    model: as an index describes it. One that torch.distributed.checkpoint has written without Stretto says nothing of
+    its model, and may have no state of an optimizer: what is not there is not compared.
     """
-    if model is not None and (difference := first_option_that_differs(metadata.model, model)):
+    if model is not None and metadata.model and (difference := first_option_that_differs(metadata.model, model)):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
-    if optimizer not in (None, metadata.optimizer):
+    if metadata.optimizer and optimizer not in (None, metadata.optimizer):
         raise ValueError(
             f"the checkpoint {path} was written with {metadata.optimizer}, and train.optimizer is "
             f"{optimizer!r}: set train.optimizer={metadata.optimizer!r}"

@@ -40,6 +40,7 @@ from stretto.train.checkpoint.storage import (
     StateSavePlanner,
     remove_folder,
 )
+from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.observe.metrics import DivergenceError
 from stretto.train.optimizer import ShardOptimizer, local_shard
 
@@ -147,7 +148,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     Collective if there is a process group. `model` may be plain or returned by `parallelize`. Raises ValueError as
     `check_checkpoint` does.
     """
-    metadata = read_metadata(path)
+    metadata = fit_to_model(path, read_index(path), model)
     check_description(path, metadata, asdict(model.config) if isinstance(model, GPT) else None, None)
     check_shapes(path, metadata, model)
     check_description(path, metadata, None, None if optimizer is None else optimizer.name)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
 from stretto.train.checkpoint.folders import resolve_checkpoint
-from stretto.train.checkpoint.metadata import TensorEntry, first_difference, read_metadata
+from stretto.train.checkpoint.metadata import TensorEntry, first_difference
+from stretto.train.checkpoint.torch_format import read_index
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +60,7 @@ def export_safetensors(
     path = resolve_checkpoint(checkpoint)
     weights = {
         name.removeprefix("model."): _Weight(entry, dtype or entry.dtype)
-        for name, entry in read_metadata(path).tensors.items()
+        for name, entry in read_index(path).tensors.items()
         if name.startswith("model.")
     }
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def export_folder(
     folder that training started from is not there.
     """
     path = resolve_checkpoint(checkpoint)
-    model = read_metadata(path).model
+    model = read_index(path).model
     if model.get("kind") != "huggingface":
         raise ValueError(
             f"{path} is not of a Hugging Face model, whose folder could be written: --to {folder.name}.safetensors "

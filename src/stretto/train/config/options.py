@@ -142,8 +142,8 @@ class RunOptions(Section):
         ge=1,
     )  # fmt: skip
     resume: Annotated[str | None, CanBeNone] = option(
-        None, "checkpoint to continue from: `latest` of the run in `out`, or the folder of a run or a checkpoint; the "
-        "grid may differ",
+        None, "checkpoint to continue from: `latest` of the run in `out`, or the folder of a run or a checkpoint, also "
+        "of one that torch.distributed.checkpoint has written elsewhere; the grid may differ",
     )  # fmt: skip
     log_every: int = option(10, "steps between log lines where the output is not a terminal", unit="steps", ge=1)
     timeout: float = option(

@@ -14,7 +14,8 @@ from stretto.models import GPTConfig
 from stretto.planner import predict
 from stretto.planner.grids import why_impossible
 from stretto.train.checkpoint import find_checkpoint
-from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description, read_metadata
+from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description
+from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.config import TrainConfig
 from stretto.train.config.gpt import nearest_grid
 from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
@@ -38,7 +39,7 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     _check_grid(config, source)
     predict_run(config, source)
     checkpoint = find_checkpoint(config.out, config.train.resume)
-    metadata = None if checkpoint is None else read_metadata(checkpoint)
+    metadata = None if checkpoint is None else read_index(checkpoint)
     if checkpoint is not None and metadata is not None:
         check_description(checkpoint, metadata, source.description(), config.train.optimizer)
 
@@ -53,7 +54,7 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     if checkpoint is not None and metadata is not None:
         from stretto.train.checkpoint.state import check_shapes
 
-        check_shapes(checkpoint, metadata, model)
+        check_shapes(checkpoint, fit_to_model(checkpoint, metadata, model), model)
     return metadata
 
 

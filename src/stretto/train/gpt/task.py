@@ -16,7 +16,8 @@ from stretto.axes import BATCH
 from stretto.cluster import Cluster
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_state, training_state
-from stretto.train.checkpoint.metadata import check_description, read_metadata
+from stretto.train.checkpoint.metadata import check_description
+from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
 from stretto.train.data.dataset import IGNORED_TARGET
@@ -67,7 +68,7 @@ class GPTTask(TrainTask):
         self.source.load_weights(self.model)
 
     def resume(self, checkpoint: Path) -> int:
-        check_description(checkpoint, read_metadata(checkpoint), self.source.description(), None)
+        check_description(checkpoint, read_index(checkpoint), self.source.description(), None)
         metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         self.compare_data(metadata)
         return metadata.step

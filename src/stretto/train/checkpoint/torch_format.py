@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that torch.distributed.checkpoint has written without Stretto, as FSDP2's and torchtitan's users do.
+
+Their index, `.metadata`, is a pickle. It is read by an unpickler that makes nothing but the index's own data classes,
+so that nothing in a folder can run code, and then described as an index of Stretto's (`CheckpointMetadata`).
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from stretto.cluster import read_bounded
+from stretto.suggestions import did_you_mean
+from stretto.train.checkpoint.metadata import (
+    FORMAT_VERSION,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    CheckpointMetadata,
+    TensorEntry,
+    check_files,
+    read_metadata,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+INDEX_FILE = ".metadata"
+SHOWN = 4  # names in a message
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "collections": ("OrderedDict",),
+}
+# An optimizer's tensors, whatever the name of its entry in the state: <entry>.state.<parameter>.<key>.
+_SLOT = re.compile(r"(?:.*\.)?(?:optim|optimizer|optimizers|opt)\.(?:\d+\.)?state\.(?P<parameter>.+)\.(?P<key>\w+)")
+_OPTIMIZERS = {"exp_avg": "adamw", "momentum_buffer": "sgd"}  # by a key of their states
+_KEYS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+_WEIGHTS = ("app.model.", "state.model.", "model.", "module.", "state_dict.")  # prefixes of the weights' names
+
+
+def read_index(path: Path) -> CheckpointMetadata:
+    """Read the index of a checkpoint: of one that Stretto has written, else of one by torch.distributed.checkpoint.
+
+    Raises ValueError as `read_metadata` does, and for a folder of which no tensors of a training run can be read.
+    """
+    if (path / METADATA_FILE).exists() or not is_torch_checkpoint(path):
+        return read_metadata(path)
+    return _read_torch_index(path)
+
+
+def is_torch_checkpoint(path: Path) -> bool:
+    """Whether a folder has torch's index and none of Stretto's, and is not an incomplete checkpoint of Stretto's."""
+    from stretto.train.checkpoint.folders import is_checkpoint_name
+
+    is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
+    return is_there and not (is_checkpoint_name(path.name) and path.parent.name == "checkpoints")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes data classes of torch's index alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it has {module}.{name}, which is no part of an index of torch's")
+        return super().find_class(module, name)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What the names of a folder's tensors mean: those of weights, and of the optimizer's state, to Stretto's names."""
+
+    stored: Mapping[str, str]
+    optimizer: str
+
+
+def _read_torch_index(path: Path) -> CheckpointMetadata:
+    content = read_bounded(path / INDEX_FILE, MAX_METADATA_BYTES, "a checkpoint's index")
+    try:
+        index = _IndexUnpickler(io.BytesIO(content)).load()
+        entries = {name: entry for name, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")}
+        places = {(key.fqn, tuple(key.offset or ())): place for key, place in index.storage_data.items()}
+        names = _read_names(path, {name: tuple(entry.size) for name, entry in entries.items()})
+        tensors = {new: _entry(path, old, entries[old], places) for old, new in names.stored.items()}
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{path / INDEX_FILE} cannot be used: {first['loc'][-1]}: {first['msg']}") from error
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a damaged pickle may raise
+        raise ValueError(f"{path / INDEX_FILE} is no index of torch.distributed.checkpoint: {error}") from error
+    for name, entry in tensors.items():
+        if fault := entry.fault():
+            raise ValueError(f"{path / INDEX_FILE} is damaged: {name} {fault}")
+    metadata = CheckpointMetadata(
+        format=FORMAT_VERSION,
+        step=0,
+        torch=str(index.version) if hasattr(index, "version") else "",
+        optimizer=names.optimizer,
+        model={},
+        run={},
+        data={},
+        tensors=tensors,
+    )
+    check_files(path, metadata)
+    return metadata.model_copy(update={"step": _read_step(path, metadata)})
+
+
+def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
+    slots = {name: match for name in shapes if (match := _SLOT.fullmatch(name))}
+    numbered = next((name for name, match in slots.items() if match["parameter"].isdigit()), None)
+    if numbered is not None:
+        raise ValueError(
+            f"{path} has {numbered}: its optimizer's state goes by numbers and not by the parameters' names: write "
+            "what get_optimizer_state_dict of torch.distributed.checkpoint.state_dict returns"
+        )
+    if other := next((name for name, match in slots.items() if match["key"] not in _KEYS), None):
+        raise ValueError(f"{path} has {other}: of optimizers' states, those of AdamW and SGD with momentum are read")
+    kinds = {_OPTIMIZERS[match["key"]] for match in slots.values() if match["key"] in _OPTIMIZERS}
+    if len(kinds) > 1:
+        raise ValueError(f"{path} has the states of two optimizers, AdamW and SGD, and one is read")
+    others = [name for name in shapes if name not in slots]
+    prefix = next((each for each in _WEIGHTS if _has_prefix(each, others, shapes)), "")
+    # Numbers beside the weights, such as a count of steps, are not the model's.
+    weights = [name for name in others if name.startswith(prefix) and shapes[name] and ".param_groups." not in name]
+    if not weights:
+        raise ValueError(f"{path} has no weights, but {len(shapes)} other tensors")
+    stored = {name: f"model.{name.removeprefix(prefix)}" for name in weights}
+    stored |= {name: f"optimizer.{match['parameter']}.{match['key']}" for name, match in slots.items()}
+    return _Names(stored, next(iter(kinds), ""))
+
+
+def _has_prefix(prefix: str, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether all arrays that are not of an optimizer stand under a prefix."""
+    arrays = [name for name in names if shapes[name] and not name.startswith(("lr_scheduler.", "dataloader."))]
+    return bool(arrays) and all(name.startswith(prefix) for name in arrays)
+
+
+def _entry(path: Path, name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> TensorEntry:
+    chunks = []
+    for chunk in entry.chunks:
+        if 0 in chunk.sizes:
+            continue
+        place = places[name, tuple(chunk.offsets)]
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{path} has {name} compressed, and such files are not read: write it without extensions")
+        box = {"offsets": tuple(chunk.offsets), "sizes": tuple(chunk.sizes)}
+        chunks.append(box | {"file": place.relative_path, "start": place.offset, "bytes": place.length})
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return TensorEntry.model_validate({"shape": tuple(entry.size), "dtype": dtype, "chunks": chunks})
+
+
+def _read_step(path: Path, metadata: CheckpointMetadata) -> int:
+    """How many steps the optimizer has taken; 0 without its state, and for SGD, which does not count."""
+    from stretto.train.checkpoint.storage import read_tensor
+
+    counts = [entry for name, entry in metadata.tensors.items() if name.endswith(".step") and entry.shape == ()]
+    return max(0, int(read_tensor(path, counts[0]))) if counts else 0
+
+
+def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -> CheckpointMetadata:
+    """Leave out what torch's folder has beside a model's parameters: buffers, and second names of shared ones.
+
+    model: may be on the meta device. Returns an index of Stretto's as it is. Raises ValueError that lists the first
+    parameters that are missing, unexpected or of another shape, with names like theirs.
+    """
+    if metadata.model:
+        return metadata
+    first: dict[int, str] = {}
+    alias = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    ignored = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in metadata.tensors.items():
+        kind, _, rest = name.partition(".")
+        parameter, _, key = rest.rpartition(".") if kind == "optimizer" else (rest, "", "")
+        if kind == "model" and parameter in ignored:
+            continue
+        renamed = alias.get(parameter, parameter)
+        tensors.setdefault(".".join(filter(None, (kind, renamed, key))), entry)
+    fitted = metadata.model_copy(update={"tensors": tensors})
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if faults := list(_faults(fitted.parameter_shapes(), wanted)):
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise ValueError(f"the checkpoint {path} is of another model: {'; '.join(faults[:SHOWN])}{more}")
+    return fitted
+
+
+def _faults(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    unexpected = [name for name in found if name not in wanted]
+    for name, shape in wanted.items():
+        if name not in found:
+            yield f"{name} is missing there{did_you_mean(name, unexpected)}".removesuffix("?")
+        elif found[name] != shape:
+            yield f"{name} has shape {list(found[name])} there, and the model's is {list(shape)}"
+    for name in unexpected:
+        yield f"{name} is unexpected: the model has no such parameter"
