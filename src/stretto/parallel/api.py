@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.axes import LOSS, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
-from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
+from stretto.parallel.blocks import BlockBuilder, find_blocks, gather_in_recomputation, warn_of_replication
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
@@ -257,6 +257,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if huggingface.is_pretrained_model(model) and enable is not None:
         enable({"use_reentrant": False})
+        gather_in_recomputation(model)
         return
     for block in _find_blocks(model):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

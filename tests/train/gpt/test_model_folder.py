@@ -46,6 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpt2", True, ["train.checkpoint_activations=true"]),
         ("granite", False, ["train.micro_batch=2"]),  # scales its logits before the loss
         ("opt", True, ["train.micro_batch=2"]),  # has no roles: sharded by blocks
+        ("opt", True, ["train.checkpoint_activations=true"]),
         ("mistral", False, []),
         ("qwen3", True, []),
     ],

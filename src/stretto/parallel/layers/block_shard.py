@@ -281,6 +281,7 @@ class BlockShard:
             with self.running():
                 return forward(*args, **kwargs)
 
+        run.block_shard = self  # type: ignore[attr-defined]
         return torch.compiler.disable(run, recursive=False)
 
     def _cast(self, value: Any) -> Any:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters as PEFT adds them: only they have gradients and state, and they train as on one rank."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stretto.axes import BATCH
+from stretto.parallel import Grid, gather, parallelize
+from tests.conftest import Ranks
+from tests.parallel import hugging_face
+from tests.parallel.lora import PeftModel, adapters
+
+MakeRanks = Callable[[int], Ranks]
+STEPS = 5
+
+
+def make() -> nn.Module:
+    torch.manual_seed(6)
+    return PeftModel(hugging_face.llama(tied=False), ("q_proj", "k_proj", "o_proj", "down_proj"))
+
+
+def train(model: nn.Module, grid: Grid | None) -> dict[str, Any]:
+    """Losses of the global batch and the adapters after STEPS steps; what else has a gradient or a state."""
+    part, parts = (0, 1) if grid is None else (grid.coordinate(BATCH), grid.size(BATCH))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    tokens = torch.randint(61, (8, 9), generator=torch.Generator().manual_seed(7)).chunk(parts)[part]
+    for _ in range(STEPS):
+        output = model(input_ids=tokens, labels=tokens)
+        output.loss.backward()
+        with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss.item())
+    return {
+        "losses": losses,
+        "adapters": {name: gather(p).detach() for name, p in adapters(model).items()},
+        "with gradient": with_gradient,
+        "with state": {name for name, p in model.named_parameters() if p in optimizer.state},
+        "held": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters()),
+    }
+
+
+def train_on_grid(sizes: dict[str, int], options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    grid = Grid(**sizes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = parallelize(make(), grid, **options)
+    return train(model, grid), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_gathered": False}, {"checkpoint_activations": True}], ids=str)
+@pytest.mark.parametrize("sizes", [{"data": 2, "z": 2}, {"x": 2, "z": 2}], ids=str)
+@pytest.mark.sampled(3)
+def test_adapters_train_as_on_one_rank(sizes: dict[str, int], options: dict[str, Any], ranks: MakeRanks) -> None:
+    expected = train(make(), None)
+    assert expected["with gradient"] == set(expected["adapters"])
+    assert expected["losses"][0] - expected["losses"][-1] > 0.05, "the adapters do not learn"
+    of_ranks = ranks(4).run(train_on_grid, sizes, options)
+    for seen, _ in of_ranks:
+        assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        for name, value in expected["adapters"].items():
+            torch.testing.assert_close(seen["adapters"][name], value, rtol=1e-4, atol=1e-5)
+        assert seen["with gradient"] == seen["with state"] == set(expected["adapters"])
+        assert seen["held"] < 0.51 * expected["held"]
+    warned = any("2 times the work" in message for message in of_ranks[0][1])
+    assert warned == ("x" in sizes)
