@@ -107,7 +107,7 @@ def continue_on_grid(kind: str, sizes: Sizes, folder: Path, name: str) -> list[f
 
 @pytest.mark.parametrize("name", ["optim", "flat"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "blocks"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_an_fsdp2_run_is_continued_on_other_grids(kind: str, name: str, ranks: MakeRanks, tmp_path: Path) -> None:
     expected = ranks(4).run(start_by_fsdp2, kind, tmp_path / "saved", name)[0]
     for count, sizes in GRIDS:
@@ -131,7 +131,7 @@ def continue_by_fsdp2(kind: str, folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("sizes", [{"x": 2, "z": 2}, {"x": 2, "y": 2}, {"data": 2, "z": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "blocks"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_a_run_on_a_grid_is_continued_by_fsdp2(kind: str, sizes: Sizes, ranks: MakeRanks, tmp_path: Path) -> None:
     expected = ranks(4).run(start_on_grid, kind, sizes, tmp_path / "saved")[0]
     for losses in ranks(4).run(continue_by_fsdp2, kind, tmp_path / "saved"):
@@ -153,3 +153,25 @@ def test_torchs_own_planners_are_refused_where_they_would_mix_up_numbers(ranks: 
     dcp.save({"model": make("gpt2").state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     for messages in ranks(2).run(messages_of_default_planners, tmp_path):
         assert ["SegmentLoadPlanner" in message for message in messages] == [True, True]
+
+
+def unset_on_meta(kind: str) -> tuple[bool, bool, float]:
+    """Of a model on the meta device without a seed: whether all parameters are NaN, buffers right, and a loss."""
+    plain = make(kind)
+    with torch.device("meta"):
+        model = make(kind)
+    model = parallelize(model, Grid(x=2, z=2), seed=None)
+    are_unset = all(bool(parameter.to_local().isnan().all()) for parameter in model.parameters())
+    buffers = dict(plain.named_buffers())
+    are_right = all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
+    model.load_state_dict(plain.state_dict())
+    tokens = next(batches(0))[0]
+    return are_unset, are_right, (model(tokens).logits - plain(tokens).logits).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_that_are_loaded_afterwards_are_not_drawn_before(kind: str, ranks: MakeRanks) -> None:
+    for are_unset, are_right, far in ranks(4).run(unset_on_meta, kind):
+        assert are_unset
+        assert are_right
+        assert far < 1e-5

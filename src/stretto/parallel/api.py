@@ -47,7 +47,7 @@ def parallelize(
     sharded_loss: bool = True,
     blocks: Sequence[str] | None = None,
     gradients: GradientReduction | None = None,
-    seed: int = 0,
+    seed: int | None = 0,
     options: ExecutionOptions | None = None,
     **changes: Unpack[ExecutionKeywords],
 ) -> nn.Module:
@@ -75,6 +75,7 @@ def parallelize(
     gradients: "sum" or "mean" of those of the ranks that have other rows. None: "mean" for a model that is sharded
         block by block, whose loss is each rank's own, and "sum" for others, whose loss is that of the global batch.
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
+        None leaves its parameters unset (NaN), for weights that are loaded afterwards.
     options: how a step executes, also given one by one, as `changes`:
     keep_gathered: keep weights gathered over z from the forward to the backward pass (default); False frees and gathers
         again.
@@ -182,7 +183,7 @@ def _shard_by_blocks(
     grid: Grid,
     precision: Precision,
     options: ExecutionOptions,
-    seed: int,
+    seed: int | None,
     blocks: _BlockPlan,
     gradients: GradientReduction,
 ) -> nn.Module:

@@ -49,7 +49,7 @@ class Builder:
         matmuls: MatmulTuner,
         keep_gathered: bool,
         tokens: TokenShards | None,
-        seed: int,
+        seed: int | None,
     ) -> None:
         self.model = model
         self.grid = grid

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 class MetaInitializer:
     """Makes the initial weights of a model's modules, one module at a time; the model itself is not changed."""
 
-    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, seed: int | None) -> None:
+        """seed: None to leave parameters unset (NaN), for weights that are loaded afterwards."""
         self.model = model
         self.device = device
         self.seed = seed
@@ -30,6 +31,10 @@ class MetaInitializer:
         own = {**module._parameters, **module._buffers}
         if not any(tensor is not None and tensor.is_meta for tensor in own.values()):
             return module
+        real = {key: tensor for key, tensor in own.items() if tensor is None or not tensor.is_meta}
+        if self.seed is None and not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            unset = {key: self._make_unset(tensor) for key, tensor in own.items() if tensor is not None}
+            return SimpleNamespace(**{**unset, **real})
         has_initializer = callable(getattr(self.model, "_init_weights", None))
         root = self._shadow if has_initializer else _on_meta(module)
         path = list(_path(root, name if has_initializer else ""))
@@ -63,12 +68,16 @@ class MetaInitializer:
                     "build the model on a real device, or set it in _init_weights or reset_parameters"
                 )
         # What was not on the meta device keeps its value.
-        real = {key: tensor for key, tensor in own.items() if tensor is None or not tensor.is_meta}
         return SimpleNamespace(**{**values, **real})
 
     @cached_property
     def _shadow(self) -> nn.Module:
         return _on_meta(self.model)
+
+    def _make_unset(self, tensor: Tensor) -> Tensor:
+        """Make a tensor of this shape on the device, NaN where it can be."""
+        new = torch.zeros_like(tensor, device=self.device, requires_grad=False)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
 
     def _make_blank(self, target: nn.Module) -> dict[str, Tensor]:
         """Give a module tensors on the device, NaN where they can be; returns them by name."""
@@ -77,9 +86,7 @@ class MetaInitializer:
             for key, tensor in tensors.items():
                 if tensor is None:
                     continue
-                new = torch.zeros_like(tensor, device=self.device)
-                if new.is_floating_point():
-                    new.fill_(torch.nan)
+                new = self._make_unset(tensor)
                 blank[key] = nn.Parameter(new, tensor.requires_grad) if tensors is target._parameters else new
                 tensors[key] = blank[key]  # type: ignore[assignment]
         return blank

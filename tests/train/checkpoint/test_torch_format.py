@@ -80,7 +80,7 @@ def train_by_fsdp2(config: TrainConfig, folder: Path, layout: str) -> list[float
 
 @pytest.mark.parametrize("layout", ["model, optim", "app", "torchtitan"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_run_of_fsdp2_is_continued_by_the_command(layout: str, tied: bool, ranks: MakeRanks, tmp_path: Path) -> None:
     folder, saved = model_folders.write_folder(tmp_path / "model", tied=tied), tmp_path / "saved"
     plain = model_folders.configure(tmp_path / "plain", folder, *OPTIONS)

@@ -33,7 +33,12 @@ _LENGTHS = ("max_position_embeddings", "n_positions")  # entries of a config.jso
 
 
 class ModelSource(ABC):
-    """A language model before it is built."""
+    """A language model before it is built.
+
+    Attribute: `starts_from_seed`, whether training starts from random weights, and not from those of `load_weights`.
+    """
+
+    starts_from_seed = True
 
     @abstractmethod
     def architecture(self, seq_len: int) -> "Architecture | None":
@@ -103,6 +108,8 @@ class FolderSource(ModelSource):
     Raises ValueError for a folder that lacks one of them, for a configuration that `parallelize` refuses whatever the
     grid, and without the package transformers. Nothing is ever downloaded, and no code of the folder is run.
     """
+
+    starts_from_seed = False
 
     def __init__(self, folder: str, *, without_dropout: bool = False) -> None:
         """without_dropout: set all dropout probabilities of the configuration to 0."""

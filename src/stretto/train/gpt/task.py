@@ -54,7 +54,7 @@ class GPTTask(TrainTask):
             model.double() if dtype == torch.float64 else model,
             grid,
             dtype=dtype,
-            seed=options.seed,
+            seed=options.seed if self.source.starts_from_seed else None,
             options=config.execution,
         )
         self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
