@@ -21,6 +21,7 @@ from tests.conftest import Ranks
 from tests.parallel import hugging_face
 
 MakeRanks = Callable[[int], Ranks]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Sizes = dict[str, int]
 STEPS = 3
 GRIDS = [(4, {"data": 2, "z": 2}), (4, {"x": 2, "z": 2}), (1, {})]  # ranks, sizes

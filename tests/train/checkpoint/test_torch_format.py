@@ -29,6 +29,7 @@ from stretto.train.gpt.preflight import open_data
 from stretto.train.preflight import preflight
 
 MakeRanks = Callable[[int], Ranks]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAVED, STEPS = 3, 6
 OPTIONS = (f"train.steps={STEPS}", "train.schedule=constant", "train.warmup_steps=0", "train.clip=none")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
