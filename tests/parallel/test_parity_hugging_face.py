@@ -196,14 +196,14 @@ def test_rows_that_end_at_different_steps_on_different_ranks_are_generated_as_on
     assert [found.tolist() for found in by_rank] == [row.tolist() for row in expected]
 
 
-def phi3() -> nn.Module:
+def glm() -> nn.Module:
     torch.manual_seed(SEED)
-    return hugging_face.causal_lm("phi3").double()
+    return hugging_face.causal_lm("glm").double()
 
 
-def phi3_losses(sizes: Sizes) -> tuple[float, float]:
+def glm_losses(sizes: Sizes) -> tuple[float, float]:
     """Of a plain model, and of one that was given the roles that the refusal without them suggests."""
-    grid, model, tokens = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True))), phi3(), torch.arange(16)[None]
+    grid, model, tokens = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True))), glm(), torch.arange(16)[None]
     plain = model(input_ids=tokens, labels=tokens).loss.item()
     with pytest.raises(ValueError, match=r"On a grid of x=1, y=1") as caught:
         parallelize(model, grid, roles={})
@@ -212,7 +212,7 @@ def phi3_losses(sizes: Sizes) -> tuple[float, float]:
 
 
 def test_what_the_refusal_of_fused_projections_suggests_does_work(ranks):
-    for plain, loss in ranks(2).run(phi3_losses, (1, 1, 1, 2)):
+    for plain, loss in ranks(2).run(glm_losses, (1, 1, 1, 2)):
         assert loss == pytest.approx(plain, rel=1e-6)
 
 

@@ -168,7 +168,7 @@ def _plan_or_blocks(
     sizes = check_sizes(sizes).sizes()
     has_roles = roles is not None or local_attributes is not None or hasattr(model, "parallel_plan")
     try:
-        plan = read_plan(model, roles, local_attributes)
+        plan = read_plan(model, roles, local_attributes, sizes)
         validate_plan(model, plan, sizes)
     except ValueError as error:
         is_unsplit = sizes["x"] == sizes["y"] == 1

@@ -30,7 +30,7 @@ from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_par
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import norm_kind
+from stretto.parallel.roles.formulas import embedding_scale, norm_kind
 from stretto.parallel.roles.plan import ParameterSharding, Role, ShardingPlan, linear_axes, sharding_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Builder:
                 return self._linear(name, module, role)
             case "embedding" | "positions":
                 return self._embedding(name, module, role)
-            case "norm" | "head_norm":
+            case "norm" | "head_norm" | "inner_norm":
                 return self._norm(name, module, role)
             case _:
                 assert isinstance(module, nn.Dropout)
@@ -154,11 +154,12 @@ class Builder:
             weight = self.parameter(module.weight, source.weight, sharding)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
         weight, shard = self._weight(module, source, sharding, sharding.splits[0], may_keep=False, ring=None)
-        first = self._first(module.num_embeddings)
-        return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens)
+        first, scale = self._first(module.num_embeddings), embedding_scale(module, name)
+        return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens, scale)
 
     def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         source, kind = self.initializer.real(name, module), norm_kind(module, name)
+        axis = "x" if role.role == "inner_norm" else "y"
         weight, bias = (
             None
             if getattr(module, part, None) is None
@@ -172,9 +173,10 @@ class Builder:
             is_centred=kind.is_centred,
             weight_offset=kind.weight_offset,
             precision=self.precision,
-            group=self.grid.group("y") if role.role == "norm" else None,
+            group=None if role.role == "head_norm" else self.grid.group(axis),
             gradients=self.gradient_reducer,
             name=name,
+            axis=axis,
         )
 
     def _sharding(self, role: Role, part: str) -> ParameterSharding:

@@ -12,16 +12,7 @@ from stretto.planner.architecture import Architecture, check_count
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
 
 _FUSED_MLP = {"layers.*.mlp.gate_up_proj": "colwise_gather_output", "layers.*.mlp.down_proj": "rowwise_split_input"}
-_FUSED = {
-    "layers.*.self_attn.qkv_proj": "colwise_gather_output",
-    "layers.*.self_attn.o_proj": "rowwise_split_input",
-    **_FUSED_MLP,
-}
-_NORMALIZED_WHOLE = {
-    **dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise_gather_output"),
-    "layers.*.self_attn.o_proj": "rowwise_split_input",
-}
-_SCALED_EMBEDDING = "embed_tokens scales what it looks up, and the role 'embedding' takes exactly nn.Embedding"
+_REPLICATED_ATTENTION = "its attention is replicated where x > 1, but is counted as split over x"
 _OLMO_NORM = "its norms (input_layernorm, say) have no weights, and a formula that Stretto does not know how to split"
 
 
@@ -34,8 +25,8 @@ class _Family:
     one head ("head") or all of them ("all", or as the entry of this name says). `defaults`: what transformers takes
     where a configuration is silent.
 
-    For `parallelize`: the entries of its tensor-parallel plan that may be of unknown `styles`, a submodule of a class
-    that is not taken (`refusal`), and whether logits change between head and loss.
+    For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
+    is not taken (`refusal`), what a plan does not count (`note`), and whether logits change between head and loss.
     """
 
     prefix: str  # of its classes' names
@@ -47,6 +38,7 @@ class _Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     styles: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
+    note: str = ""
     changes_logits: bool = False
 
 
@@ -67,7 +59,6 @@ _GATED = {
         "attention_bias",
         "attention_bias",
         defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-        refusal=_SCALED_EMBEDDING,
     ),
     "gemma2": _Family(
         "Gemma2",
@@ -75,12 +66,11 @@ _GATED = {
         "attention_bias",
         block_norms=4,
         defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
-        refusal=_SCALED_EMBEDDING,
         changes_logits=True,
     ),
-    "phi3": _Family("Phi3", styles=_FUSED),
+    "phi3": _Family("Phi3", note=_REPLICATED_ATTENTION),
     "olmo": _Family("Olmo", "attention_bias", "attention_bias", block_norms=0, refusal=_OLMO_NORM),
-    "olmo2": _Family("Olmo2", "attention_bias", "attention_bias", head_norms="all", styles=_NORMALIZED_WHOLE),
+    "olmo2": _Family("Olmo2", "attention_bias", "attention_bias", head_norms="all"),
     "granite": _Family("Granite", "attention_bias", "attention_bias", "mlp_bias", changes_logits=True),
     "cohere": _Family(
         "Cohere",
@@ -211,6 +201,8 @@ def _notes(class_name: str, family: _Family, head: _Head, config: Mapping[str, A
             f"parallelize does not split {class_name} over x and y, which the plan takes for granted, but shards it "
             f"block by block over z: {refusal}"
         )
+    if family.note:
+        yield f"{class_name}: {family.note}"
     if head is _LANGUAGE_MODEL and family.changes_logits:
         yield (
             f"the logits of {class_name} change between head and loss, so parallelize makes whole ones, which are "

@@ -26,12 +26,15 @@ MUST_RUN = [
     "cwm",
     "ernie4_5",
     "exaone4",
+    "gemma",
+    "gemma3_text",
     "gpt_neox",
     "helium",
     "jais2",
     "ministral",
     "ministral3",
     "mistral",
+    "olmo2",
     "phi",
     "qwen3",
     "seed_oss",
@@ -39,15 +42,12 @@ MUST_RUN = [
     "starcoder2",
 ]
 # They scale or cap their logits between head and loss.
-MUST_RUN_WITH_WHOLE_LOSS = ["cohere", "cohere2", "granite", "hyperclovax"]
+MUST_RUN_WITH_WHOLE_LOSS = ["cohere", "cohere2", "gemma2", "granite", "hyperclovax"]
 MAY_BE_REFUSED = [
     "apertus",
     "beam",
     "doge",
     "flint",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
     "gemma4_unified_text",
     "glm",
     "glm4",
@@ -56,7 +56,6 @@ MAY_BE_REFUSED = [
     "nanochat",
     "nemotron",
     "olmo",
-    "olmo2",
     "olmo3",
     "olmo_hybrid",
     "phi3",
@@ -65,15 +64,12 @@ MAY_BE_REFUSED = [
 # Mixtures of experts, state spaces, and models that publish no plan: nothing says how to split them.
 # Without attention's own dropout. (Mixtures of experts take no fp64; tests/parallel/test_blocks_zoo.py has them.)
 WITHOUT_ROLES: dict[str, dict[str, Any]] = {
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0, "dropout": 0.0},
-    "gptj": {"rotary_dim": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "gpt_neo": {
         "attention_types": [[["global"], 2]],
         "attention_dropout": 0.0,
         "resid_dropout": 0.0,
         "embed_dropout": 0.0,
     },
-    "bloom": {"attention_dropout": 0.0, "hidden_dropout": 0.0},
     "gpt_bigcode": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "mamba": {"state_size": 8},
 }

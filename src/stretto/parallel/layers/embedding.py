@@ -74,7 +74,7 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
 
     ids [...] int64 -> [..., hidden / Y], or, with sequence sharding, [1, tokens / X, hidden / Y]. A vocabulary that x
     does not divide leaves the last ranks fewer rows.
-    `padding_idx`: a row that gets no gradient, as in nn.Embedding.
+    `padding_idx`: a row that gets no gradient, as in nn.Embedding. `scale` multiplies what is looked up (Gemma).
     """
 
     def __init__(
@@ -85,8 +85,10 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
         group: dist.ProcessGroup,
         padding_idx: int | None,
         tokens: TokenShards | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__(plan.gradients)
+        self.scale = scale
         self.tokens = tokens
         self.weight = weight
         self.plan = plan
@@ -103,7 +105,8 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
         if self.tokens is not None:
             self.tokens.note(ids.shape)
         whose = self.first_row, self.padding_row, self.plan, self.group, self.tokens
-        return note_features(_VocabularyLookup.apply(ids, self.weight, *whose), "y")
+        found = _VocabularyLookup.apply(ids, self.weight, *whose)
+        return note_features(found if self.scale == 1.0 else found * torch.tensor(self.scale, dtype=found.dtype), "y")
 
 
 class ParallelPositions(_WholeSizes, ShardedModule):

@@ -229,7 +229,8 @@ class _Linear3D(torch.autograd.Function):
         y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
         ctx.save_for_backward(x, weight.rows if plan.keep_gathered else None)
-        return y
+        # Autograd lets nobody write to a view that a Function made, as Falcon's code does to its MLP's output.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @once_differentiable

@@ -86,7 +86,8 @@ class _SplitNorm(torch.autograd.Function):
 class ParallelNorm(ShardedModule):
     """LayerNorm (`is_centred`) or RMSNorm of activations [..., hidden / Y] over all `hidden` features.
 
-    `weight` and `bias` [hidden] are split over y too. Without a group the features are all here. `weight_offset` is
+    `weight` and `bias` [hidden] are split over y too. `axis` x: the features are those that a colwise linear makes,
+    [..., features / X], and `group` is that of x. Without a group the features are all here. `weight_offset` is
     added to the weight (1 in Gemma's norms). Statistics are taken in fp32, or fp64 for fp64 input.
     """
 
@@ -102,6 +103,7 @@ class ParallelNorm(ShardedModule):
         group: dist.ProcessGroup | None,
         gradients: GradientReducer,
         name: str,
+        axis: str = "y",
     ) -> None:
         super().__init__(gradients)
         self.register_parameter("weight", weight)
@@ -112,11 +114,12 @@ class ParallelNorm(ShardedModule):
         self.precision = precision
         self.group = group
         self.name = name
+        self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         is_split = self.group is not None and self.group.size() > 1
         if is_split:
-            check_features(x, "y", self.name)
+            check_features(x, self.axis, self.name)
         x = self.precision.cast(x)
         weight = None if self.weight is None else local(self.weight)
         if weight is not None and self.weight_offset:
@@ -124,7 +127,7 @@ class ParallelNorm(ShardedModule):
         bias = None if self.bias is None else local(self.bias)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
         if is_split:
-            return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), "y")
+            return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), self.axis)
         shape = x.shape[-1:]
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)

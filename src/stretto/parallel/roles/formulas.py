@@ -70,7 +70,31 @@ def _computes(module: nn.Module, kind: NormKind) -> bool:
         except (TypeError, RuntimeError):  # it takes other arguments, so it is not one of these
             return False
         expected = kind.apply(x, trial.weight, getattr(trial, "bias", None))
-    return isinstance(actual, Tensor) and torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    return isinstance(actual, Tensor) and torch.allclose(actual, expected.type_as(actual), rtol=1e-4, atol=1e-5)
+
+
+def embedding_scale(module: nn.Embedding, name: str) -> float:
+    """What an embedding multiplies its rows by: 1.0 for nn.Embedding, Gemma's sqrt(hidden) for its subclass.
+
+    A subclass is run on its rows. Raises UnknownRolesError for one that computes something else than its rows times a
+    number.
+    """
+    if type(module) is nn.Embedding:
+        return 1.0
+    scale = getattr(module, "scalar_embed_scale", None)
+    if isinstance(scale, float):
+        trial = copy.copy(module)
+        trial._parameters = {"weight": nn.Parameter(torch.randn(3, 4, device="cpu"))}
+        trial._buffers = {"embed_scale": torch.tensor(scale, device="cpu")}
+        ids = torch.tensor([[2, 0], [1, 2]], device="cpu")
+        with torch.no_grad():
+            found = trial(ids)
+            if torch.allclose(found, (trial.weight[ids] * scale).type_as(found), rtol=1e-4):
+                return float(torch.tensor(scale, device="cpu"))  # rounded, as the module's own buffer is
+    raise UnknownRolesError(
+        f"{name} is a {type(module).__name__}, but the role 'embedding' takes exactly Embedding, or one whose rows a "
+        "number scalar_embed_scale multiplies: a subclass may compute something else"
+    )
 
 
 def check_loss(module: nn.Module, name: str, vocab: int) -> None:

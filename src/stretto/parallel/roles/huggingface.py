@@ -16,24 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.parallel.layers.loss import IGNORED_TARGET, ParallelLoss
+from stretto.parallel.roles.families import HEADS, family_plan, wildcard
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
-
-# GPT-2's Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
-_GPT2_ROLES: dict[str, Any] = {
-    "wte": "embedding",
-    "wpe": "positions",
-    "drop": "dropout",
-    "h.*.ln_1": "norm",
-    "h.*.ln_2": "norm",
-    "h.*.attn.c_proj": "rowwise",
-    "h.*.attn.resid_dropout": "dropout",
-    "h.*.mlp.c_fc": "colwise",
-    "h.*.mlp.c_proj": "rowwise",
-    "h.*.mlp.dropout": "dropout",
-    "ln_f": "norm",
-}
-_GPT2_ATTRIBUTES = {"h.*.attn.split_size": "x", "h.*.attn.num_heads": "x"}
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -46,6 +31,13 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a transformers class of its own computes what nn.Linear does (Falcon's), or what its transpose does."""
+    kind = type(module)
+    is_falcon = kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
+    return is_falcon or is_conv1d(module)
+
+
 def _base(model: nn.Module) -> tuple[nn.Module, str]:
     """The model without its head, and its name within the whole (with a dot)."""
     prefix = getattr(model, "base_model_prefix", "")
@@ -53,10 +45,13 @@ def _base(model: nn.Module) -> tuple[nn.Module, str]:
     return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
 
 
-def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def plan_of(
+    model: nn.Module, known: Mapping[str, str], sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The roles by pattern, and the attributes to divide, that a transformers model implies; empty for other models.
 
-    known: names of submodules whose roles the user has given, whatever the model's plan says.
+    known: the roles that the user has given, by names of submodules, whatever the model's plan says.
+    sizes: of the grid's axes. The attention of some families is split on x=1 only.
     """
     if not is_pretrained_model(model):
         return {}, {}
@@ -64,24 +59,18 @@ def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], d
     base, prefix = _base(model)
     _refuse_attention_dropout(model)
     _refuse_config_dropout(model)
-    if config.model_type == "gpt2":
-        heads = config.num_attention_heads
-        roles = dict(_GPT2_ROLES)
-        roles["h.*.attn.c_attn"] = {
-            "role": "colwise",
-            "segments": 3,
-            "unit": config.hidden_size // heads,
-            "unit_name": "attention heads",
-        }
-        attributes = _GPT2_ATTRIBUTES
+    attributes: Mapping[str, str] = {}
+    beside: Mapping[str, Any] = {}
+    if (family := family_plan(config, sizes["x"])) is not None:
+        family = family.without({name.removeprefix(prefix): role for name, role in known.items()})
+        roles, attributes, beside = family.roles, family.local_attributes, HEADS.get(config.model_type, {})
     else:
         tp_plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
         modules = dict(base.named_modules(remove_duplicate=False))
         unknown = {name: module for name, module in modules.items() if prefix + name not in known}
         roles = _roles_of_tp_plan(base, prefix, tp_plan, unknown)
-        attributes = {}
-    named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()}
-    if getattr(model, LANGUAGE_MODEL_HEAD, None) is not None:
+    named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()} | dict(beside)
+    if isinstance(getattr(model, LANGUAGE_MODEL_HEAD, None), nn.Linear):
         named[LANGUAGE_MODEL_HEAD] = "head"
     inputs = None
     with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
@@ -91,6 +80,17 @@ def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], d
         modules = dict(model.named_modules(remove_duplicate=False))
         named |= {name: "embedding" for name, module in modules.items() if module is inputs}
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
+
+
+def roles_tried(model: nn.Module, roles: Mapping[str, str]) -> str:
+    """What a refusal adds for a model of a known family: the roles, by patterns of submodules, that were tried."""
+    if not is_pretrained_model(model) or family_plan(model.config, 1) is None:
+        return ""
+    tried: dict[str, str] = {}
+    for name, role in roles.items():
+        tried.setdefault(wildcard(name), role)
+    config: Any = model.config
+    return f" (the roles that Stretto has for the family {config.model_type!r} were tried: {tried})"
 
 
 def _roles_of_tp_plan(
@@ -104,11 +104,6 @@ def _roles_of_tp_plan(
         for name in names:
             roles[name] = _with_heads(base, prefix, name, STYLES[tp_plan[pattern]])
     return roles
-
-
-def wildcard(name: str) -> str:
-    """The pattern that stands for a submodule's name in every layer: "h.*.attn" for "h.0.attn"."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
@@ -152,8 +147,13 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
             raise ValueError(f"{name}.p is {module.p}, but attention dropout must be 0.0: set it")
 
 
-def refuse_alibi(model: nn.Module) -> None:
-    """Raise ValueError for ALiBi: every rank of x would take the biases of the first heads."""
+def refuse_alibi(model: nn.Module, colwise: Collection[str]) -> None:
+    """Raise ValueError for ALiBi: every rank of x would take the biases of the first heads.
+
+    colwise: names of the linears that x splits. Those of MLPs alone leave all heads on each rank, with their biases.
+    """
+    if all("mlp" in name.split(".") for name in colwise):
+        return
     for module in model.modules():
         is_theirs = type(module).__module__.startswith("transformers")  # transformers_modules: code from the hub
         names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
@@ -285,10 +285,12 @@ def changes_logits(model: nn.Module) -> bool:
 
 
 def computes_masked_loss(model: nn.Module) -> bool:
-    """Whether this is one of transformers' masked language models whose own code computes the loss, as BERT's does."""
+    """Whether this is a masked language model of transformers, or T5, whose own code computes the loss, as BERT's."""
     kind = type(model)
     forward = inspect.unwrap(kind.forward)
-    is_theirs = kind.__module__.startswith("transformers.") and kind.__name__.endswith("ForMaskedLM")
+    is_theirs = kind.__module__.startswith("transformers.") and kind.__name__.endswith(
+        ("ForMaskedLM", "T5ForConditionalGeneration")
+    )
     return is_theirs and inspect.isfunction(forward) and "CrossEntropyLoss" in forward.__code__.co_names
 
 

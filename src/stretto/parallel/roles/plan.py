@@ -25,6 +25,7 @@ KINDS = {
     "positions": "small embedding, hidden over y",
     "norm": "LayerNorm or RMSNorm over the hidden features, which y splits",
     "head_norm": "norm over the features of one attention head, which nothing splits",
+    "inner_norm": "norm over all the features that a colwise linear makes, which x splits",
     "head": "the language-model head, vocabulary over x",
     "loss": "called with the head's logits, the targets and their number: becomes the sharded cross-entropy",
     "dropout": "dropout of hidden activations (features over y)",
@@ -110,6 +111,7 @@ def read_plan(
     model: nn.Module,
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
     local_attributes: Mapping[str, str | None] | None,
+    sizes: Mapping[str, int],
 ) -> ShardingPlan:
     """Find each submodule's role by matching patterns with its name: the user's patterns first, then the model's.
 
@@ -129,7 +131,7 @@ def read_plan(
         if not names:
             raise ValueError(f"no submodule is named {pattern!r}{did_you_mean(pattern, modules)}")
         found.update(dict.fromkeys(names, Role.parse(value)))
-    own, own_attributes = _own_plan(model, found)
+    own, own_attributes = _own_plan(model, found, sizes)
     of_own_plan: set[str] = set()
     for pattern, value in own.items():
         for name in _matching(pattern, modules):
@@ -182,11 +184,13 @@ def _from_inside(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
-def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def _own_plan(
+    model: nn.Module, known: Mapping[str, Role], sizes: Mapping[str, int]
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     own = getattr(model, "parallel_plan", None)
     if callable(own):
         return own(), {}
-    return huggingface.plan_of(model, known)
+    return huggingface.plan_of(model, {name: role.role for name, role in known.items()}, sizes)
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
@@ -260,6 +264,8 @@ def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> Parame
             return ParameterSharding((Split(1, "y"),), (LOSS,))
         case "norm":
             return ParameterSharding((Split(0, "y"),), (LOSS,))
+        case "inner_norm":
+            return ParameterSharding((Split(0, "x"),), (LOSS,))
         case "head_norm":  # it sees only the heads of its x rank
             return ParameterSharding((), (LOSS, "x"))
         case _:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.plan import Role, ShardingPlan
 
 _COUNTS_HEADS = re.compile(r"heads?$", re.IGNORECASE)  # num_heads, n_head, num_key_value_heads
@@ -66,7 +67,7 @@ def refuse_unnamed_counts(modules: Mapping[str, nn.Module], plan: ShardingPlan, 
             for owner, what in zip(owners, whats, strict=True):
                 name = f"{owner}.{attribute}".removeprefix(".")
                 if all(whats) and what is not None and name not in plan.local_attributes:
-                    unnamed.setdefault(huggingface.wildcard(name), (name, what))
+                    unnamed.setdefault(wildcard(name), (name, what))
     if unnamed:
         named = dict.fromkeys(unnamed, "x")
         listed = "; ".join(

@@ -8,7 +8,7 @@ from torch import nn
 
 from stretto.axes import LOSS, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, norm_kind
+from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
 from stretto.parallel.roles.plan import Role, ShardingPlan, sharding_of
 from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
@@ -25,7 +25,18 @@ def check_divides(count: int, size: int, axis: str, where: str, what: str) -> No
 
 
 def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless a grid of these sizes can hold the model."""
+    """Raise ValueError unless a grid of these sizes can hold the model; for a known family, with the roles tried."""
+    try:
+        _validate(model, plan, sizes)
+    except ValueError as error:
+        roles = {name: role.role for name, role in plan.roles.items()}
+        roles |= {part.whose: "replicated" for part in plan.replicated if part.is_module}
+        if tried := huggingface.roles_tried(model, roles):
+            raise type(error)(f"{error}{tried}") from None
+        raise
+
+
+def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
     sizes = check_sizes(sizes)
     modules = dict(model.named_modules(remove_duplicate=False))
     hidden = _hidden(modules, plan)
@@ -41,7 +52,7 @@ def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]
     _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
     if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
-        huggingface.refuse_alibi(model)
+        huggingface.refuse_alibi(model, plan.named("colwise"))
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
@@ -86,7 +97,10 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
         case "colwise" | "rowwise" | "head":
             _check_linear(name, module, role, sizes, hidden)
         case "embedding" | "positions":
-            _expect(name, module, role, nn.Embedding)
+            if role.role == "embedding" and isinstance(module, nn.Embedding):
+                embedding_scale(module, name)
+            else:
+                _expect(name, module, role, nn.Embedding)
             for option in ("max_norm", "scale_grad_by_freq", "sparse"):
                 if getattr(module, option):
                     raise UnknownRolesError(f"{name}: an embedding with {option} is not supported")
@@ -96,11 +110,12 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
                     f"{name} makes {module.embedding_dim} features, where the hidden size is {hidden}: what is not "
                     "added to hidden features (a bias by head, say) cannot be split over y; choose y=1"
                 )
-        case "norm" | "head_norm":
+        case "norm" | "head_norm" | "inner_norm":
             norm_kind(module, name)
             features: Any = getattr(module, "weight", None)
-            if role.role == "norm" and features is not None:
-                check_divides(features.shape[0], sizes["y"], "y", name, "features")
+            axis = "x" if role.role == "inner_norm" else "y"
+            if role.role != "head_norm" and features is not None:
+                check_divides(features.shape[0], sizes[axis], axis, name, "features")
         case "dropout" | "inner_dropout":
             _expect(name, module, role, nn.Dropout)
 
@@ -186,7 +201,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: M
 
 
 def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
-    if not huggingface.is_conv1d(module):
+    if not huggingface.is_linear(module):
         _expect(name, module, role, nn.Linear)
     shape: Any = module.weight.shape
     outputs, inputs = (shape[1], shape[0]) if huggingface.is_conv1d(module) else (shape[0], shape[1])

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roles of Hugging Face families that publish no tensor-parallel plan, or one that many ranks cannot follow.
+
+Names are those within the model, with its head; a pattern that a model of the family has no submodule for says nothing.
+Where a family's code takes numbers of heads from what a rank cannot divide (its configuration, biases of all heads),
+its attention is replicated on x > 1, and x splits its MLP alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Roles = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """Roles by pattern, and the integer attributes that count what a rank of an axis holds."""
+
+    roles: Roles
+    local_attributes: Mapping[str, str] = field(default_factory=dict)
+
+    def without(self, known: Mapping[str, str]) -> "FamilyPlan":
+        """The same without replicated modules in which the user has split a linear (known: roles by name)."""
+        split = [wildcard(name) for name, role in known.items() if role in ("colwise", "rowwise")]
+        kept = {
+            pattern: role
+            for pattern, role in self.roles.items()
+            if role != "replicated" or not any(name.startswith(f"{pattern}.") for name in split)
+        }
+        return FamilyPlan(kept, self.local_attributes)
+
+
+def family_plan(config: Any, x: int) -> FamilyPlan | None:
+    """The plan of a configuration's family on a grid with `x` ranks along x; None for a family that is not listed."""
+    make = FAMILIES.get(config.model_type)
+    return None if make is None else make(config, x)
+
+
+def wildcard(name: str) -> str:
+    """The pattern that stands for a submodule's name in every layer: "h.*.attn" for "h.0.attn"."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _heads(features: int, name: str = "attention heads") -> Roles:
+    """A colwise linear that keeps `features` output features, a head's, on one rank."""
+    return {"role": "colwise", "unit": features, "unit_name": name}
+
+
+def _under(prefix: str, roles: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix + pattern: role for pattern, role in roles.items()}
+
+
+def _separate(attention: str, config: Any, queries: str, keys: str, values: str, output: str) -> Roles:
+    """The roles of separate projections of queries, keys, values and of the output."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    roles: Roles = {attention + queries: _heads(head)}
+    roles |= dict.fromkeys((attention + keys, attention + values), _heads(head, "KV heads"))
+    return roles | {attention + output: "rowwise"}
+
+
+def _gpt2(config: Any, x: int) -> FamilyPlan:
+    # Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
+    heads = _heads(config.hidden_size // config.num_attention_heads) | {"segments": 3}
+    block = {
+        "ln_1": "norm",
+        "ln_2": "norm",
+        "attn.c_attn": heads,
+        "attn.c_proj": "rowwise",
+        "attn.resid_dropout": "dropout",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+        "mlp.dropout": "dropout",
+    }
+    roles = {"wte": "embedding", "wpe": "positions", "drop": "dropout", "ln_f": "norm", **_under("h.*.", block)}
+    return FamilyPlan(roles, {"h.*.attn.split_size": "x", "h.*.attn.num_heads": "x"})
+
+
+def _gptj(config: Any, x: int) -> FamilyPlan:
+    block = {
+        "ln_1": "norm",
+        **_separate("attn.", config, "q_proj", "k_proj", "v_proj", "out_proj"),
+        "attn.resid_dropout": "dropout",
+        "mlp.fc_in": "colwise",
+        "mlp.fc_out": "rowwise",
+        "mlp.dropout": "dropout",
+    }
+    return FamilyPlan(
+        {"drop": "dropout", "ln_f": "norm", **_under("h.*.", block)}, {"h.*.attn.num_attention_heads": "x"}
+    )
+
+
+def _opt(config: Any, x: int) -> FamilyPlan:
+    layer = {
+        **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "out_proj"),
+        "self_attn_layer_norm": "norm",
+        "final_layer_norm": "norm",
+        "fc1": "colwise",
+        "fc2": "rowwise",
+    }
+    roles = {
+        "decoder.embed_positions": "replicated",  # a subclass of nn.Embedding that shifts its rows
+        "decoder.final_layer_norm": "norm",
+        **_under("decoder.layers.*.", layer),
+    }
+    return FamilyPlan(roles, {"decoder.layers.*.self_attn.num_heads": "x"})
+
+
+def _bert(config: Any, x: int) -> FamilyPlan:
+    layer = {
+        **_separate("attention.", config, "self.query", "self.key", "self.value", "output.dense"),
+        "attention.output.dropout": "dropout",
+        "attention.output.LayerNorm": "norm",
+        "intermediate.dense": "colwise",
+        "output.dense": "rowwise",
+        "output.dropout": "dropout",
+        "output.LayerNorm": "norm",
+    }
+    roles = {
+        "embeddings.position_embeddings": "positions",
+        "embeddings.token_type_embeddings": "positions",
+        "embeddings.LayerNorm": "norm",
+        "embeddings.dropout": "dropout",
+        "pooler": "replicated",
+        **_under("encoder.layer.*.", layer),
+    }
+    return FamilyPlan(roles)
+
+
+def _vit(config: Any, x: int) -> FamilyPlan:
+    layer = {
+        **_separate("attention.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
+        "layernorm_before": "norm",
+        "layernorm_after": "norm",
+        "mlp.fc1": "colwise",
+        "mlp.fc2": "rowwise",
+        "dropout": "dropout",
+    }
+    roles = {
+        "embeddings": "replicated",  # the convolution that makes patches, class token and positions
+        "embeddings.dropout": "dropout",
+        "layernorm": "norm",
+        "pooler": "replicated",
+        **_under("layers.*.", layer),
+    }
+    return FamilyPlan(roles)
+
+
+def _stablelm(config: Any, x: int) -> FamilyPlan:
+    layer: Roles = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+    layer |= {"input_layernorm": "norm", "post_attention_layernorm": "norm", "dropout": "dropout"}
+    if config.qk_layernorm:  # a norm with weights of its own for each head
+        return FamilyPlan(_under("layers.*.", layer | {"self_attn": "replicated"}))
+    layer |= _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
+    counts = ("num_heads", "num_key_value_heads")
+    return FamilyPlan(_under("layers.*.", layer), {f"layers.*.self_attn.{count}": "x" for count in counts})
+
+
+def _bloom(config: Any, x: int) -> FamilyPlan:
+    block: Roles = {"input_layernorm": "norm", "post_attention_layernorm": "norm"}
+    block |= {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
+    if x > 1:  # biases of all heads, ALiBi
+        block["self_attention"] = "replicated"
+    else:
+        block["self_attention.query_key_value"] = _heads(3 * config.hidden_size // config.n_head)
+        block["self_attention.dense"] = "rowwise"
+    return FamilyPlan({"word_embeddings_layernorm": "norm", "ln_f": "norm", **_under("h.*.", block)})
+
+
+def _falcon(config: Any, x: int) -> FamilyPlan:
+    block: Roles = dict.fromkeys(("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp"), "norm")
+    block |= {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
+    heads, head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    counts: dict[str, str] = {}
+    group: Roles | str
+    shares_keys = config.multi_query and not config.new_decoder_architecture
+    if x > 1 and (config.alibi or shares_keys):  # biases of all heads, or one key for all of them
+        block["self_attention"] = "replicated"
+    else:
+        if config.new_decoder_architecture:  # queries of a group, with its key and value
+            group = _heads((heads // config.num_kv_heads + 2) * head, "KV heads")
+        else:
+            group = "colwise" if shares_keys else _heads(3 * head)
+        block |= {"self_attention.query_key_value": group, "self_attention.dense": "rowwise"}
+        counts = {f"h.*.self_attention.{count}": "x" for count in ("num_heads", "num_kv_heads")} if x > 1 else {}
+    return FamilyPlan({"ln_f": "norm", **_under("h.*.", block)}, counts)
+
+
+def _phi3(config: Any, x: int) -> FamilyPlan:
+    layer: Roles = {
+        "mlp.gate_up_proj": {"role": "colwise", "segments": 2},
+        "mlp.down_proj": "rowwise",
+        "resid_attn_dropout": "dropout",
+        "resid_mlp_dropout": "dropout",
+    }
+    if x > 1:  # queries, keys and values are cut out by the configuration's numbers of heads
+        layer["self_attn"] = "replicated"
+    else:
+        layer |= {"self_attn.qkv_proj": "colwise", "self_attn.o_proj": "rowwise"}
+    return FamilyPlan(_under("layers.*.", layer))
+
+
+def _olmo2(config: Any, x: int) -> FamilyPlan:
+    layer: Roles = {
+        **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
+        "self_attn.q_norm": "inner_norm",  # over the features of all heads
+        "self_attn.k_norm": "inner_norm",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    }
+    return FamilyPlan(_under("layers.*.", layer))
+
+
+def _gpt_oss(config: Any, x: int) -> FamilyPlan:
+    # Attention has a sink parameter for each head, and experts are parameters that no linear holds.
+    return FamilyPlan(_under("layers.*.", {"self_attn": "replicated", "mlp": "replicated"}))
+
+
+def _t5(config: Any, x: int) -> FamilyPlan:
+    layer: Roles = {"layer_norm": "norm", "DenseReluDense.wo": "rowwise"}
+    layer |= dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "colwise")
+    layer |= {"dropout": "dropout", "DenseReluDense.dropout": "inner_dropout"}
+    for attention in ("SelfAttention", "EncDecAttention"):
+        if x > 1:  # biases by position of all heads, which the first block makes for the others
+            layer[attention] = "replicated"
+        else:
+            layer |= dict.fromkeys((f"{attention}.{part}" for part in "qkv"), _heads(config.d_kv))
+            layer |= {f"{attention}.o": "rowwise", f"{attention}.relative_attention_bias": "replicated"}
+    roles: Roles = {"shared": "embedding"}
+    for stack in ("encoder.", "decoder."):
+        roles |= {stack + "final_layer_norm": "norm", stack + "dropout": "dropout", stack + "embed_tokens": "embedding"}
+        roles |= _under(stack + "block.*.layer.*.", layer)
+    return FamilyPlan(roles)
+
+
+# What transformers calls a family (`config.model_type`), and what makes its plan from its configuration and x.
+FAMILIES: dict[str, Callable[[Any, int], FamilyPlan]] = {
+    "bert": _bert,
+    "bloom": _bloom,
+    "falcon": _falcon,
+    "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
+    "gptj": _gptj,
+    "olmo2": _olmo2,
+    "olmo3": _olmo2,
+    "opt": _opt,
+    "phi3": _phi3,
+    "roberta": _bert,
+    "stablelm": _stablelm,
+    "t5": _t5,
+    "vit": _vit,
+}
+
+# Parts of whole models, beside the base model, by model type: heads that are not one linear `lm_head`.
+HEADS: dict[str, Roles] = {
+    "bert": {"cls.predictions.transform": "replicated", "cls.predictions.decoder": "head"},
+    "roberta": {"lm_head.dense": "replicated", "lm_head.layer_norm": "replicated", "lm_head.decoder": "head"},
+    "vit": {"classifier": "replicated"},
+}

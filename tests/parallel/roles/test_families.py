@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each Hugging Face family of the table trains on grids, with no roles given, as the plain model does on one rank."""
+
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from stretto.parallel import Grid, gather, mean_over_batch, parallelize, validate
+from stretto.parallel.roles.families import FAMILIES
+from tests.parallel.training import IGNORED, my_rows
+
+SEED = 41
+BATCH = 4
+SEQ_LEN = 10
+STEPS = 5
+VOCAB = 61
+
+_SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+_SHAPE |= {"intermediate_size": 48, "max_position_embeddings": 32, "pad_token_id": 0}
+_SHAPE |= {"bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0}
+_GROUPED = {"num_key_value_heads": 2}
+_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BLOOM = {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}
+_FALCON = {"hidden_dropout": 0.0, "alibi": False, "bias": True}
+_GEMMA = _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+_T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+
+X2, X2_Z2, DATA2_X2, Y2, X2_Y2 = (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)
+GRIDS_WITHOUT_Y = (X2, X2_Z2, DATA2_X2)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model: its type, options of its configuration, and the grids that it trains on."""
+
+    model_type: str
+    config: dict[str, Any]
+    grids: tuple[tuple[int, int, int, int], ...]
+    kind: str = "AutoModelForCausalLM"
+    options: dict[str, Any] = field(default_factory=dict)  # of parallelize
+
+
+ALL = (*GRIDS_WITHOUT_Y, Y2, X2_Y2)
+UNLESS_BOTH = (*GRIDS_WITHOUT_Y, Y2)  # attention is replicated on x > 1, which needs y=1
+CASES = {
+    "gemma 2": Family("gemma2", _GEMMA | {"final_logit_softcapping": 30.0}, ALL, options={"sharded_loss": False}),
+    "gemma 3": Family("gemma3_text", _GEMMA, ALL),
+    "olmo 2": Family("olmo2", _GROUPED, ALL),
+    "phi 3": Family("phi3", _GROUPED, UNLESS_BOTH),
+    "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, GRIDS_WITHOUT_Y),
+    "bloom": Family("bloom", _BLOOM, UNLESS_BOTH),
+    "falcon": Family("falcon", _FALCON | {"multi_query": False}, ALL),
+    "falcon, one key": Family("falcon", _FALCON | {"multi_query": True}, UNLESS_BOTH),
+    "falcon, grouped": Family("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, ALL),
+    "falcon, alibi": Family("falcon", _FALCON | {"alibi": True, "multi_query": False}, UNLESS_BOTH),
+    "t5": Family("t5", _T5, GRIDS_WITHOUT_Y, "AutoModelForSeq2SeqLM"),
+    "t5, gated": Family("t5", _T5 | {"feed_forward_proj": "gated-gelu"}, GRIDS_WITHOUT_Y, "AutoModelForSeq2SeqLM"),
+    "bert": Family("bert", _BERT, GRIDS_WITHOUT_Y, "AutoModelForMaskedLM"),
+    "roberta": Family("roberta", _BERT, GRIDS_WITHOUT_Y, "AutoModelForMaskedLM"),
+    "vit": Family(
+        "vit", {"image_size": 8, "patch_size": 4, "num_labels": 5}, GRIDS_WITHOUT_Y, "AutoModelForImageClassification"
+    ),
+    "stablelm": Family("stablelm", _GROUPED, ALL),
+    "stablelm, norms of heads": Family("stablelm", _GROUPED | {"qk_layernorm": True}, GRIDS_WITHOUT_Y),
+    "gpt-j": Family("gptj", {"rotary_dim": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, ALL),
+    "gpt-oss": Family(
+        "gpt_oss", _GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, GRIDS_WITHOUT_Y
+    ),
+}
+
+
+# A rank of x holds whole blocks of these families: only the embedding and the head are split.
+REPLICATED_BLOCKS = {"gpt_oss"}
+
+
+def build(family: Family) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # token ids, rope parameters: nothing that a tiny model minds
+        config = CONFIG_MAPPING[family.model_type](**{**_SHAPE, **family.config})
+        torch.manual_seed(SEED)
+        model = getattr(transformers, family.kind).from_config(config).train()
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms start alike, and show no mistake
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def inputs_of(family: Family) -> dict[str, Tensor]:
+    """The batch by the names of the model's arguments; the labels of some tokens are ignored."""
+    generator = torch.Generator().manual_seed(SEED)
+    if family.kind == "AutoModelForImageClassification":
+        pixels = torch.randn(BATCH, 3, 8, 8, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(5, (BATCH,), generator=generator)}
+    tokens = torch.randint(3, VOCAB, (BATCH, SEQ_LEN), generator=generator)
+    labels = torch.randint(3, VOCAB, (BATCH, SEQ_LEN), generator=generator)
+    labels = tokens.clone() if family.kind == "AutoModelForCausalLM" else labels
+    for row in range(BATCH):
+        labels[row, : 2 * row] = IGNORED
+    return {"input_ids": tokens, "labels": labels}
+
+
+@cache
+def trained_plainly(case: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of five steps of plain transformers, and the weights after them."""
+    model, inputs = build(CASES[case]), inputs_of(CASES[case])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def trained_on_grid(sizes: tuple[int, int, int, int], case: str) -> tuple[list[float], dict[str, Tensor]]:
+    family = CASES[case]
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is sharded over z alone")
+        model = parallelize(build(family), grid, **family.options)
+    check_is_split(model, grid, has_split_blocks=family.model_type not in REPLICATED_BLOCKS)
+    rows = my_rows(grid, BATCH)
+    inputs = {name: value[rows] for name, value in inputs_of(family).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        if "pixel_values" in inputs:
+            logits = model(pixel_values=inputs["pixel_values"]).logits
+            total = nn.functional.cross_entropy(logits, inputs["labels"], reduction="sum")
+            loss = mean_over_batch(total, len(logits), grid)
+        else:
+            loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
+
+
+def check_is_split(model: nn.Module, grid: Grid, *, has_split_blocks: bool) -> None:
+    """Every block has weights of which each rank holds 1 / (x y z) alone; none, if its family's are replicated."""
+    parts = prod(grid.sizes[axis] for axis in "xyz")
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    for block in (block for blocks in outermost for block in blocks):
+        held = [
+            parameter.to_local().numel() * parts == parameter.numel()
+            for parameter in block.parameters()
+            if isinstance(parameter, DTensor) and parameter.ndim == 2
+        ]
+        assert any(held) == has_split_blocks
+
+
+def check(ranks: Any, case: str, sizes: tuple[int, int, int, int]) -> None:
+    print(f"seed {SEED}")
+    losses, weights = trained_plainly(case)
+    assert losses[-1] < losses[0]
+    for found, found_weights in ranks(prod(sizes)).run(trained_on_grid, sizes, case):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found_weights[name], weight, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+
+
+ONE_GRID = [(case, family.grids[index % len(family.grids)]) for index, (case, family) in enumerate(CASES.items())]
+OTHER_GRIDS = [
+    (case, sizes) for case, family in CASES.items() for sizes in family.grids if (case, sizes) not in ONE_GRID
+]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("case", "sizes"), ONE_GRID)
+def test_a_family_trains_on_a_grid_as_on_one_rank(ranks, case, sizes):
+    check(ranks, case, sizes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "sizes"), OTHER_GRIDS)
+def test_a_family_trains_on_its_other_grids_as_on_one_rank(ranks, case, sizes):
+    check(ranks, case, sizes)
+
+
+def refusal_of(case: str, sizes: dict[str, int], **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        validate(build(CASES[case]), sizes, **options)
+    return str(caught.value)
+
+
+WITHOUT_Y = [case for case, family in CASES.items() if Y2 not in family.grids]
+WITHOUT_XY = [case for case, family in CASES.items() if X2_Y2 not in family.grids]
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"), [*((case, {"y": 2}) for case in WITHOUT_Y), *((case, {"x": 2, "y": 2}) for case in WITHOUT_XY)]
+)
+def test_a_grid_that_a_family_cannot_be_split_over_is_refused_by_the_role_that_was_tried(case, sizes):
+    refusal = refusal_of(case, sizes)
+    model_type = CASES[case].model_type
+    assert "has the role 'replicated'" in refusal
+    assert "Choose y=1" in refusal
+    assert f"the roles that Stretto has for the family {model_type!r} were tried" in refusal
+
+
+def test_heads_that_x_does_not_divide_are_refused_with_the_roles_that_were_tried():
+    refusal = refusal_of("olmo 2", {"x": 4})
+    assert "2 KV heads cannot be split over x=4" in refusal
+    assert "'model.layers.*.self_attn.k_proj': 'colwise'" in refusal
+
+
+def test_roles_that_the_user_gives_win_over_the_familys():
+    roles = dict.fromkeys((f"model.decoder.layers.*.self_attn.{part}_proj" for part in "qkv"), "colwise")
+    roles = {pattern: {"role": role, "unit": 32, "unit_name": "whole attentions"} for pattern, role in roles.items()}
+    assert "1 whole attentions cannot be split over x=2" in refusal_of("opt", {"x": 2}, roles=roles)
+
+
+def test_attention_that_the_user_splits_is_not_replicated():
+    roles = {"transformer.h.*.self_attention.query_key_value": {"role": "colwise", "unit": 24}}
+    roles |= {"transformer.h.*.self_attention.dense": "rowwise"}
+    assert "ALiBi" in refusal_of("bloom", {"x": 2}, roles=roles)
+
+
+def test_every_family_of_the_table_is_tested_here_or_among_models_with_a_plan():
+    assert set(FAMILIES) - {family.model_type for family in CASES.values()} == {"gpt2", "olmo3"}
+
+
+def test_the_documentation_lists_the_families_of_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "parallelize.md").read_text()
+    listed = page.partition("by `config.model_type`: ")[2].partition(". ")[0]
+    assert listed == ", ".join(f"`{family}`" for family in sorted(FAMILIES))
