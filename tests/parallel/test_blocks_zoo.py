@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel.api import _plan_or_blocks
+from stretto.parallel.roles.plan import ShardingPlan
 from tests.parallel import zoo
 from tests.parallel.training import Sizes, my_rows
 
@@ -77,6 +79,29 @@ def accumulate_with_counts(family: str, task: str) -> tuple[list[float], list[fl
     return found[0], found[1]
 
 
-def test_a_count_of_labels_is_that_of_the_whole_batch(ranks):
-    for plain, found in ranks(4).run(accumulate_with_counts, "opt", "causal"):
-        assert found == pytest.approx(plain, rel=1e-4)
+@pytest.mark.parametrize("family", ["codegen", "opt"], ids=["by blocks", "by roles"])
+def test_a_count_of_labels_is_that_of_the_whole_batch(ranks, family):
+    for plain, found in ranks(4).run(accumulate_with_counts, family, "causal"):
+        assert found == pytest.approx(plain, rel=1e-4, abs=1e-9)  # keys' biases have no gradient but rounding
+
+
+def replicated_share(family: str, task: str) -> float:
+    """The part of a family's parameters that each rank of x computes whole on x=2, z=2."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = zoo.build(family, task)
+    plan = _plan_or_blocks(model, {"data": 1, "x": 2, "y": 1, "z": 2}, None, None, None)
+    if not isinstance(plan, ShardingPlan):
+        return 1.0
+    counts = [model.get_parameter(name).numel() for part in plan.replicated for name in part.parameters]
+    return sum(counts) / sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.exhaustive
+def test_at_least_35_families_are_split_over_x_with_no_roles_given():
+    """Those that train in the test above; what x replicates of BERT and RoBERTa are positions and the pooler."""
+    shares = {family: replicated_share(family, task) for family, task in zoo.list_families()}
+    assert len([family for family, share in shares.items() if share == 0]) >= 35
+    assert {family for family, share in shares.items() if 0 < share < 1} == {
+        "bert", "bloom", "falcon", "opt", "phi3", "roberta", "t5",
+    }  # fmt: skip

@@ -23,7 +23,7 @@ from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.layers.replicated import REPLICATED
+from stretto.parallel.layers.replicated import REPLICATED, warn_of_replicated_parts
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
@@ -84,6 +84,8 @@ class Builder:
 
     def build_replicated(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
         """Build what replaces each parameter that every rank has whole, by its name."""
+        if self.grid.size("x") > 1:
+            warn_of_replicated_parts(self.model, plan)
         made: dict[str, nn.Parameter] = {}
         for name in (name for part in plan.replicated for name in part.parameters):
             owner_name, _, key = name.rpartition(".")

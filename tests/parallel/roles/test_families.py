@@ -81,14 +81,7 @@ CASES = {
     "stablelm": Family("stablelm", _GROUPED, ALL),
     "stablelm, norms of heads": Family("stablelm", _GROUPED | {"qk_layernorm": True}, GRIDS_WITHOUT_Y),
     "gpt-j": Family("gptj", {"rotary_dim": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, ALL),
-    "gpt-oss": Family(
-        "gpt_oss", _GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, GRIDS_WITHOUT_Y
-    ),
 }
-
-
-# A rank of x holds whole blocks of these families: only the embedding and the head are split.
-REPLICATED_BLOCKS = {"gpt_oss"}
 
 
 def build(family: Family) -> nn.Module:
@@ -139,7 +132,7 @@ def trained_on_grid(sizes: tuple[int, int, int, int], case: str) -> tuple[list[f
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*is sharded over z alone")
         model = parallelize(build(family), grid, **family.options)
-    check_is_split(model, grid, has_split_blocks=family.model_type not in REPLICATED_BLOCKS)
+    check_is_split(model, grid)
     rows = my_rows(grid, BATCH)
     inputs = {name: value[rows] for name, value in inputs_of(family).items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -158,8 +151,8 @@ def trained_on_grid(sizes: tuple[int, int, int, int], case: str) -> tuple[list[f
     return losses, {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-def check_is_split(model: nn.Module, grid: Grid, *, has_split_blocks: bool) -> None:
-    """Every block has weights of which each rank holds 1 / (x y z) alone; none, if its family's are replicated."""
+def check_is_split(model: nn.Module, grid: Grid) -> None:
+    """Every block has weights of which each rank holds 1 / (x y z) alone."""
     parts = prod(grid.sizes[axis] for axis in "xyz")
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -169,7 +162,7 @@ def check_is_split(model: nn.Module, grid: Grid, *, has_split_blocks: bool) -> N
             for parameter in block.parameters()
             if isinstance(parameter, DTensor) and parameter.ndim == 2
         ]
-        assert any(held) == has_split_blocks
+        assert any(held)
 
 
 def check(ranks: Any, case: str, sizes: tuple[int, int, int, int]) -> None:
@@ -200,25 +193,31 @@ def test_a_family_trains_on_its_other_grids_as_on_one_rank(ranks, case, sizes):
     check(ranks, case, sizes)
 
 
+def warnings_of(case: str, sizes: tuple[int, int, int, int]) -> list[str]:
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(build(CASES[case]), grid, **CASES[case].options)
+    return [str(each.message) for each in caught]
+
+
+def test_replicated_attention_is_warned_of_with_what_it_costs(ranks):
+    found, others = ranks(4).run(warnings_of, "phi 3", X2_Z2)[:2]
+    assert others == []
+    assert "of the parameters of Phi3ForCausalLM are replicated (model.layers.*.self_attn)" in found[0]
+    assert not any("replicated" in each for each in ranks(4).run(warnings_of, "olmo 2", X2_Z2)[0])
+
+
+@pytest.mark.parametrize("sizes", [Y2, X2_Y2])
+def test_a_grid_that_replicated_parts_do_not_allow_shards_by_blocks(ranks, sizes):
+    found = ranks(prod(sizes)).run(warnings_of, "opt", sizes)[0]
+    assert "sharded over z alone (model.decoder.embed_positions has the role 'replicated'" in found[0]
+
+
 def refusal_of(case: str, sizes: dict[str, int], **options: Any) -> str:
     with pytest.raises(ValueError) as caught:
         validate(build(CASES[case]), sizes, **options)
     return str(caught.value)
-
-
-WITHOUT_Y = [case for case, family in CASES.items() if Y2 not in family.grids]
-WITHOUT_XY = [case for case, family in CASES.items() if X2_Y2 not in family.grids]
-
-
-@pytest.mark.parametrize(
-    ("case", "sizes"), [*((case, {"y": 2}) for case in WITHOUT_Y), *((case, {"x": 2, "y": 2}) for case in WITHOUT_XY)]
-)
-def test_a_grid_that_a_family_cannot_be_split_over_is_refused_by_the_role_that_was_tried(case, sizes):
-    refusal = refusal_of(case, sizes)
-    model_type = CASES[case].model_type
-    assert "has the role 'replicated'" in refusal
-    assert "Choose y=1" in refusal
-    assert f"the roles that Stretto has for the family {model_type!r} were tried" in refusal
 
 
 def test_heads_that_x_does_not_divide_are_refused_with_the_roles_that_were_tried():

@@ -2,11 +2,13 @@
 """Replicated modules and parameters, which every rank has whole: a convolution, a class token, an adapter."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import LOSS
@@ -15,10 +17,29 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import check_features, whole_as_shards
 from stretto.parallel.layout import layout_of, local, note_layout
 from stretto.parallel.precision import Precision
-from stretto.parallel.roles.plan import ParameterSharding, Replicated
+from stretto.parallel.roles.families import wildcard
+from stretto.parallel.roles.plan import ParameterSharding, Replicated, ShardingPlan
 
 # Ranks along x have the same activations, and so the same gradients; ranks along data and z have other rows.
 REPLICATED = ParameterSharding((), (LOSS,))
+
+
+_MUCH = 0.05  # part of a model's parameters above which a warning says that they are replicated
+
+
+def warn_of_replicated_parts(model: nn.Module, plan: ShardingPlan) -> None:
+    """Warn where the roles of a family replicate much of the model, and say what that costs. Rank 0 alone warns."""
+    own = [part for part in plan.replicated if part.whose in plan.of_own_plan]
+    count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if count > _MUCH * whole and dist.get_rank() == 0:
+        names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
+        warnings.warn(
+            f"{count / whole:.0%} of the parameters of {type(model).__name__} are replicated ({names}): each rank of x "
+            "holds and computes all of them, and z does not shard them. blocks=[...] shards all parameters over z, and "
+            "has each rank of x compute the whole model",
+            stacklevel=4,
+        )
 
 
 def keep_whole(

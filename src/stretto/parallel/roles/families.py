@@ -150,7 +150,9 @@ def _stablelm(config: Any, x: int) -> FamilyPlan:
     layer: Roles = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
     layer |= {"input_layernorm": "norm", "post_attention_layernorm": "norm", "dropout": "dropout"}
     if config.qk_layernorm:  # a norm with weights of its own for each head
-        return FamilyPlan(_under("layers.*.", layer | {"self_attn": "replicated"}))
+        if x > 1:
+            return FamilyPlan(_under("layers.*.", layer | {"self_attn": "replicated"}))
+        layer |= dict.fromkeys(("self_attn.q_layernorm", "self_attn.k_layernorm"), "replicated")
     layer |= _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
     counts = ("num_heads", "num_key_value_heads")
     return FamilyPlan(_under("layers.*.", layer), {f"layers.*.self_attn.{count}": "x" for count in counts})
@@ -212,11 +214,6 @@ def _olmo2(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer))
 
 
-def _gpt_oss(config: Any, x: int) -> FamilyPlan:
-    # Attention has a sink parameter for each head, and experts are parameters that no linear holds.
-    return FamilyPlan(_under("layers.*.", {"self_attn": "replicated", "mlp": "replicated"}))
-
-
 def _t5(config: Any, x: int) -> FamilyPlan:
     layer: Roles = {"layer_norm": "norm", "DenseReluDense.wo": "rowwise"}
     layer |= dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "colwise")
@@ -240,7 +237,6 @@ FAMILIES: dict[str, Callable[[Any, int], FamilyPlan]] = {
     "bloom": _bloom,
     "falcon": _falcon,
     "gpt2": _gpt2,
-    "gpt_oss": _gpt_oss,
     "gptj": _gptj,
     "olmo2": _olmo2,
     "olmo3": _olmo2,

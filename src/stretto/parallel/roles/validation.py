@@ -148,7 +148,7 @@ def _check_replicated(
     for part in plan.replicated:
         if sizes["y"] > 1:
             named = (part.whose or "the model") if part.is_module else part.parameters[0]
-            raise ValueError(
+            raise UnknownRolesError(
                 f"{named} has the role 'replicated': every rank has all of its features, but y={sizes['y']} splits "
                 "hidden ones. Choose y=1"
             )
