@@ -199,9 +199,8 @@ def _shard_by_blocks(
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
     _check_ranks_agree(model, grid, drops=drops and copies > 1)
     warn_of_replication(model, grid, blocks.reason)
-    overlap = dataclasses.replace(options.overlap, copy_engines=False)
     matmuls = MatmulTuner(False, grid.device, grid.group("world"))
-    builder = Builder(model, grid, precision, overlap, matmuls, options.keep_gathered, None, seed)
+    builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, seed)
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0
     sharded = BlockBuilder(model, builder, blocks.names, scale=scale)

@@ -118,8 +118,10 @@ class CopyEngineAllGather:
         self._places.clear()
         self._channel = None
 
-    def take(self, key: object, version: Version, *, in_backward: bool) -> Tensor | None:
+    def take(self, key: object, version: Version | None, *, in_backward: bool) -> Tensor | None:
         """The whole weight, [rows, ...]; None where this pass did not copy it, or where it has changed since.
+
+        version: of the shard now (None: of what is no single weight, and is never copied).
 
         The next forward pass overwrites the tensor: with the same numbers, unless the parameter has changed.
         """
@@ -201,6 +203,8 @@ class CopyEngineAllGather:
 class CopyEngineGatherer(WeightGatherer):
     """Gathers by copy engines the weights that may be kept; all other weights, and stale ones, by `others`."""
 
+    keeps_rows = True
+
     def __init__(self, copies: CopyEngineAllGather, others: WeightGatherer) -> None:
         self.copies = copies
         self.others = others
@@ -223,9 +227,10 @@ class CopyEngineGatherer(WeightGatherer):
         if not in_backward():
             self.copies.end()
 
-    def gather(self, key: object, parameter: Tensor) -> GatheredWeight:
+    def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """The rows that copy engines have gathered in this pass, else those that `others` gathers now."""
-        whole = self.copies.take(key, version_of(parameter), in_backward=in_backward())
+        version = version_of(parameter) if isinstance(parameter, Tensor) else None
+        whole = self.copies.take(key, version, in_backward=in_backward())
         if whole is None:
             return self.others.gather(key, parameter)
         return GatheredWeight(whole, self.copies.version(key, whole))

@@ -73,7 +73,12 @@ class GatheredWeight(NamedTuple):
 
 
 class WeightGatherer(ABC):
-    """Gathers the weights of one model over z, and may start before they are asked for."""
+    """Gathers the weights of one model over z, and may start before they are asked for.
+
+    Attribute: `keeps_rows`, whether it gathers weights that may be kept into memory of its own, one by one.
+    """
+
+    keeps_rows = False
 
     @abstractmethod
     def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:

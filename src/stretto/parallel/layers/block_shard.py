@@ -9,10 +9,14 @@ all-gathered message is [z, sum of padded shards], from which each parameter is 
 
     rank 0: | weight, rows 0-3 | bias, 0-3 |                    weight = message[:, :w] as [z * 4, ...], rows 0 to 6
     rank 1: | weight, rows 4-6, padding | bias, 4-6, padding |  bias = message[:, w:] as [z * 4], 0 to 6
+
+Where copy engines gather, and blocks are kept for the backward pass, they gather each large parameter by itself, and
+the message has the small ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -27,9 +31,12 @@ from torch.utils._pytree import tree_map
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_gathering import WeightGatherer
+from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layout import Version, layout_of, local, version_of
 from stretto.parallel.precision import Precision
+
+LEAST_COPIED_BYTES = 1 << 16
+"""Of a whole parameter that copy engines gather by itself: each of its copies takes some microseconds of their time."""
 
 
 class ParameterPlace(NamedTuple):
@@ -167,21 +174,50 @@ class BlockShard:
         self._sharded = len(parameters)
         self._is_running = False
         self._again: list[Tensor] | None = None
-        self._messages: list[tuple[_BlockMessage, tuple[int, ...]]] = []
+        self._copied: dict[int, WeightToGather] = {}
+        self._kept: list[_KeptRows] = []
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, parameter in enumerate(parameters):
             by_dtype.setdefault(parameter.dtype, []).append(index)
-        for indices in by_dtype.values():
-            message = _BlockMessage.of([parameters[index] for index in indices], precision.compute, group.size())
+        self._gathered = self._make_messages(by_dtype.values(), gatherer.keeps_rows and not frees)
+        self._scattered = self._make_messages(by_dtype.values(), False)
+        for message, _ in self._gathered:
             gatherer.register(message, message, may_keep=False)
-            self._messages.append((message, tuple(indices)))
+        for weight in self._copied.values():
+            gatherer.register(weight, weight, may_keep=True)
+
+    def _make_messages(
+        self, groups: Iterable[Sequence[int]], copies: bool
+    ) -> list[tuple[_BlockMessage, tuple[int, ...]]]:
+        """The messages of parameters that are alike; copies: without those that copy engines gather."""
+        made = []
+        for indices in groups:
+            left = []
+            for index in indices:
+                parameter = self.parameters[index]
+                shape, dtype = layout_of(parameter).shape, self.precision.compute
+                if copies and torch.Size(shape).numel() * (dtype or parameter.dtype).itemsize >= LEAST_COPIED_BYTES:
+                    self._copied[index] = WeightToGather(parameter, shape[0], dtype)
+                else:
+                    left.append(index)
+            if left:
+                parameters = [self.parameters[index] for index in left]
+                made.append((_BlockMessage.of(parameters, self.precision.compute, self.group.size()), tuple(left)))
+        return made
 
     def gather(self) -> list[Tensor]:
         """Gather the sharded parameters, in order."""
         found: dict[int, Tensor] = {}
-        for message, indices in self._messages:
+        self._kept = []
+        for message, indices in self._gathered:
             rows = self.gatherer.gather(message, message.parameter).rows
             found |= zip(indices, message.unpack(rows), strict=True)
+        for index, weight in self._copied.items():
+            rows, version = self.gatherer.gather(weight, weight.parameter)
+            found[index] = rows.detach()  # autograd marks what a Function returns
+            if version is not None:
+                begin = rows.data_ptr()
+                self._kept.append(_KeptRows(begin, begin + rows.numel() * rows.element_size(), weight, version))
         return [found[index] for index in range(self._sharded)]
 
     def _get_again(self, index: int) -> Tensor:
@@ -203,7 +239,7 @@ class BlockShard:
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to reduce the gradients of the sharded parameters; those of parameters without one stay as they are."""
         self._free()
-        for message, indices in self._messages:
+        for message, indices in self._scattered:
             chosen = [place for place, index in enumerate(indices) if gradients[index] is not None]
             if not chosen:
                 continue
@@ -238,7 +274,7 @@ class BlockShard:
         try:
             for place in self.places:
                 _hold(place, wholes[place.number])
-            with self._freeing(wholes) if frees else nullcontext():
+            with self._freeing(wholes) if frees else self._checking_kept():
                 yield
         finally:
             self._is_running = False
@@ -271,6 +307,30 @@ class BlockShard:
         dtypes = [whole.dtype for whole in wholes]
         return saved_tensors_hooks(pack, unpack)
 
+    def _checking_kept(self) -> AbstractContextManager[Any]:
+        """Have the backward pass raise RuntimeError if copy engines have overwritten what autograd saves here."""
+        kept = sorted(self._kept)
+        if not kept or not torch.is_grad_enabled() or _are_saved_tensors_packed():
+            return nullcontext()
+        self._kept = []
+
+        def pack(saved: Tensor) -> Any:
+            place = bisect_right(kept, saved.data_ptr(), key=lambda rows: rows.begin) - 1
+            return (saved, kept[place]) if place >= 0 and saved.data_ptr() < kept[place].end else saved
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            tensor, rows = saved
+            if self.gatherer.was_overwritten(rows.weight, rows.version):
+                raise RuntimeError(
+                    f"a parameter of {self.name} was changed, and a forward pass run with it, before the backward pass "
+                    "of an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
+                )
+            return tensor
+
+        return saved_tensors_hooks(pack, unpack)
+
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The block's forward, with whole parameters, and floating-point inputs in the compute dtype."""
 
@@ -295,6 +355,15 @@ def _are_saved_tensors_packed() -> bool:
     It keeps nothing of the block, which is gathered again when it is recomputed.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class _KeptRows(NamedTuple):
+    """The addresses of a parameter's whole rows in the gatherer's memory, and which state of the shard they are of."""
+
+    begin: int
+    end: int
+    weight: WeightToGather
+    version: Version
 
 
 class _SavedView(NamedTuple):
