@@ -35,8 +35,8 @@ from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGathe
 from stretto.parallel.layout import Version, layout_of, local, version_of
 from stretto.parallel.precision import Precision
 
-LEAST_COPIED_BYTES = 1 << 16
-"""Of a whole parameter that copy engines gather by itself: each of its copies takes some microseconds of their time."""
+LEAST_COPIED_BYTES = 1 << 25
+"""Of a whole parameter that copy engines gather by itself: smaller ones cost the host more than one message of all."""
 
 
 class ParameterPlace(NamedTuple):
@@ -48,9 +48,8 @@ class ParameterPlace(NamedTuple):
 
 
 class _ParameterSlot(NamedTuple):
-    """A parameter in a message: begin and numbers of a shard, whole shape, rows of a padded shard, and rows here."""
+    """A parameter in a message: numbers of a padded shard, whole shape, rows of a padded shard, and rows here."""
 
-    begin: int
     size: int
     shape: torch.Size
     padded_rows: int
@@ -61,24 +60,25 @@ class _ParameterSlot(NamedTuple):
 class _BlockMessage:
     """The shards of a block's parameters of one dtype, as one message. parameter: all of these.
 
-    dtype: in which they are sent (None: their own).
+    sizes: of the slots, in numbers; size: their sum. dtype: in which they are sent (None: their own).
     """
 
     parameter: tuple[nn.Parameter, ...]
     slots: tuple[_ParameterSlot, ...]
+    sizes: list[int]
     size: int
     dtype: torch.dtype | None
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, ranks: int) -> "_BlockMessage":
-        slots, begin = [], 0
+        slots = []
         for parameter in parameters:
             shape = torch.Size(layout_of(parameter).shape)
             rows = -(-shape[0] // ranks)
             size = rows * shape[1:].numel()
-            slots.append(_ParameterSlot(begin, size, shape, rows, local(parameter).shape[0]))
-            begin += size
-        return cls(tuple(parameters), tuple(slots), begin, dtype)
+            slots.append(_ParameterSlot(size, shape, rows, local(parameter).shape[0]))
+        sizes = [slot.size for slot in slots]
+        return cls(tuple(parameters), tuple(slots), sizes, sum(sizes), dtype)
 
     def version(self, current: tuple[nn.Parameter, ...]) -> tuple[Version, ...]:
         """The states of this rank's shards."""
@@ -86,22 +86,22 @@ class _BlockMessage:
 
     def start(self, current: tuple[nn.Parameter, ...], group: dist.ProcessGroup) -> Pending:
         """Begin to all-gather the message: [z x size]."""
-        shards = [local(parameter).detach() for parameter in current]
+        shards = [local(parameter).detach().flatten() for parameter in current]
         message = shards[0].new_empty(self.size, dtype=self.dtype or shards[0].dtype)
         places = [
-            message[slot.begin :][: shard.numel()].view_as(shard)
-            for slot, shard in zip(self.slots, shards, strict=True)
+            place if shard.shape == place.shape else place[: shard.numel()]
+            for place, shard in zip(message.split(self.sizes), shards, strict=True)
         ]
         torch._foreach_copy_(places, shards)  # rows of padding hold anything: nobody reads them
         return start_gather_rows(message, group.size() * self.size, group)
 
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Copy each whole parameter out of the gathered message."""
-        parts = message.view(-1, self.size)
-        return [
-            parts[:, slot.begin : slot.begin + slot.size].reshape(-1, *slot.shape[1:])[: slot.shape[0]]
-            for slot in self.slots
-        ]
+        ranks = message.numel() // self.size
+        whole = [message.new_empty(ranks * slot.padded_rows, *slot.shape[1:]) for slot in self.slots]
+        out = [tensor.view(ranks, -1) for tensor in whole]
+        torch.split_with_sizes_copy(message.view(ranks, -1), self.sizes, dim=1, out=out)  # one kernel
+        return [tensor[: slot.shape[0]] for tensor, slot in zip(whole, self.slots, strict=True)]
 
     def start_scatter(
         self,
@@ -113,27 +113,19 @@ class _BlockMessage:
     ) -> list[Pending]:
         """Begin to reduce-scatter the gradients of the `chosen` slots in this dtype, times scale.
 
-        Returns this rank's shard of each. As in `start`, rows of padding hold anything.
+        Returns this rank's shard of each.
         """
         slots = [self.slots[index] for index in chosen]
         ranks, size = group.size(), sum(slot.size for slot in slots)
         message = gradients[0].new_empty(ranks, size, dtype=dtype)
-        begins, begin = [], 0
-        for slot, gradient in zip(slots, gradients, strict=True):
-            part = message[:, begin : begin + slot.size].view(ranks, slot.padded_rows, -1)
-            rows = gradient.reshape(slot.shape[0], -1)
-            full = slot.shape[0] // slot.padded_rows if slot.padded_rows else 0
-            part[:full].copy_(rows[: full * slot.padded_rows].view(full, slot.padded_rows, -1))
-            if left := slot.shape[0] - full * slot.padded_rows:
-                part[full, :left] = rows[full * slot.padded_rows :]
-            begins.append(begin)
-            begin += slot.size
+        rows = [each.reshape(slot.shape[0], -1) for each, slot in zip(gradients, slots, strict=True)]
+        torch._chunk_cat(rows, dim=0, num_chunks=ranks, out=message)  # one kernel, which casts and pads
         if scale != 1:
             message *= scale
         sent = start_scatter_rows(message.view(-1), size, group)
         parts = [
-            sent.result[begin : begin + slot.local_rows * slot.shape[1:].numel()].view(slot.local_rows, *slot.shape[1:])
-            for slot, begin in zip(slots, begins, strict=True)
+            part[: slot.local_rows * slot.shape[1:].numel()].view(slot.local_rows, *slot.shape[1:])
+            for slot, part in zip(slots, sent.result.split([slot.size for slot in slots]), strict=True)
         ]
         # Only the first is waited for; the others come after it.
         return [Pending(parts[0], sent.work, sent.source), *map(Pending, parts[1:])]
