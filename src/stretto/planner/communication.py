@@ -134,6 +134,11 @@ def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
     return whole if pair is None or size == 1 else min(whole, (size - 1) * pair)
 
 
+def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
+    """Whether NVLink reaches all ranks of z, which are x * y apart."""
+    return cluster.has_nvlink and grid.preceding("z") * grid.z <= cluster.gpus_per_node
+
+
 def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:
     """`bandwidth` of every axis; for one of a single rank what a group there would get, or None if that is not known.
 

@@ -10,7 +10,9 @@ from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.communication import has_nvlink_over_z
 from stretto.planner.grids import every_grid, why_impossible
+from stretto.planner.memory import gathers_by_copy_engines
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
@@ -127,7 +129,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
     casts, casts_back = _casts(workload, config, grid)
-    copies, copies_back = _copies(workload, config)
+    copies, copies_back = _copies(workload, config, device.cluster)
     layers = model.layers * micro_batches
     if config.options.checkpoint_activations:
         backward += forward
@@ -176,19 +178,21 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
     return cast, cast if is_summed else parameters * (workload.master - workload.element)
 
 
-def _copies(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
+def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[float, float]:
     """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered.
 
-    Gradients are divided by the number of ranks there. Only blocks without roles are sent so; see
-    `stretto.parallel.layers.block_shard`.
+    Gradients are divided by the number of ranks there, too. Only a model that is sharded by blocks is sent so
+    (`stretto.parallel.layers.block_shard`); what copy engines gather lies in its place.
     """
     model, options = workload.model, config.options
     if not model.is_sharded_by_blocks or config.grid.z == 1:
         return 0.0, 0.0
-    copy = 2 * model.parameters * workload.element
+    copy = divide = 2 * model.parameters * workload.element
+    if gathers_by_copy_engines(config, has_nvlink=has_nvlink_over_z(cluster, config.grid)):
+        return 0.0, copy + divide
     is_gathered_again = options.checkpoint_activations or not options.keep_gathered
     again = 2 * model.layers * model.block_parameters * workload.element if is_gathered_again else 0
-    return copy, 2 * copy + again
+    return copy, copy + divide + again
 
 
 def _head(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:

@@ -88,7 +88,7 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     those of weights that stay gathered (`stretto.parallel.comm.copy_engine_gather`).
     """
     if workload.model.is_sharded_by_blocks:
-        return _memory_of_blocks(workload, config)
+        return _memory_of_blocks(workload, config, has_nvlink=has_nvlink)
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
     fixed = _parameters_and_optimizer(workload, parameters)
@@ -185,12 +185,20 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _memory_of_blocks(workload: StepWorkload, config: StepConfig) -> dict[str, float]:
+def gathers_by_copy_engines(config: StepConfig, *, has_nvlink: bool) -> bool:
+    """Whether copy engines gather the blocks of a model without roles; has_nvlink: as in `memory`."""
+    options = config.options
+    keeps = options.keep_gathered and not options.checkpoint_activations
+    return keeps and has_nvlink and options.overlap.copy_engines and options.overlap.hides_any and config.grid.z > 1
+
+
+def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> dict[str, float]:
     """`memory` of a model that is sharded block by block over z; ranks of x and y hold the same.
 
     A block's parameters are gathered as one message and copied out of it. Its gradients are there whole, and are copied
     into a message; one message at a time is on its way (`stretto.parallel.layers.block_shard`). What is in no block is
     gathered for the whole forward pass, and its gradients, of which the head's come first, are there whole to the end.
+    Copy engines gather blocks that are kept into memory that is there all the time, without messages.
     """
     model, options, element = workload.model, config.options, workload.element
     grid = model.splitting_sizes(config.grid)
@@ -203,9 +211,13 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig) -> dict[str, f
     block, outside = (count * is_copied for count in (model.block_parameters, model.outside_parameters))
     largest = max(linear.weights for linear in model.linears)
     again = block if is_sent or recomputes else largest * is_copied  # what is cast alone is cast at each use
-    message = model.block_parameters * is_sent
+    message: float = model.block_parameters * is_sent
+    gathered_message = message
     in_flight = message * (1 + 1 / grid.z)  # and the shard that it is made from, or becomes
     ahead = in_flight if options.overlap.hides_any else 0.0
+    resident = 0.0
+    if gathers_by_copy_engines(config, has_nvlink=has_nvlink):
+        resident, gathered_message, ahead = layers * block + outside, 0.0, 0.0
     head = model.head_outputs * model.hidden
     shards = parameters * workload.master
     unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
@@ -221,7 +233,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig) -> dict[str, f
         moments.append(
             {
                 "gradients": max(earlier, reduced),
-                "gathered_weights": gathered * element,
+                "gathered_weights": max(gathered, resident) * element,
                 "activations": activations * tokens * element,
                 "logits": 0.0,
                 "temporary": temporary * element,
@@ -232,7 +244,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig) -> dict[str, f
     moments[0]["logits"] = _whole_logits(workload, tokens)
     for number in {layers, max(1, layers - 1)}:  # of the block whose forward pass begins
         following = ahead if number < layers else 0.0
-        gathered = (number if keeps else 1) * block + outside + message + following
+        gathered = (number if keeps else 1) * block + outside + gathered_message + following
         note(gathered, (number - 1) * kept_by_each + hidden)
     for number in {layers, max(1, layers - 1), 1}:  # of the block whose backward pass runs
         following = ahead if number > 1 and not keeps else 0.0

@@ -12,7 +12,7 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.communication import Rates, bandwidths
+from stretto.planner.communication import Rates, bandwidths, has_nvlink_over_z
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
@@ -287,8 +287,7 @@ def _judge(
     tokens = (micro_batch or local) * workload.seq_len
     if impossible is None and tokens % config.token_parts:
         impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
-    # Whether NVLink reaches all ranks of z, which are x * y apart.
-    has_nvlink = cluster.has_nvlink and config.grid.preceding("z") * config.grid.z <= cluster.gpus_per_node
+    has_nvlink = has_nvlink_over_z(cluster, config.grid)
     size = micro_batch
     if size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)
