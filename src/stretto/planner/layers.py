@@ -5,8 +5,8 @@ Linears are described by their sizes alone, and everything that is modelled of t
 follows from these. To plan another kind of layer, add a class here, and change besides:
 
 - `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs sizes of its own;
-- `Architecture.parameters` and `memory.local_parameters`, if the layer has parameters other than its linears' weights
-  and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted there by name;
+- `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
+  weights and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted there by name;
 - `communication` and `cost`, if the layer sends anything but its linears' collectives (experts' all-to-all, say).
 """
 
