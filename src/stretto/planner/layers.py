@@ -6,7 +6,7 @@ follows from these. To plan another kind of layer, add a class here, and change 
 
 - `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs sizes of its own;
 - `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
-  weights and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted there by name;
+  weights and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted by name;
 - `communication` and `cost`, if the layer sends anything but its linears' collectives (experts' all-to-all, say).
 """
 

@@ -399,8 +399,6 @@ def _possible_numbers(workload: StepWorkload, micro_batch: int | None, shards: b
     model, batch = workload.model, workload.batch
     parts = [n for n in divisors(batch) if micro_batch is None or batch // n % micro_batch == 0]
     cut_by_x = math.gcd(*(linear.inputs if linear.is_rowwise else linear.units for linear in model.linears))
-    if model.is_sharded_by_blocks:  # more of x and y would only compute the same
-        return set(parts)
     numbers: set[int] = set()
     for x, y in itertools.product(divisors(cut_by_x), divisors(model.hidden)):
         if why_impossible(model, GridSizes(x=x, y=y), batch) is None:
