@@ -12,7 +12,7 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import has_nvlink_over_z
 from stretto.planner.grids import every_grid, why_impossible
-from stretto.planner.memory import gathers_by_copy_engines
+from stretto.planner.memory import gathered_by_copy_engines
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
@@ -181,18 +181,18 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
 def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[float, float]:
     """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered.
 
-    Gradients are divided by the number of ranks there, too. Only a model that is sharded by blocks is sent so
-    (`stretto.parallel.layers.block_shard`); what copy engines gather lies in its place.
+    Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks is sent
+    so (`stretto.parallel.layers.block_shard`); what copy engines gather lies in its place.
     """
-    model, options = workload.model, config.options
+    model, options, element = workload.model, config.options, workload.element
     if not model.is_sharded_by_blocks or config.grid.z == 1:
         return 0.0, 0.0
-    copy = divide = 2 * model.parameters * workload.element
-    if gathers_by_copy_engines(config, has_nvlink=has_nvlink_over_z(cluster, config.grid)):
-        return 0.0, copy + divide
+    has_nvlink = has_nvlink_over_z(cluster, config.grid)
+    of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
+    gathered = model.parameters - model.layers * of_block - outside
     is_gathered_again = options.checkpoint_activations or not options.keep_gathered
-    again = 2 * model.layers * model.block_parameters * workload.element if is_gathered_again else 0
-    return copy, copy + divide + again
+    again = model.layers * model.block_parameters * is_gathered_again
+    return 2 * gathered * element, 2 * (again + 2 * model.parameters) * element
 
 
 def _head(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:

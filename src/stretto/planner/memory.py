@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stretto.axes import GridSizes
-from stretto.execution import BUCKET_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT
+from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -185,11 +185,20 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def gathers_by_copy_engines(config: StepConfig, *, has_nvlink: bool) -> bool:
-    """Whether copy engines gather the blocks of a model without roles; has_nvlink: as in `memory`."""
-    options = config.options
+def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:
+    """Parameters of each block, and of what is in none, that copy engines gather where a model is sharded by blocks.
+
+    has_nvlink: as in `memory`.
+    """
+    model, options = workload.model, config.options
     keeps = options.keep_gathered and not options.checkpoint_activations
-    return keeps and has_nvlink and options.overlap.copy_engines and options.overlap.hides_any and config.grid.z > 1
+    if not (keeps and has_nvlink and options.overlap.copy_engines and options.overlap.hides_any and config.grid.z > 1):
+        return 0, 0
+    least = LEAST_COPIED_BYTES / workload.element
+    own_head = model.head_outputs * model.hidden * model.has_own_head
+    tables = (model.vocab * model.hidden, model.positions * model.hidden, own_head)
+    weights = (linear.weights for linear in model.linears)
+    return sum(weight for weight in weights if weight >= least), sum(table for table in tables if table >= least)
 
 
 def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> dict[str, float]:
@@ -198,7 +207,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     A block's parameters are gathered as one message and copied out of it. Its gradients are there whole, and are copied
     into a message; one message at a time is on its way (`stretto.parallel.layers.block_shard`). What is in no block is
     gathered for the whole forward pass, and its gradients, of which the head's come first, are there whole to the end.
-    Copy engines gather blocks that are kept into memory that is there all the time, without messages.
+    Copy engines gather large parameters that are kept into memory that is there all the time, without a message.
     """
     model, options, element = workload.model, config.options, workload.element
     grid = model.splitting_sizes(config.grid)
@@ -208,16 +217,16 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     keeps = options.keep_gathered and not recomputes
     # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
     is_copied = is_sent or element < workload.master
-    block, outside = (count * is_copied for count in (model.block_parameters, model.outside_parameters))
+    by_engines, outside_by_engines = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
+    resident = layers * by_engines + outside_by_engines
+    block = (model.block_parameters - by_engines) * is_copied
+    outside = (model.outside_parameters - outside_by_engines) * is_copied
     largest = max(linear.weights for linear in model.linears)
     again = block if is_sent or recomputes else largest * is_copied  # what is cast alone is cast at each use
-    message: float = model.block_parameters * is_sent
-    gathered_message = message
-    in_flight = message * (1 + 1 / grid.z)  # and the shard that it is made from, or becomes
-    ahead = in_flight if options.overlap.hides_any else 0.0
-    resident = 0.0
-    if gathers_by_copy_engines(config, has_nvlink=has_nvlink):
-        resident, gathered_message, ahead = layers * block + outside, 0.0, 0.0
+    message = model.block_parameters * is_sent  # of gradients
+    in_flight = message * (1 + 1 / grid.z)  # and the shard that it becomes
+    gathered_message = block * is_sent
+    ahead = gathered_message * (1 + 1 / grid.z) if options.overlap.hides_any else 0.0  # and the shard that is sent
     head = model.head_outputs * model.hidden
     shards = parameters * workload.master
     unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
@@ -233,7 +242,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
         moments.append(
             {
                 "gradients": max(earlier, reduced),
-                "gathered_weights": max(gathered, resident) * element,
+                "gathered_weights": (gathered + resident) * element,
                 "activations": activations * tokens * element,
                 "logits": 0.0,
                 "temporary": temporary * element,
@@ -251,7 +260,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
         sent = in_flight if number < layers else 0.0
         earlier_blocks, reduced = (number - 1) * kept_by_each, max(0, layers - number - 1) * of_block
         if not keeps:  # it is gathered again
-            gathered = again + message + following
+            gathered = again + gathered_message + following
             note(gathered, earlier_blocks + kept_by_each + hidden, reduced=reduced, temporary=head + sent)
         gathered = number * block if keeps else again + following
         note(gathered, earlier_blocks + kept + growth, reduced=reduced, temporary=head + sent + 2 * largest)
