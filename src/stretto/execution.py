@@ -104,3 +104,6 @@ LOGITS_SLICE = 2**26
 BUCKET_BYTES = 64 * 2**20
 # How many reduce-scatters over z may run at once: about two blocks' weights. It bounds the memory that they hold.
 SCATTERS_IN_FLIGHT = 8
+# Of a whole parameter of a block without roles that copy engines gather by itself: smaller ones cost the host more than
+# one message of all.
+LEAST_COPIED_BYTES = 1 << 25

@@ -3,6 +3,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -157,6 +158,7 @@ def test_a_grid_is_possible_just_when_it_is_for_parallelize_that_knows_the_head(
         roles = {"classifier": "head", "dropout": "dropout"}
     architecture = read_architecture(model, 16)
     assert not roles or str(roles) in notes_of(model)[0]
+    architecture = replace(architecture, is_sharded_by_blocks=False)  # as it is with these roles
     for grid in every_grid(ranks):
         refusal, found = refusal_of(model, grid.sizes(), roles=roles), why_impossible(architecture, grid, batch=ranks)
         assert (found is None) == (refusal is None), f"{grid}: planner says {found}, parallelize says {refusal}"
@@ -221,10 +223,11 @@ def test_a_model_is_known_by_the_class_that_it_is_derived_from_and_one_of_anothe
         read_architecture(two_heads, 16)
 
 
-def logits_bytes(kind: str, class_name: str, **options: Any) -> float:
+def logits_bytes(kind: str, class_name: str, *, is_sharded_by_blocks: bool = False, **options: Any) -> float:
     """Of 4 sequences of 16 tokens on one rank, in bf16."""
     config = {**config_of(kind, **options).to_dict(), "architectures": [class_name]}
-    workload = StepWorkload(read_architecture(config, 16), 4, 16)
+    model = replace(read_architecture(config, 16), is_sharded_by_blocks=is_sharded_by_blocks)
+    workload = StepWorkload(model, 4, 16)
     return memory(workload, StepConfig(GridSizes(1, 1, 1, 1), 4))["logits"]
 
 
@@ -238,6 +241,9 @@ def test_logits_take_the_memory_of_their_own_head():
     assert of_tokens == 3000 * (tokens * (2 + 3 * 4) + hidden * 2 * 2)
     pooled = logits_bytes("llama", "LlamaForSequenceClassification", num_labels=20000)
     assert pooled == 20000 * (tokens * 2 * 2 + hidden * 2 * 2)
+    # Without roles a model's own code makes whole logits, and the head's weight is one of the gathered ones.
+    for kind, name in (("llama", "LlamaForCausalLM"), ("granite", "GraniteForCausalLM")):
+        assert logits_bytes(kind, name, is_sharded_by_blocks=True, vocab_size=5000) == 5000 * tokens * (2 + 3 * 4)
 
 
 def test_the_command_says_that_parallelize_does_not_take_a_model_and_ranks_it_all_the_same(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.peak_memory import PeakMemory
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import stretto
 from stretto.bench.plan.memory import KINDS
@@ -19,7 +20,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, no_sync, parallelize
 from stretto.parallel.comm import gradient_reducer
 from stretto.planner import memory as planned
-from stretto.planner import predict
+from stretto.planner import predict, read_architecture
 
 RESULTS = Path(__file__).parents[2] / "results"
 MEASURED = json.loads((RESULTS / "train" / "train.json").read_text())
@@ -245,11 +246,32 @@ def test_the_largest_micro_batch_that_fits_is_chosen():
 SMALL = GPTConfig(layers=6, hidden=128, heads=8, vocab=500, max_seq_len=64)
 
 
-def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **options: Any) -> int:
+PHI3 = {
+    "model_type": "phi3",
+    "vocab_size": 500,
+    "num_hidden_layers": 6,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def loss_of(model: torch.nn.Module, part: torch.Tensor, num_targets: int) -> torch.Tensor:
+    if isinstance(model, GPT):
+        return model(part[:, :-1], part[:, 1:], num_targets=num_targets)
+    return model(input_ids=part[:, :-1], labels=part[:, 1:], use_cache=False).loss
+
+
+def peak_of_a_step(
+    sizes: dict[str, int], batch: int, micro_batch: int, *, is_phi3: bool = False, **options: Any
+) -> int:
     """Bytes at the peak of this rank's second step, weights and optimizer state included."""
     grid = Grid(**sizes)
     with torch.device("meta"):
-        model = GPT(SMALL)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PHI3)) if is_phi3 else GPT(SMALL)
     recomputes = options.pop("checkpoint_activations")
     parallelize(model, grid, dtype=torch.bfloat16, **options)
     if recomputes:
@@ -262,7 +284,7 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
     def step() -> None:
         for number, part in enumerate(parts, start=1):
             with contextlib.nullcontext() if number == len(parts) else no_sync(model):
-                model(part[:, :-1], part[:, 1:], num_targets=batch * 64).backward()
+                loss_of(model, part, batch * 64).backward()
         for shard, parameter in zip(shards, parameters, strict=True):
             shard.grad, parameter.grad = parameter.grad.to_local(), None
         optimizer.step()
@@ -304,6 +326,27 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
     seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, **options))
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("micro_batch", [1, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"keep_gathered": False}, {"checkpoint_activations": True}, {"accumulate_unsharded": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_phi3", [False, True], ids=["GPT", "Phi-3"])
+def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_ranks_hold(
+    ranks, grid, micro_batch, options, is_phi3
+):
+    sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
+    architecture = replace(read_architecture(PHI3 if is_phi3 else SMALL, 64), is_sharded_by_blocks=True)
+    expected = predict(architecture, H200X4_FULL, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
+    options = {"checkpoint_activations": False} | options
+    options["blocks"] = ["model.layers.*" if is_phi3 else "blocks.*"]
+    seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, is_phi3=is_phi3, **options))
+    assert expected.peak_memory == pytest.approx(seen, rel=0.05)
 
 
 def test_what_may_be_on_its_way_at_once_is_what_the_gradients_say():

@@ -5,6 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
+from stretto.axes import GridSizes
 from stretto.planner.layers import AttentionLayer, BlockLayer, Linear, MlpLayer, NormLayer
 
 LARGEST = 10**9  # of any count: products of a few stay exact and cheap
@@ -22,6 +23,10 @@ class Architecture:
     position embedding (0: none). `is_rotary`: queries and keys are turned, which copies them. `block_norms` counts a
     block's norms of hidden features that have weights (where there are none, the last norm has none either), and
     `head_norm_weights` the weights of those of its queries and keys. `notes`: what a reader of a plan must know.
+
+    `is_sharded_by_blocks`: `parallelize` finds no roles, and shards the model block by block over z, so that all ranks
+    of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
+    `has_plain_norms`, that norms are made of plain operations in fp32 (with roles, they are replaced).
     """
 
     name: str
@@ -48,6 +53,9 @@ class Architecture:
     logits: Literal["sliced", "whole", "pooled"] = "sliced"
     stores_inputs_first: bool = False
     takes_sharded_sequence: bool = False
+    is_sharded_by_blocks: bool = False
+    refuses_copies: bool = False
+    has_plain_norms: bool = False
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -62,7 +70,7 @@ class Architecture:
     def block(self) -> tuple[BlockLayer, ...]:
         """The layers of one block."""
         return (
-            NormLayer(self.hidden),
+            NormLayer(self.hidden, self.has_plain_norms and self.is_sharded_by_blocks),
             AttentionLayer(
                 self.hidden,
                 self.heads,
@@ -100,17 +108,38 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """All of the model's parameters; tied weights count once."""
-        biases = sum(linear.outputs for linear in self.linears if linear.has_bias)
+        return self.layers * self.block_parameters + self.outside_parameters
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """All parameters of one block: weights and biases of its linears, and its norms."""
+        linears = sum(linear.weights + linear.outputs * linear.has_bias for linear in self.linears)
+        return linears + self.block_norms * self._norm_width + self.head_norm_weights
+
+    @cached_property
+    def outside_parameters(self) -> int:
+        """Parameters that are in no block: embeddings, head and last norm."""
         embeddings = (self.vocab + self.positions) * self.hidden
         head = self.head_outputs * (self.hidden * self.has_own_head + self.has_head_bias)
-        blocks = self.linear_weights + self.layers * (biases + self.head_norm_weights)
-        return blocks + self.norm_parameters + embeddings + head
+        return embeddings + head + self.norm_parameters - self.layers * self.block_norms * self._norm_width
 
     @property
     def norm_parameters(self) -> int:
         """Weights and biases of all norms of hidden features."""
         norms = self.layers * self.block_norms + (1 if self.block_norms else 0)
-        return norms * self.hidden * (2 if self.has_norm_bias else 1)
+        return norms * self._norm_width
+
+    @property
+    def _norm_width(self) -> int:
+        return self.hidden * (2 if self.has_norm_bias else 1)
+
+    def copies(self, grid: GridSizes) -> int:
+        """How many ranks compute and hold the same: those of x and y, if the model is sharded by blocks."""
+        return grid.x * grid.y if self.is_sharded_by_blocks else 1
+
+    def splitting_sizes(self, grid: GridSizes) -> GridSizes:
+        """The sizes by which a grid splits weights and work: x and y are 1 if the model is sharded by blocks."""
+        return grid if self.copies(grid) == 1 else GridSizes(**grid.sizes() | {"x": 1, "y": 1})
 
 
 def check_count(where: str, value: Any) -> None:

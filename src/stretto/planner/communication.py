@@ -53,14 +53,27 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class LinearTraffic:
-    """What one rank sends for one linear in a step, in numbers (not bytes), by equation."""
+class WeightTraffic:
+    """What one rank sends for one weight, or all of a block's, in a step, in numbers (not bytes), by equation."""
 
     all_gather: float  # 5.1: the weight, over z, once
     reduce_scatter: float  # 5.2: its gradient, over z
+    data: float  # 5.5: its gradient, over data
+
+    @classmethod
+    def of(cls, parameters: float, grid: GridSizes) -> "WeightTraffic":
+        """Of so many parameters that only z splits: those of a block, or those that are in none."""
+        gz, gdata = grid.z, grid.replicas
+        sharded = (gz - 1) / gz * parameters
+        return cls(sharded, sharded, 2 * (gdata - 1) / gdata * parameters / gz)
+
+
+@dataclass(frozen=True)
+class LinearTraffic(WeightTraffic):
+    """What one rank sends for one linear in a step, in numbers (not bytes), by equation."""
+
     output: float  # 5.3: the output's partial sums, in the forward pass, over `output_sum_axis`
     gradient: float  # 5.4: those of the input's gradient, in the backward pass, over `gradient_sum_axis`
-    data: float  # 5.5: the weight's gradient, over data
     output_sum_axis: str
     gradient_sum_axis: str
 
@@ -80,11 +93,17 @@ def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraf
     )
 
 
-def linears_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: int = 1) -> Volume:
+def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: int = 1) -> Volume:
     """Equation 5.6 over all linears of all blocks, in bytes of `element` a number.
+
+    A model that is sharded by blocks sends all parameters of a block, over z and data alone.
 
     `gathers`: how often a step gathers a weight over z. Algorithm 3 keeps it for the backward pass: once.
     """
+    if model.is_sharded_by_blocks:
+        block = WeightTraffic.of(model.block_parameters, grid)
+        of_block = Volume(gathers * block.all_gather, block.reduce_scatter, all_reduce_data=block.data)
+        return of_block.times(model.layers * element)
     total = Volume()
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
@@ -113,6 +132,11 @@ def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
     whole = cluster.require("in_node.bandwidth")
     pair = cluster.in_node.pair_bandwidth
     return whole if pair is None or size == 1 else min(whole, (size - 1) * pair)
+
+
+def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
+    """Whether NVLink reaches all ranks of z, which are x * y apart."""
+    return cluster.has_nvlink and grid.preceding("z") * grid.z <= cluster.gpus_per_node
 
 
 def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:

@@ -10,7 +10,9 @@ from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.communication import has_nvlink_over_z
 from stretto.planner.grids import every_grid, why_impossible
+from stretto.planner.memory import gathered_by_copy_engines
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
@@ -111,7 +113,8 @@ class Device:
 
 def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compute:
     """A step's computation on one rank, by the parts that communication can hide under."""
-    model, grid = workload.model, config.grid
+    model = workload.model
+    grid = model.splitting_sizes(config.grid)
     micro_batches = config.micro_batches(workload)
     tokens = config.micro_batch * workload.seq_len
     outputs, input_gradients, gradients = [], [], []
@@ -125,14 +128,15 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     forward_bytes, backward_bytes = _element_wise(workload, grid, config.token_parts)
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
-    casts, casts_back = _casts(workload, config)
+    casts, casts_back = _casts(workload, config, grid)
+    copies, copies_back = _copies(workload, config, device.cluster)
     layers = model.layers * micro_batches
     if config.options.checkpoint_activations:
         backward += forward
     parameters = _parameters(workload, grid)
     return Compute(
-        forward=layers * forward + device.traffic(casts * micro_batches),
-        backward=layers * backward + device.traffic(casts_back * micro_batches),
+        forward=layers * forward + device.traffic((casts + copies) * micro_batches),
+        backward=layers * backward + device.traffic((casts_back + copies_back) * micro_batches),
         outputs=tuple(layers * output for output in outputs),
         input_gradients=tuple(layers * gradient for gradient in input_gradients),
         weight_gradients=tuple(layers * gradient for gradient in gradients),
@@ -163,15 +167,32 @@ def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> 
     return forward * workload.element, backward * workload.element
 
 
-def _casts(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
+def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple[float, float]:
     """Bytes of turning a rank's weights into dtype before they are used, and its gradients back."""
     if workload.element == workload.master:
         return 0.0, 0.0
-    parameters, grid = _parameters(workload, config.grid), config.grid
+    parameters = _parameters(workload, grid)
     cast = parameters * (workload.master + workload.element)
     # Products make the gradients that nobody sums in the parameters' dtype: only the wider numbers cost.
     is_summed = grid.z * grid.replicas > 1
     return cast, cast if is_summed else parameters * (workload.master - workload.element)
+
+
+def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[float, float]:
+    """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered.
+
+    Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks is sent
+    so (`stretto.parallel.layers.block_shard`); what copy engines gather lies in its place.
+    """
+    model, options, element = workload.model, config.options, workload.element
+    if not model.is_sharded_by_blocks or config.grid.z == 1:
+        return 0.0, 0.0
+    has_nvlink = has_nvlink_over_z(cluster, config.grid)
+    of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
+    gathered = model.parameters - model.layers * of_block - outside
+    is_gathered_again = options.checkpoint_activations or not options.keep_gathered
+    again = model.layers * model.block_parameters * is_gathered_again
+    return 2 * gathered * element, 2 * (again + 2 * model.parameters) * element
 
 
 def _head(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:
@@ -206,9 +227,10 @@ def matmul_shapes(models: Sequence[str], batches: Sequence[int], seq_len: int, g
 
 
 def _shapes(model: Architecture, batch: int, seq_len: int, gpus: int) -> Iterator[tuple[int, int, int]]:
-    for grid in every_grid(gpus):
-        if why_impossible(model, grid, batch) is not None:
+    for whole_grid in every_grid(gpus):
+        if why_impossible(model, whole_grid, batch) is not None:
             continue
+        grid = model.splitting_sizes(whole_grid)
         tokens = batch // grid.batch_parts * seq_len
         for linear in model.linears:
             output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]

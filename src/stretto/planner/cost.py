@@ -22,8 +22,9 @@ from stretto.planner.communication import (
     LinearTraffic,
     Rates,
     Volume,
+    WeightTraffic,
+    blocks_volume,
     linear_traffic,
-    linears_volume,
     seconds,
     slowest_rate,
 )
@@ -64,7 +65,7 @@ def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost
     """
     grid = config.grid
     gathers = 1 if config.options.keep_gathered else 2
-    volume = linears_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
+    volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates, grid)
     terms = {name: getattr(times, kind) for kind, name in MEANINGS.items()}
     return Cost(terms, rates, times, _by_axis(times.by_name()))
@@ -105,29 +106,40 @@ class _Step:
         self, workload: StepWorkload, config: StepConfig, cluster: Cluster, work: Compute, rates: Rates
     ) -> None:
         self.workload, self.config, self.cluster, self.work, self.rates = workload, config, cluster, work, rates
-        grid, layers = config.grid, workload.model.layers
+        grid, model = config.grid, workload.model
         self.micro_batches = config.micro_batches(workload)
-        self.calls = layers * self.micro_batches  # of what a block does once in a micro-batch
+        self.calls = model.layers * self.micro_batches  # of what a block does once in a micro-batch
         # How often a weight's gradient goes over z in a step.
         self.scatters = 1 if config.options.accumulate_unsharded else self.micro_batches
-        element = workload.element
         tokens = workload.tokens / grid.replicas / self.micro_batches
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
         self.forward_passes = 2 if config.options.checkpoint_activations else 1
         self.gathers = 2 if config.options.checkpoint_activations or not config.options.keep_gathered else 1
         self.sums: list[_Sum] = []
-        self.all_gather = self.reduce_scatter = self.data = 0.0
-        for place, linear in enumerate(workload.model.linears):
-            traffic = linear_traffic(linear, grid, tokens)
-            self.all_gather += self.calls * self._collective("all_gather", "z", traffic.all_gather * element)
-            self.reduce_scatter += (
-                layers * self.scatters * self._collective("reduce_scatter", "z", traffic.reduce_scatter * element)
-            )
-            self.data += layers * self._collective("all_reduce", REPLICAS, traffic.data * element)
+        linears = () if model.is_sharded_by_blocks else model.linears
+        traffics = [linear_traffic(linear, grid, tokens) for linear in linears]
+        # What a block's weights are sent in: a message for each linear, or one for all of its parameters.
+        messages: Sequence[WeightTraffic] = traffics or [WeightTraffic.of(model.block_parameters, grid)]
+        self.messages = len(messages)
+        of_message = [self._weights(message) for message in messages]
+        gathers, scatters, reductions = (sum(times) for times in zip(*of_message, strict=True))
+        self.all_gather = self.calls * gathers
+        self.reduce_scatter = model.layers * self.scatters * scatters
+        self.data = model.layers * reductions
+        for place, (linear, traffic) in enumerate(zip(linears, traffics, strict=True)):
             if config.token_parts > 1:
                 self.sums += self._sharded_sums(place, linear, traffic)
             else:
                 self.sums += self._whole_sums(place, linear, traffic, tokens)
+
+    def _weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
+        """Seconds of one all-gather and one reduce-scatter over z, and of one all-reduce over data."""
+        element = self.workload.element
+        return (
+            self._collective("all_gather", "z", traffic.all_gather * element),
+            self._collective("reduce_scatter", "z", traffic.reduce_scatter * element),
+            self._collective("all_reduce", REPLICAS, traffic.data * element),
+        )
 
     def _whole_sums(self, place: int, linear: Linear, traffic: LinearTraffic, tokens: float) -> Iterator[_Sum]:
         """Partial sums of the output, of large ones half under the product of the other half, and of the input's
@@ -178,7 +190,7 @@ class _Step:
     def exposed(self) -> dict[str, float]:
         """What is left when the next weight is gathered under this linear, sums hide as each can, and weights'
         gradients travel under the rest of the backward pass."""
-        work, parts = self.work, self.calls * len(self.workload.model.linears)
+        work, parts = self.work, self.calls * self.messages
         sums = [(each.axis, each.time - each.hidden) for each in self.sums]
         room = work.backward - sum(each.hidden for each in self.sums if not each.is_forward)
         gathered_forward = self._left(self.all_gather, work.forward, parts)
@@ -217,6 +229,9 @@ class _Step:
         """Embedding, head, loss, and the statistics of norms over y: waited for wherever they stand."""
         workload, grid, model = self.workload, self.config.grid, self.workload.model
         element, micro_batches = workload.element, self.micro_batches
+        if model.is_sharded_by_blocks:  # gathered as one block, for the forward and the backward pass
+            gather, scatter, over_data = self._weights(WeightTraffic.of(model.outside_parameters, grid))
+            return Volume(micro_batches * gather, self.scatters * scatter, all_reduce_data=over_data)
         tokens = workload.tokens / grid.batch_parts / micro_batches
         hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
         z, x, y, data = grid.z, grid.x, grid.y, grid.replicas

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 
 from stretto.cluster import Cluster
+from stretto.planner.architecture import Architecture
 from stretto.planner.communication import AXIS_OF, KINDS, MEANINGS
 from stretto.planner.cost import Cost
 from stretto.planner.workload import StepConfig
@@ -12,6 +13,7 @@ _NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are told to
 
 
 def explain(
+    model: Architecture,
     config: StepConfig,
     cost: Cost,
     memory: Mapping[str, float],
@@ -20,16 +22,22 @@ def explain(
     limit: float,
     cluster: Cluster,
 ) -> str:
-    """One sentence: what makes the first the first, what another loses by, or what would make it fit."""
+    """One sentence: what makes the first the first, what another loses by, or what would make it fit.
+
+    Where ranks compute the same, it says so first: such grids come after all others that fit.
+    """
+    copies = model.copies(config.grid)
+    same = f"its x * y = {copies} ranks compute the same, {copies} times the work of x = y = 1; " if copies > 1 else ""
     needed = sum(memory.values())
     if needed > limit:
-        return _does_not_fit(config, memory, needed, limit)
+        return same + _does_not_fit(model, config, memory, limit)
     if config == best:
-        return _first(config, cost, cluster)
+        return same + _first(config, cost, cluster)
     slower = cost.step_time / best_cost.step_time - 1 if best_cost.step_time else 0.0
-    if slower < 5e-4:
-        return f"as fast as the first, {best.grid}, but it needs more memory or computes more twice"
-    return f"{slower:.1%} slower than {best.grid}: {_differences(cost, best_cost)}"
+    if abs(slower) < 5e-4:
+        return f"{same}as fast as the first, {best.grid}, but it needs more memory or computes more twice"
+    than = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than"
+    return f"{same}{than} {best.grid}: {_differences(cost, best_cost)}"
 
 
 def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
@@ -62,7 +70,8 @@ def _differences(cost: Cost, best: Cost) -> str:
     return ", ".join(f"{_seconds(abs(time))} {'more' if time > 0 else 'less'} for {name}" for time, name in parts)
 
 
-def _does_not_fit(config: StepConfig, memory: Mapping[str, float], needed: float, limit: float) -> str:
+def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, float], limit: float) -> str:
+    needed = sum(memory.values())
     largest = max(memory, key=lambda part: memory[part])
     remedies = []
     if not config.options.checkpoint_activations:
@@ -74,7 +83,11 @@ def _does_not_fit(config: StepConfig, memory: Mapping[str, float], needed: float
     if config.micro_batch > 1:
         remedies.append("a smaller micro-batch")
     states = memory["parameters"] + memory["optimizer"] + memory["gradients"]
-    if states > limit:
+    if model.copies(config.grid) > 1:
+        remedies.append("moving ranks from x and y to z")
+    elif states > limit and model.is_sharded_by_blocks:
+        remedies.append("moving ranks from data to z" if config.grid.data > 1 else "more GPUs along z")
+    elif states > limit:
         remedies.append("more of x, y and z" if config.grid.data > 1 else "more GPUs along x, y or z")
     elif config.grid.data > 1:
         remedies.append("moving ranks from data to z")

@@ -33,6 +33,11 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
     """The first rule of `parallelize` and `train` that the grid breaks, with what would do; None if it can run."""
     if batch % grid.batch_parts:
         return f"data x z = {grid.batch_parts} does not divide a batch of {batch}"
+    if model.is_sharded_by_blocks:
+        copies = model.copies(grid)
+        if model.refuses_copies and copies > 1:
+            return f"x * y = {copies}, but parallelize takes attention dropout where x = y = 1 alone"
+        return None
     if model.hidden % grid.y:
         return f"y={grid.y} does not divide the hidden size {model.hidden}"
     for linear in model.linears:

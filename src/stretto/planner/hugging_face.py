@@ -139,13 +139,16 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     family = FAMILIES[kind]
     config = {**family.defaults, **config}
     class_name, head = _head_of(name, family, config, classes)
+    refusals = tuple(_refusals(family, head, config))
     return Architecture(
         name=name,
         **(_gpt2_sizes if family is _GPT2 else _gated_sizes)(name, family, config),
         labels=_labels(head, config, name),
         has_head_bias=_has(head.has_bias, config, name, default=True),
         logits="whole" if head is _LANGUAGE_MODEL and family.changes_logits else head.logits,
-        notes=tuple(_notes(class_name, family, head, config)),
+        is_sharded_by_blocks=bool(refusals),
+        refuses_copies=refusal_of_attention_dropout(config) is not None,
+        notes=tuple(_notes(class_name, family, head, refusals)),
     )
 
 
@@ -192,18 +195,18 @@ def _labels(head: _Head, config: Mapping[str, Any], name: str) -> int | None:
     return _count(config, "num_labels", name, 2 if names is None else len(names))
 
 
-def _notes(class_name: str, family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterator[str]:
+def _notes(class_name: str, family: _Family, head: _Head, refusals: Sequence[str]) -> Iterator[str]:
     """What stands between this model and `parallelize`, and what the plan takes for granted."""
     if head is _NO_HEAD:
         yield f"{class_name} has no head: what your code puts there is not counted"
-    for refusal in _refusals(family, head, config):
+    for refusal in refusals:
         yield (
-            f"parallelize does not split {class_name} over x and y, which the plan takes for granted, but shards it "
-            f"block by block over z: {refusal}"
+            f"parallelize does not split {class_name} over x and y, but shards it block by block over z, and the plan "
+            f"counts that: {refusal}"
         )
-    if family.note:
+    if family.note and not refusals:
         yield f"{class_name}: {family.note}"
-    if head is _LANGUAGE_MODEL and family.changes_logits:
+    if head is _LANGUAGE_MODEL and family.changes_logits and not refusals:
         yield (
             f"the logits of {class_name} change between head and loss, so parallelize makes whole ones, which are "
             "counted"
@@ -279,6 +282,7 @@ def _gated_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[
         "is_tied": _is_set(config, "tie_word_embeddings", name),
         "is_rotary": True,
         "block_norms": family.block_norms,
+        "has_plain_norms": family.block_norms > 0,  # Olmo's are torch's
         "head_norm_weights": head_norm_weights,
     }
 

@@ -5,8 +5,8 @@ Linears are described by their sizes alone, and everything that is modelled of t
 follows from these. To plan another kind of layer, add a class here, and change besides:
 
 - `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs sizes of its own;
-- `Architecture.parameters` and `memory.local_parameters`, if the layer has parameters other than its linears' weights
-  and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted there by name;
+- `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
+  weights and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted by name;
 - `communication` and `cost`, if the layer sends anything but its linears' collectives (experts' all-to-all, say).
 """
 
@@ -85,18 +85,24 @@ class BlockLayer(ABC):
 
 @dataclass(frozen=True)
 class NormLayer(BlockLayer):
-    """A block's two norms and two residual additions, of `hidden` features cut over y."""
+    """A block's two norms and two residual additions, of `hidden` features cut over y.
+
+    is_plain: norms are made of plain operations in fp32, as transformers' own are; over y they always are.
+    """
 
     hidden: int
+    is_plain: bool = False
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        # Outputs of both, gathered for the linears, and inputs; and of each token two statistics in fp32.
-        return 2 * (1 + 1 / token_parts) * self.hidden / grid.y + 2 * 2 * _STATISTIC / token_parts
+        # Outputs of both, gathered for the linears, and inputs; and of each token two statistics in fp32. Plain ones
+        # keep the input in fp32 instead, and the output before its weight, too.
+        plain = 2 * _STATISTIC * self.hidden if self.is_plain else 0
+        return 2 * (1 + 1 / token_parts) * self.hidden / grid.y + plain + 2 * 2 * _STATISTIC / token_parts
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         hidden = self.hidden / grid.y / token_parts
-        # A norm over y is made of plain operations in fp32, each of which reads and writes all: so much was measured.
-        norm = 2 if grid.y == 1 else 35
+        # One of plain operations in fp32, each of which reads and writes all: so much was measured over y.
+        norm = 35 if grid.y > 1 or self.is_plain else 2
         return 2 * norm * hidden + 2 * 3 * hidden, 2 * 2 * norm * hidden + 2 * 3 * hidden
 
     def widest(self, grid: GridSizes) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stretto.axes import GridSizes
-from stretto.execution import BUCKET_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT
+from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -29,6 +29,8 @@ _MOST_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
     """Parameters that one rank holds."""
+    if model.is_sharded_by_blocks:
+        return model.parameters / grid.z
     cut = grid.weight_parts
     weights = model.linear_weights / cut
     embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z
@@ -57,10 +59,22 @@ def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_
             return min(outputs * tokens, LOGITS_SLICE) * (master + element) + weight * (
                 master + (3 if keeps_head_weight else 2) * element
             )
-        case "whole":  # and wide three times: softmax, its gradient, and the gradient before it
-            return model.head_outputs * tokens * (element + 3 * master) + 2 * weight * element
-        case "pooled":  # and their gradient, of zeros but for the rows that were taken
-            return 2 * model.head_outputs * tokens * element + 2 * weight * element
+        case _:
+            return _whole_logits(workload, tokens) + 2 * weight * element
+
+
+def _whole_logits(workload: StepWorkload, tokens: int) -> float:
+    """Bytes of a loss's logits where no rank has a part of them alone."""
+    model, element = workload.model, workload.element
+    if model.logits == "pooled":  # and their gradient, of zeros but for the rows that were taken
+        return 2 * model.head_outputs * tokens * element
+    # And wide three times: softmax, its gradient, and the gradient before it.
+    return model.head_outputs * tokens * (element + 3 * workload.master)
+
+
+def _parameters_and_optimizer(workload: StepWorkload, parameters: float) -> dict[str, float]:
+    states = {"adamw": 2, "sgd": 0}[workload.optimizer]
+    return {"parameters": parameters * workload.master, "optimizer": states * parameters * workload.master}
 
 
 def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
@@ -73,10 +87,11 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     kept all the time: those of gradients (`stretto.parallel.comm.copy_engine_scatter`), and, if collectives are hidden,
     those of weights that stay gathered (`stretto.parallel.comm.copy_engine_gather`).
     """
+    if workload.model.is_sharded_by_blocks:
+        return _memory_of_blocks(workload, config, has_nvlink=has_nvlink)
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
-    states = {"adamw": 2, "sgd": 0}[workload.optimizer]
-    fixed = {"parameters": parameters * workload.master, "optimizer": states * parameters * workload.master}
+    fixed = _parameters_and_optimizer(workload, parameters)
     tokens = config.micro_batch * workload.seq_len
     block_weights = sum(linear.weights for linear in model.linears) / (grid.x * grid.y)
     largest = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
@@ -168,6 +183,97 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
             }
         )
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
+
+
+def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:
+    """Parameters of each block, and of what is in none, that copy engines gather where a model is sharded by blocks.
+
+    has_nvlink: as in `memory`.
+    """
+    model, options = workload.model, config.options
+    keeps = options.keep_gathered and not options.checkpoint_activations
+    if not (keeps and has_nvlink and options.overlap.copy_engines and options.overlap.hides_any and config.grid.z > 1):
+        return 0, 0
+    least = LEAST_COPIED_BYTES / workload.element
+    own_head = model.head_outputs * model.hidden * model.has_own_head
+    tables = (model.vocab * model.hidden, model.positions * model.hidden, own_head)
+    weights = (linear.weights for linear in model.linears)
+    return sum(weight for weight in weights if weight >= least), sum(table for table in tables if table >= least)
+
+
+def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> dict[str, float]:
+    """`memory` of a model that is sharded block by block over z; ranks of x and y hold the same.
+
+    A block's parameters are gathered as one message and copied out of it. Its gradients are there whole, and are copied
+    into a message; one message at a time is on its way (`stretto.parallel.layers.block_shard`). What is in no block is
+    gathered for the whole forward pass, and its gradients, of which the head's come first, are there whole to the end.
+    Copy engines gather large parameters that are kept into memory that is there all the time, without a message.
+    """
+    model, options, element = workload.model, config.options, workload.element
+    grid = model.splitting_sizes(config.grid)
+    layers, parameters = model.layers, local_parameters(model, grid)
+    tokens = config.micro_batch * workload.seq_len
+    is_sent, recomputes = grid.z > 1, options.checkpoint_activations
+    keeps = options.keep_gathered and not recomputes
+    # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
+    is_copied = is_sent or element < workload.master
+    by_engines, outside_by_engines = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
+    resident = layers * by_engines + outside_by_engines
+    block = (model.block_parameters - by_engines) * is_copied
+    outside = (model.outside_parameters - outside_by_engines) * is_copied
+    largest = max(linear.weights for linear in model.linears)
+    again = block if is_sent or recomputes else largest * is_copied  # what is cast alone is cast at each use
+    message = model.block_parameters * is_sent  # of gradients
+    in_flight = message * (1 + 1 / grid.z)  # and the shard that it becomes
+    gathered_message = block * is_sent
+    ahead = gathered_message * (1 + 1 / grid.z) if options.overlap.hides_any else 0.0  # and the shard that is sent
+    head = model.head_outputs * model.hidden
+    shards = parameters * workload.master
+    unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
+    earlier = shards + unsharded if config.micro_batches(workload) > 1 else 0.0
+    of_block = model.block_parameters / grid.z * workload.master
+    kept, own_input = activations_of_a_block(model, grid)
+    kept_by_each, hidden = own_input if recomputes else kept, model.hidden
+    growth = max(layer.growth(grid) for layer in model.block)
+    moments = []
+
+    def note(gathered: float, activations: float, *, reduced: float = 0.0, temporary: float = 0.0) -> None:
+        """Numbers: of parameters, of activations a token, of gradients in a rank's shard, and of others."""
+        moments.append(
+            {
+                "gradients": max(earlier, reduced),
+                "gathered_weights": (gathered + resident) * element,
+                "activations": activations * tokens * element,
+                "logits": 0.0,
+                "temporary": temporary * element,
+            }
+        )
+
+    note((layers if keeps else 0) * block + outside, layers * kept_by_each + 3 * hidden)  # the loss
+    moments[0]["logits"] = _whole_logits(workload, tokens)
+    for number in {layers, max(1, layers - 1)}:  # of the block whose forward pass begins
+        following = ahead if number < layers else 0.0
+        gathered = (number if keeps else 1) * block + outside + gathered_message + following
+        note(gathered, (number - 1) * kept_by_each + hidden)
+    for number in {layers, max(1, layers - 1), 1}:  # of the block whose backward pass runs
+        following = ahead if number > 1 and not keeps else 0.0
+        sent = in_flight if number < layers else 0.0
+        earlier_blocks, reduced = (number - 1) * kept_by_each, max(0, layers - number - 1) * of_block
+        if not keeps:  # it is gathered again
+            gathered = again + gathered_message + following
+            note(gathered, earlier_blocks + kept_by_each + hidden, reduced=reduced, temporary=head + sent)
+        gathered = number * block if keeps else again + following
+        note(gathered, earlier_blocks + kept + growth, reduced=reduced, temporary=head + sent + 2 * largest)
+        # All of its gradients are there, and as a message, too.
+        gathered, whole = (number - 1) * block if keeps else following, message + in_flight if is_sent else 2 * largest
+        reduced += of_block if sent else 0.0
+        note(gathered, earlier_blocks + 2 * hidden, reduced=reduced, temporary=head + whole)
+    # The end of the backward pass: gradients of what is in no block, then as a message, too; then buckets over data.
+    table = model.vocab * model.hidden
+    note(0.0, hidden, reduced=(layers - 1) * of_block, temporary=head + table + in_flight)
+    note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.z) * is_sent)
+    note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if grid.replicas > 1 else 0.0)
+    return _parameters_and_optimizer(workload, parameters) | max(moments, key=lambda parts: sum(parts.values()))
 
 
 def peak(components: Mapping[str, float]) -> float:

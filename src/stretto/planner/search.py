@@ -12,7 +12,7 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.communication import Rates, bandwidths
+from stretto.planner.communication import Rates, bandwidths, has_nvlink_over_z
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
@@ -127,10 +127,12 @@ class _Candidate:
     memory: Mapping[str, float]
     fits: bool
     impossible: str | None
+    copies: int
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """What can run comes first, then what fits, then the fastest; then who computes nothing twice."""
+        """What can run comes first, then what fits, then no ranks that compute the same, then the fastest; then who
+        computes nothing twice."""
         config, sizes = self.config, self.config.grid
         order = (
             config.options.checkpoint_activations,
@@ -142,6 +144,7 @@ class _Candidate:
         return (
             self.impossible is not None,
             not self.fits,
+            self.copies > 1,
             _rounded(self.cost.step_time),
             order,
             peak(self.memory),
@@ -211,8 +214,7 @@ def plan(
     if candidates[0].impossible is not None:
         reasons = [candidate.impossible for candidate in candidates]
         raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards))
-    notes = _notes(workload)
-    return [_to_plan(candidate, candidates[0], machine, limit, notes) for candidate in candidates]
+    return [_to_plan(workload, candidate, candidates[0], machine, limit) for candidate in candidates]
 
 
 def predict(
@@ -249,7 +251,7 @@ def predict(
     only = _judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
-    return _to_plan(only, only, cluster, limit, _notes(workload))
+    return _to_plan(workload, only, only, cluster, limit)
 
 
 def _change(
@@ -285,8 +287,7 @@ def _judge(
     tokens = (micro_batch or local) * workload.seq_len
     if impossible is None and tokens % config.token_parts:
         impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
-    # Whether NVLink reaches all ranks of z, which are x * y apart.
-    has_nvlink = cluster.has_nvlink and config.grid.preceding("z") * config.grid.z <= cluster.gpus_per_node
+    has_nvlink = has_nvlink_over_z(cluster, config.grid)
     size = micro_batch
     if size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)
@@ -301,7 +302,7 @@ def _judge(
             f"the time predicted for cluster {cluster.name!r} is larger than any number: one of its figures is far too "
             "small"
         )
-    return _Candidate(config, cost, components, fits, impossible)
+    return _Candidate(config, cost, components, fits, impossible, workload.model.copies(config.grid))
 
 
 def _rounded(time: float) -> float:
@@ -317,8 +318,9 @@ def _notes(workload: StepWorkload) -> tuple[str, ...]:
 
 
 def _to_plan(
-    candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float, notes: tuple[str, ...]
+    workload: StepWorkload, candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float
 ) -> GridPlan:
+    model = workload.model
     config, cost = candidate.config, candidate.cost
     return GridPlan(
         grid=config.grid.sizes(),
@@ -335,8 +337,9 @@ def _to_plan(
         memory=candidate.memory,
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
-        why=candidate.impossible or explain(config, cost, candidate.memory, best.config, best.cost, limit, cluster),
-        notes=notes,
+        why=candidate.impossible
+        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster),
+        notes=_notes(workload),
     )
 
 

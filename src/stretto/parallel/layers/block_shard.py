@@ -28,15 +28,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from stretto.execution import LEAST_COPIED_BYTES
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layout import Version, layout_of, local, version_of
 from stretto.parallel.precision import Precision
-
-LEAST_COPIED_BYTES = 1 << 25
-"""Of a whole parameter that copy engines gather by itself: smaller ones cost the host more than one message of all."""
 
 
 class ParameterPlace(NamedTuple):
