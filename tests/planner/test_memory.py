@@ -328,7 +328,7 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"data": 2}], ids=str)
 @pytest.mark.parametrize("micro_batch", [1, 8])
 @pytest.mark.parametrize(

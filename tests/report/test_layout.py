@@ -227,6 +227,11 @@ def two_level(count: int) -> dict[str, Any]:
     return {"setting": setting, "crossovers": crossovers, "rows": rows}
 
 
+def ddp(count: int) -> dict[str, Any]:
+    kernels = [[number % 3 == 2, 900.0 * number, 900.0 * number + 1200.0] for number in range(3 * count)]
+    return {"ranks": 4, "kernels": {"before": kernels, "after": kernels[::2]}}
+
+
 def checkouts(count: int) -> dict[str, Any]:
     rows = [
         {"case": f"allreduce/bf16/{1 << place} MB/graph", "is_bounded": place % 2 == 1}
@@ -252,6 +257,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "embedding.json": embedding,
     "two-level.json": two_level,
     "checkouts.json": checkouts,
+    "ddp.json": ddp,
 }
 
 
