@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.train import runs
 from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.planner import predict
 from stretto.report import write_report
+from stretto.train.gpt import preflight as preflight_of_gpts
 from stretto.train.gpt.model_source import GPTSource
 from stretto.train.gpt.preflight import predict_run
 from stretto.train.preflight import preflight
@@ -53,6 +55,21 @@ def test_a_run_that_hides_nothing_is_predicted_so_though_copy_engines_are_left_o
     predictions = [predict_run(config, GPTSource(model)) for config in (hidden, plain)]
     exposed = [sum(predicted["exposed"].values()) for predicted in predictions]
     assert exposed[0] < exposed[1]
+
+
+def test_memory_of_a_machine_is_checked_with_what_a_rank_holds_of_a_model_by_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(preflight_of_gpts, "check_room", lambda size, *_: needed.append(size))
+    config = runs.configure(tmp_path / "run", "grid.x=2", "grid.z=2")
+    source = GPTSource(config.model.to_gpt(data_vocab=256, seq_len=config.train.seq_len))
+    preflight_of_gpts._check_fits_machine(config, source)
+    by_blocks = replace(source.architecture(config.train.seq_len), is_sharded_by_blocks=True)
+    monkeypatch.setattr(source, "architecture", lambda seq_len: by_blocks)
+    preflight_of_gpts._check_fits_machine(config, source)
+    tokens = config.train.batch // 2 * config.train.seq_len * 8
+    assert needed[1] - tokens == pytest.approx(2 * (needed[0] - tokens), abs=2)
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,6 @@ class _GridSection(Section):
         """The number of shards of the global batch: data and z both split it."""
         return GridSizes(**self.sizes()).batch_parts
 
-    @property
-    def weight_parts(self) -> int:
-        """The number of shards of a weight: x, y and z all split it."""
-        return GridSizes(**self.sizes()).weight_parts
-
     def __str__(self) -> str:
         return " ".join(f"{axis}={size}" for axis, size in self.sizes().items())
 

@@ -196,7 +196,9 @@ def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
     tensors = 2 + (2 if run.optimizer == "adamw" else bool(run.momentum))  # of a parameter's size
     architecture = source.architecture(run.seq_len)
     numbers = 0 if architecture is None else architecture.parameters
-    state = numbers * tensors * _ITEMSIZE[run.dtype] // grid.weight_parts
+    sizes = check_sizes(grid.sizes())
+    parts = (sizes if architecture is None else architecture.splitting_sizes(sizes)).weight_parts
+    state = numbers * tensors * _ITEMSIZE[run.dtype] // parts
     tokens = run.batch // grid.batch_parts * run.seq_len * 8
     kind, what = (
         ("model", f"a model of {numbers:,} parameters")
