@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -44,38 +44,44 @@ class _Weight:
 
 
 def export_safetensors(
-    checkpoint: Path, file: Path, *, max_file_bytes: int | None = None, dtype: str | None = None
+    checkpoint: Path,
+    file: Path,
+    *,
+    max_file_bytes: int | None = None,
+    dtype: str | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write a checkpoint's weights to `file`, and return the paths of all files written.
 
     Runs in one process and holds one tensor at a time. checkpoint: the folder of a checkpoint, or of a run whose newest
     one is taken. max_file_bytes: larger models are split over several files with an index, as Hugging Face's libraries
-    write it. dtype: "float64", "float32", "float16" or "bfloat16" (default: the checkpoint's). Tied weights are written
-    once. Raises ValueError for an incomplete checkpoint.
+    write it. dtype: "float64", "float32", "float16" or "bfloat16" (default: the checkpoint's). names: in the file, of
+    weights whose names are to be others. Tied weights are written once. Raises ValueError for an incomplete checkpoint.
     """
     if file.suffix != ".safetensors":
         raise ValueError(f"{file} does not end in .safetensors; {file.with_suffix('.safetensors')} would do")
     if dtype is not None and dtype not in _SAFETENSORS_DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but must be one of {', '.join(_SAFETENSORS_DTYPES)}")
     path = resolve_checkpoint(checkpoint)
-    weights = {
+    own = {
         name.removeprefix("model."): _Weight(entry, dtype or entry.dtype)
         for name, entry in read_index(path).tensors.items()
         if name.startswith("model.")
     }
+    weights = {(names or {}).get(name, name): weight for name, weight in own.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = _split(weights, max_file_bytes)
     if len(parts) == 1:
         _write_file(path, file, parts[0])
         return [file]
-    names = [f"{file.stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    for name, part in zip(names, parts, strict=True):
+    files = [f"{file.stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    for name, part in zip(files, parts, strict=True):
         _write_file(path, file.with_name(name), part)
     index = file.with_name(f"{file.name}.index.json")
-    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    weight_map = {tensor: name for name, part in zip(files, parts, strict=True) for tensor in part}
     total = sum(weight.num_bytes for weight in weights.values())
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
-    return [*(file.with_name(name) for name in names), index]
+    return [*(file.with_name(name) for name in files), index]
 
 
 def export_folder(
@@ -96,7 +102,8 @@ def export_folder(
     folder that training started from is not there.
     """
     path = resolve_checkpoint(checkpoint)
-    model = read_index(path).model
+    index = read_index(path)
+    model = index.model
     if model.get("kind") != "huggingface":
         raise ValueError(
             f"{path} is not of a Hugging Face model, whose folder could be written: --to {folder.name}.safetensors "
@@ -112,6 +119,7 @@ def export_folder(
             f"{source} is not the Hugging Face folder that training started from, which has the tokenizer's files: "
             "name where it is with --pretrained"
         )
+    names = _names_to_export(index.tensors, source)
     config = dict(model["config"])
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = dtype or config.get(key) or "float32"
@@ -119,7 +127,11 @@ def export_folder(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     export_safetensors(
-        path, unfinished / "model.safetensors", max_file_bytes=max_file_bytes or FOLDER_FILE_BYTES, dtype=config[key]
+        path,
+        unfinished / "model.safetensors",
+        max_file_bytes=max_file_bytes or FOLDER_FILE_BYTES,
+        dtype=config[key],
+        names=names,
     )
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in _COPIED:
@@ -195,7 +207,50 @@ def _names_in_file(model: "nn.Module", sources: Mapping[str, Any]) -> dict[str, 
             if spelling in sources:
                 names[spelling] = own_name[parameter]
                 break
-    return names
+    return names | _renamed_in_file(model, [name for name in sources if name not in names])
+
+
+def _renamed_in_file(model: "nn.Module", names: Iterable[str]) -> dict[str, str]:
+    """Map names of a file to those of the model's parameters, where transformers renames them as it loads the file.
+
+    GPT-NeoX's files say embed_out for lm_head. Conversions that compute with tensors are not applied.
+    """
+    if not hasattr(model, "base_model_prefix"):
+        return {}
+    try:
+        from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
+    except ImportError:  # transformers before 5, which has no such names
+        return {}
+    transformers_model: Any = model
+    renamings = [each for each in get_model_conversion_mapping(transformers_model) if type(each) is WeightRenaming]
+    own_name = {parameter: name for name, parameter in model.named_parameters()}
+    own = {alias: own_name[parameter] for alias, parameter in model.named_parameters(remove_duplicate=False)}
+    found = {}
+    for name in names:
+        renamed = name
+        for each in renamings:
+            renamed = each.rename_source_key(renamed)[0]
+        if renamed != name and renamed in own:
+            found[name] = own[renamed]
+    return found
+
+
+def _names_to_export(tensors: Mapping[str, Any], source: Path) -> dict[str, str]:
+    """The names in the folder that training started from of parameters that have been renamed when it was read."""
+    from safetensors import safe_open
+
+    from stretto.train.gpt.model_source import WEIGHTS, FolderSource
+
+    file = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
+    if file is None:
+        return {}
+    names: list[str] = []
+    for part in _files_of(file):
+        with safe_open(part, framework="pt", device="cpu") as opened:
+            names += opened.keys()
+    left = [name for name in names if f"model.{name}" not in tensors]
+    renamed = _renamed_in_file(FolderSource(str(source)).build(), left) if left else {}
+    return {own: name for name, own in renamed.items()}
 
 
 def _ignored_names(model: "nn.Module") -> list[str]:
