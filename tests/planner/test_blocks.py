@@ -124,7 +124,7 @@ def bytes_sent(sizes: dict[str, int], **options: Any) -> dict[tuple[str, str], i
     return dict(counts.bytes_by_axis())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", [{"data": 2, "z": 2}, {"x": 2, "z": 2}, {"data": 2, "y": 2}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"keep_gathered": False}, {"checkpoint_activations": True}], ids=str)
 def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, grid, options):
