@@ -23,7 +23,8 @@ class Overlap:
     copy_engines: where NVLink links z's GPUs, copy engines reduce-scatter linears' gradients
         (`stretto.parallel.comm.copy_engine_scatter`), and, where all_gather is on and weights stay gathered for the
         backward pass, gather all weights of a forward pass from its beginning on
-        (`stretto.parallel.comm.copy_engine_gather`). Over more than two ranks gradients are then added in another order
+        (`stretto.parallel.comm.copy_engine_gather`); of a model without roles, its parameters of LEAST_COPIED_BYTES and
+        more, whose gradients NCCL sums. Over more than two ranks gradients are then added in another order
         than NCCL's: off, they may differ in their last bit.
     """
 

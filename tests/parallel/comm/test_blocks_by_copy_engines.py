@@ -109,7 +109,8 @@ def test_training_has_the_same_bits_and_only_small_parameters_go_through_the_gro
         assert (gathers, scatters) == (BLOCKS + 1, BLOCKS + 1)  # of norms and biases, and of all gradients
 
 
-def count_places() -> int:
+def count_places() -> tuple[int, bool]:
+    """How many parameters have a place, and whether autograd has marked one of these, which later passes share."""
     _, model, x = setup(2, by_copies=True)
     created = []
     real = CopyEngineAllGather._prepare
@@ -120,11 +121,12 @@ def count_places() -> int:
 
     with mock.patch.object(CopyEngineAllGather, "_prepare", prepare):
         loss_of(model, x)
-    return len(created[0]._places)
+    places = created[0]._places.values()
+    return len(places), any(place.whole.requires_grad for place in places)
 
 
 def test_large_parameters_are_gathered_by_copies_one_by_one(interpret):
-    assert interpret(2, count_places) == [2 * BLOCKS + 1] * 2
+    assert interpret(2, count_places) == [(2 * BLOCKS + 1, False)] * 2
 
 
 def hold_two_graphs(by_copies: bool) -> list[Tensor]:
