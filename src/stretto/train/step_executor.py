@@ -26,12 +26,14 @@ class StepFunctions:
 
     compute_loss: takes the tensors of a micro-batch and returns its part of the step's loss, a 0-dim tensor with a
     graph. update: takes the learning rate, updates the parameters from their gradients, drops the gradients, and
-    returns the gradient's norm, a 0-dim tensor. Neither may wait for the GPU.
+    returns the gradient's norm, a 0-dim tensor. Neither may wait for the GPU. scale_loss: multiplies a loss before its
+    backward pass.
     """
 
     model: nn.Module
     compute_loss: Callable[..., Tensor]
     update: Callable[[float | Tensor], Tensor]
+    scale_loss: Callable[[Tensor], Tensor] | None = None
 
 
 class StepExecutor(ABC):
@@ -79,7 +81,7 @@ class AccumulatingExecutor(StepExecutor):
                 torch.manual_seed(dropout_seed)
             with nullcontext() if is_last else no_sync(model), micro_batch_of(model, rows, first):
                 loss = functions.compute_loss(*micro_batch)
-                loss.backward()
+                (loss if functions.scale_loss is None else functions.scale_loss(loss)).backward()
             total += loss.detach()
         return total, functions.update(lr)
 

@@ -21,6 +21,8 @@ Evaluation = Callable[[], Mapping[str, float | None]]
 class TrainTask(ABC):
     """A model, its optimizer and its data. Every rank has one, and all call its collective methods in one order."""
 
+    skips_overflows = False  # whether a step whose gradients are not finite changes nothing
+
     def __init__(self, config: JobConfig, grid: Grid) -> None:
         self.config, self.grid = config, grid
 

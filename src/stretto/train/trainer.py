@@ -104,7 +104,13 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         stop = stack.enter_context(StopRequest())
         ranks = grid.size("world")
         recorder = StepRecorder(
-            config.items_a_step, log, reporter, unit=config.unit, ranks=ranks, full_rate=task.full_rate()
+            config.items_a_step,
+            log,
+            reporter,
+            unit=config.unit,
+            ranks=ranks,
+            full_rate=task.full_rate(),
+            skips_overflows=task.skips_overflows,
         )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)

@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of gradients: packed into one message, summed over ranks, and added to `.grad`."""
 
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
+
+
+class GradientSink(Protocol):
+    """Takes gradients in place of `.grad`, and sums them over the ranks that saw other tokens.
+
+    The reducer calls it on autograd's thread. A gradient of a step comes in parts: one of each micro-batch, and of a
+    tied weight two.
+    """
+
+    def add(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Take a part of a gradient: this rank's shard of it, which is summed over z and no other axis."""
+
+    def complete(self, parameter: nn.Parameter) -> None:
+        """In this step, no part of the parameter's gradient is expected any more. Called in one order on all ranks."""
+
+    def finish(self) -> None:
+        """The last backward pass of the step has ended."""
 
 
 class GradientBucket:

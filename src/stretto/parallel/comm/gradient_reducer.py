@@ -51,7 +51,7 @@ from torch.utils.hooks import RemovableHandle
 from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
-from stretto.parallel.comm.gradient_buckets import GradientBucket, accumulate, local_gradient
+from stretto.parallel.comm.gradient_buckets import GradientBucket, GradientSink, accumulate, local_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
@@ -75,6 +75,7 @@ class GradientReducer:
     Buckets are filled in that order, so they are the same whatever is overlapped, and so are the bits of their sums.
 
     `at_end` is called at the end of each backward pass. `ring` reduce-scatters by copy engines, if they are used.
+    `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`).
     """
 
     def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
@@ -83,6 +84,7 @@ class GradientReducer:
         self.overlap = overlap
         self.at_end = at_end
         self.ring: ScatterRing | None = None
+        self.sink: GradientSink | None = None
         self.is_syncing = True
         self.accumulates_unsharded = self.keeps_unsharded = False
         self._unsharded: dict[nn.Parameter, _UnshardedGradient] = {}  # in one order on all ranks, too
@@ -103,6 +105,20 @@ class GradientReducer:
         elif self._groups[parameter]:
             self._hooks[parameter] = []
             self.restore_hooks(parameter)
+
+    def send_to(self, sink: GradientSink) -> None:
+        """Give all gradients to `sink` from now on, and none to `.grad`."""
+        if self.accumulates_unsharded:
+            raise ValueError("accumulate_unsharded keeps sums of whole gradients, which optimizer state apart does not")
+        self.sink = sink
+        for parameter in self._groups:
+            if parameter not in self._weights and parameter not in self._hooks:
+                self._hooks[parameter] = []
+                self.restore_hooks(parameter)
+
+    def sum_groups(self, parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks over which a parameter's gradient is summed, besides z's reduce-scatter."""
+        return self._groups[parameter]
 
     def is_summed(self, parameter: nn.Parameter) -> bool:
         """Whether ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
@@ -233,7 +249,7 @@ class GradientReducer:
 
     def _before_accumulation(self, parameter: nn.Parameter) -> None:
         """Set aside what `.grad` holds, so that autograd does not add to it before the sum over ranks."""
-        if not self.is_syncing:
+        if not self.is_syncing and self.sink is None:
             self._note_unsummed(parameter)
             return
         self._enter().held[parameter] = parameter.grad
@@ -241,12 +257,22 @@ class GradientReducer:
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if not self.is_syncing:
+        if not self.is_syncing and self.sink is None:
             return
         mine = local_gradient(parameter)
         current = self._enter()
         parameter.grad = current.held.pop(parameter)
-        self._arrive(current, parameter, mine)
+        if self.sink is None:
+            self._arrive(current, parameter, mine)
+        else:
+            self._give(current, self.sink, parameter, mine)
+
+    def _give(self, current: "_BackwardPass", sink: GradientSink, parameter: nn.Parameter, mine: Tensor) -> None:
+        """Give a part of a gradient to the sink, and tell it when that was the last one of the step."""
+        sink.add(parameter, mine)
+        current.counts[parameter] = current.counts.get(parameter, 0) + 1
+        if self.is_syncing and current.counts[parameter] == self._expected.get(parameter):
+            sink.complete(parameter)
 
     def _note_unsummed(self, parameter: nn.Parameter) -> None:
         if parameter not in self._unsummed and parameter.grad is not None:
@@ -259,7 +285,9 @@ class GradientReducer:
 
     def _settle(self, current: "_BackwardPass", parameter: nn.Parameter, pending: Pending) -> None:
         mine = pending.wait()
-        if not self._groups[parameter]:
+        if self.sink is not None:
+            self._give(current, self.sink, parameter, mine)
+        elif not self._groups[parameter]:
             accumulate(parameter, mine)
         elif not self.is_syncing:
             self._note_unsummed(parameter)
@@ -311,9 +339,12 @@ class GradientReducer:
         current = self._passes[task]
         while current.scatters:
             self._settle_all(current, current.scatters.popleft())
-        if current.arrived and not self._was_compared:
+        arrived = current.counts if self.sink is not None else current.arrived
+        if arrived and not self._was_compared:
             self._was_compared = True
-            self._check_ranks_agree(list(current.arrived))
+            self._check_ranks_agree(list(arrived))
+        if self.sink is not None and self.is_syncing and len(self._passes) == 1:
+            self.sink.finish()
         for parameter in list(current.arrived):
             self._put(current, parameter)
         if self.is_syncing and len(self._passes) == 1:  # not within another backward pass, which may have parts of them
@@ -446,6 +477,8 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
     reducer = getattr(model, "gradient_reducer", None)
     if not isinstance(reducer, GradientReducer):
         raise ValueError("no_sync takes a model that stretto.parallelize has returned")
+    if unsharded and reducer.sink is not None:
+        raise ValueError("no_sync(unsharded=True) keeps whole gradients, which optimizer state apart does not take")
     before = reducer.is_syncing, reducer.keeps_unsharded
     reducer.is_syncing = False
     reducer.keeps_unsharded = reducer.accumulates_unsharded if unsharded is None else unsharded

@@ -6,9 +6,10 @@ Writing is atomic, and loading runs no code from the files (see `checkpoint.stor
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -33,6 +34,7 @@ from stretto.train.checkpoint.metadata import (
 from stretto.train.checkpoint.storage import (
     NO_TENSOR,
     AtomicWriter,
+    LazyBox,
     LocalBox,
     SafeReader,
     ShardedState,
@@ -43,6 +45,7 @@ from stretto.train.checkpoint.storage import (
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.observe.metrics import DivergenceError
 from stretto.train.optimizer import ShardOptimizer, local_shard
+from stretto.train.stored_optimizer import StoredOptimizer
 
 
 def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None) -> CheckpointMetadata:
@@ -111,11 +114,12 @@ def require_finite_weights(state: Mapping[str, ShardedState], step: int) -> None
 
     The loss and norm of `step` do not show it: they belong to the weights before the step.
     """
-    boxes = [(name, box.values) for name, whole in state.items() for box in whole.boxes]
-    weights = [(name, values) for name, values in boxes if name.startswith("model.") and values.numel()]
-    # Minimum and maximum propagate NaN, and need no copy of the weight.
-    bounds = [torch.stack(torch.aminmax(values)).isfinite().all() for _, values in weights]
-    are_finite = torch.stack(bounds).tolist() if bounds else []
+    boxes = [(name, box) for name, whole in state.items() for box in whole.boxes]
+    weights = [(name, box) for name, box in boxes if name.startswith("model.") and box.values.numel()]
+    # Minimum and maximum propagate NaN, and need no copy of the weight. Weights on one device are read at once.
+    bounds = [torch.stack(torch.aminmax(box.read())).isfinite().all() for _, box in weights]
+    devices = {bound.device for bound in bounds}
+    are_finite = torch.stack(bounds).tolist() if len(devices) == 1 else [bool(bound) for bound in bounds]
     own = next((name for (name, _), is_finite in zip(weights, are_finite, strict=True) if not is_finite), None)
     of_ranks: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
@@ -179,9 +183,16 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
         raise kind(f"{what}: on rank {rank}, {why}") from cause
 
 
-def training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:
-    """Collect parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`."""
+def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:
+    """Collect parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`.
+
+    Of an optimizer that keeps fp32 weights apart, these are the parameters; and the loss scale is `training.<key>`.
+    """
     state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, StoredOptimizer):
+        for name, parameter in optimizer.parameters.items():
+            state[f"model.{name}"] = _lazy_state_of(parameter, partial(optimizer.weight, name))
+        state |= _scale_state(optimizer)
     if optimizer is not None:
         for name, parameter in optimizer.parameters.items():
             for key, slot in optimizer.state(name).items():
@@ -206,6 +217,51 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
             values = values.narrow(dim, start, length)
         held.append(LocalBox(box.offsets, values))
     return ShardedState(shape, tuple(held))
+
+
+def _lazy_state_of(parameter: Tensor, read: Callable[[], Tensor]) -> ShardedState:
+    """`sharded_state_of` a tensor in fp32, whose local part `read` makes or returns."""
+    like = torch.empty_like(local_shard(parameter), dtype=torch.float32, device="meta")
+    whole = sharded_state_of(parameter, like)
+
+    def values_of(number: int) -> Tensor:
+        return sharded_state_of(parameter, read()).boxes[number].values
+
+    lazy = [LazyBox(box.offsets, box.values, partial(values_of, number)) for number, box in enumerate(whole.boxes)]
+    return ShardedState(whole.shape, tuple(lazy))
+
+
+def _scale_state(optimizer: StoredOptimizer) -> dict[str, ShardedState]:
+    """The loss scale's tensors, by the names that they have in a checkpoint."""
+    scale = optimizer.loss_scale
+    found = {} if scale is None else {"loss_scale": scale.value, "steps_of_loss_scale": scale.steps}
+    return {f"training.{key}": ShardedState((1,), (LocalBox((0,), value),)) for key, value in found.items()}
+
+
+def load_optimizer_state(path: Path, metadata: CheckpointMetadata, optimizer: StoredOptimizer) -> None:
+    """Read a checkpoint's optimizer state into the store, whatever wrote it. The weights are in the store already.
+
+    Collective. Raises ValueError for state that is not this optimizer's.
+    """
+    check_description(path, metadata, None, optimizer.name)
+    state, scalars = dict[str, ShardedState](), dict[str, dict[str, Tensor]]()
+    for full_name, entry in metadata.tensors.items():
+        name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
+        if not full_name.startswith("optimizer."):
+            continue
+        parameter = optimizer.parameters.get(name)
+        slots = {} if parameter is None else optimizer.slots(name)
+        if parameter is None or entry.shape not in ((), tuple(parameter.shape)) or (entry.shape and key not in slots):
+            raise ValueError(f"the checkpoint {path} has {full_name}, which is no state of this optimizer")
+        own = scalars.setdefault(name, {})
+        if entry.shape:
+            state[full_name] = sharded_state_of(parameter, slots[key])
+        else:
+            own[key] = torch.zeros((), dtype=entry.torch_dtype)
+            state[full_name] = ShardedState((), (LocalBox((), own[key]),))
+    state |= {name: whole for name, whole in _scale_state(optimizer).items() if name in metadata.tensors}
+    load_state(path, metadata, state)
+    optimizer.set_scalars(scalars)
 
 
 def allocate_slots(

@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,25 @@ class LocalBox:
     offsets: tuple[int, ...]
     values: Tensor
 
+    def read(self) -> Tensor:
+        """The values, to be written to a file."""
+        return self.values
+
     def chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.size())
+
+
+@dataclass(frozen=True)
+class LazyBox(LocalBox):
+    """A box whose values are made when they are read, and not kept: those in `values` only show shape and dtype.
+
+    values: on the meta device. make: returns the values.
+    """
+
+    make: Callable[[], Tensor]
+
+    def read(self) -> Tensor:
+        return self.make()
 
 
 @dataclass(frozen=True)
@@ -69,7 +86,7 @@ class ShardedState:
 
     def box_at(self, offsets: Iterable[int] | None) -> Tensor:
         wanted = tuple(offsets or ())
-        return next(box.values for box in self.boxes if box.offsets == wanted)
+        return next(box.read() for box in self.boxes if box.offsets == wanted)
 
 
 class StateSavePlanner(DefaultSavePlanner):

@@ -157,7 +157,9 @@ class RunConfig(RunOptions):
     )
     seq_len: int = option(..., "sequence length", unit="tokens", ge=1, le=MAX_LENGTH)
     seed: int = option(0, "seed of the initial weights, of the data's order and of dropout", ge=0, lt=1 << 63)
-    dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = option(
+        "fp32", "dtype of the computation; bf16 and fp16 keep fp32 master weights, and fp16 scales the loss"
+    )
     micro_batch: Annotated[int | None, CanBeNone] = option(
         None, "sequences in one forward and backward pass of a rank; gradients accumulate over the passes of a step",
         unit="sequences", unset="the rank's whole part of the batch", ge=1,
@@ -185,6 +187,38 @@ class RunConfig(RunOptions):
     )
     writes_copies: bool = option(
         False, "adamw on GPUs also writes each weight in bf16, for the next step; 2 more bytes a parameter"
+    )
+    optimizer_state: Literal["fp32", "device", "host"] = option(
+        "fp32", "`fp32`: parameters, gradients and optimizer state are fp32, on the device; `device`: weights and "
+        "gradients have 16 bits (`train.dtype`), with fp32 weights and optimizer state beside them on the device; "
+        "`host`: these lie in pinned host memory, and are stepped bucket by bucket",
+    )  # fmt: skip
+    state_bucket: int = option(
+        1 << 24, "optimizer_state device and host: numbers that are stepped, and fetched from the host, at once; a "
+        "multiple of 64", ge=64, lt=1 << 40, multiple_of=64,
+    )  # fmt: skip
+    state_buffers: int = option(
+        3, "optimizer_state host: buckets that are on the device at once; with 1, fetches, steps and returns do not "
+        "overlap", unit="buckets", ge=1, le=64,
+    )  # fmt: skip
+    reduce_buckets: int = option(
+        4, "optimizer_state device and host: buckets whose gradients one all-reduce sums (k of Singh, section 3.3.3)",
+        unit="buckets", ge=1, le=1 << 20,
+    )  # fmt: skip
+    state_tile: int = option(
+        1_800_000, "optimizer_state device and host, for optimizers without a kernel (sgd): numbers whose gradients "
+        "are in fp32 at once", ge=1, lt=1 << 40,
+    )  # fmt: skip
+    split_weights: bool = option(
+        True, "optimizer_state host with bf16: beside a bf16 weight keep the lower half of the fp32 weight alone, "
+        "exactly; 2 bytes a parameter less travel each way",
+    )  # fmt: skip
+    accumulate_fp32: bool = option(
+        False, "optimizer_state device and host: add up gradients of micro-batches in fp32; 2 more bytes a parameter"
+    )
+    loss_scale: float = option(65536.0, "fp16: the first loss scale; it adapts", ge=1, le=2.0**24)
+    loss_scale_steps: int = option(
+        2000, "fp16: steps without an overflow after which the loss scale is doubled", unit="steps", ge=1, le=1 << 31
     )
 
 
@@ -288,6 +322,7 @@ def _contradictions(config: TrainConfig) -> list[str]:
             )
     problems += contradictions_of_run(run)
     problems += _contradictions_of_copies(config)
+    problems += _contradictions_of_state(config)
     if run.accumulate_unsharded:
         reasons = {
             f"grid.z is {grid.z}, so that z divides no gradient": grid.z == 1,
@@ -338,6 +373,45 @@ def _contradictions_of_copies(config: TrainConfig) -> list[str]:
         for reason, is_so in reasons.items()
         if run.writes_copies and is_so
     ]
+
+
+def _contradictions_of_state(config: TrainConfig) -> list[str]:
+    """Check the options of optimizer state apart from the model. Returns a message for each rule that is broken."""
+    run, problems = config.train, []
+    if run.optimizer_state == "fp32":
+        if run.dtype == "fp16":
+            problems.append(
+                "train.dtype is 'fp16', which needs its fp32 weights apart: train.optimizer_state='device' or 'host' "
+                "would do"
+            )
+        given = [name for name in _STATE_OPTIONS if name in run.model_fields_set]
+        changed = [name for name in given if getattr(run, name) != type(run).model_fields[name].default]
+        problems += [
+            f"train.{name} is {getattr(run, name)}, but train.optimizer_state is 'fp32', which has no such state; "
+            "train.optimizer_state='device' or 'host' would do"
+            for name in changed
+        ]
+        return problems
+    reasons = {
+        "train.dtype is 'fp64'; train.dtype='bf16', 'fp16' or 'fp32' would do": run.dtype == "fp64",
+        "train.writes_copies is on, whose copies are the weights already; train.writes_copies=false would do": (
+            run.writes_copies
+        ),
+        "train.accumulate_unsharded is on, which keeps whole gradients in fp32; train.accumulate_unsharded=false would "
+        "do": run.accumulate_unsharded,
+        "train.cuda_graph is on, and a graph cannot wait for the host; train.cuda_graph=false or "
+        "train.optimizer_state='device' would do": run.cuda_graph and run.optimizer_state == "host",
+        "train.cuda_graph is on, and a step of sgd asks the host whether to skip; train.cuda_graph=false or "
+        "train.optimizer='adamw' would do": (
+            run.cuda_graph and run.optimizer_state == "device" and run.optimizer == "sgd"
+        ),
+    }
+    return [
+        f"train.optimizer_state is {run.optimizer_state!r}, but {reason}" for reason, is_so in reasons.items() if is_so
+    ]
+
+
+_STATE_OPTIONS = ("state_bucket", "state_buffers", "reduce_buckets", "state_tile", "accumulate_fp32")
 
 
 def nearest_grid(

@@ -15,20 +15,26 @@ from torch import Tensor
 from stretto.axes import BATCH
 from stretto.cluster import Cluster
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
-from stretto.train.checkpoint import load_checkpoint, save_state, training_state
+from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, save_state, training_state
 from stretto.train.checkpoint.metadata import check_description
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
 from stretto.train.data.dataset import IGNORED_TARGET
 from stretto.train.gpt.preflight import build_source, open_data, open_folder, open_held_out, predict_run
-from stretto.train.optimizer import build_optimizer
+from stretto.train.optimizer import ShardOptimizer, build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
+from stretto.train.stored_optimizer import StoredOptimizer, build_stored_optimizer
 from stretto.train.task import Evaluation, TrainTask
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 class GPTTask(TrainTask):
@@ -57,21 +63,38 @@ class GPTTask(TrainTask):
             seed=options.seed if self.source.starts_from_seed else None,
             options=config.execution,
         )
-        self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
+        self.skips_overflows = options.dtype == "fp16"
+        self.keeps_state_apart = options.optimizer_state != "fp32"
+        self.optimizer: ShardOptimizer | StoredOptimizer | None = None
+        if not self.keeps_state_apart:  # else it is made of the weights that training starts from
+            self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
         self._executor = build_executor(
-            StepFunctions(self.model, self._compute_loss, self._update),
+            StepFunctions(self.model, self._compute_loss, self._update, self._scale_loss),
             micro_batch=options.micro_batch,
             cuda_graph=options.cuda_graph,
         )
 
     def start(self) -> None:
         self.source.load_weights(self.model)
+        if self.keeps_state_apart:
+            self._take_over()
 
     def resume(self, checkpoint: Path) -> int:
         check_description(checkpoint, read_index(checkpoint), self.source.description(), None)
-        metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
+        if not self.keeps_state_apart:
+            assert isinstance(self.optimizer, ShardOptimizer)
+            metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
+        else:
+            metadata = load_checkpoint(checkpoint, self.model)
+            load_optimizer_state(checkpoint, metadata, self._take_over())
         self.compare_data(metadata)
         return metadata.step
+
+    def _take_over(self) -> StoredOptimizer:
+        """Make the optimizer that keeps its state apart, of the weights that the model has now."""
+        optimizer = build_stored_optimizer(self.model, self.grid, self.config.train)
+        self.optimizer = optimizer
+        return optimizer
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         return self._executor.run(self._batch(step), lr, self._dropout_seed(step))
@@ -115,6 +138,7 @@ class GPTTask(TrainTask):
         self._executor.close()
 
     def save(self, step: int) -> None:
+        assert self.optimizer is not None
         description = {
             "optimizer": self.optimizer.name,
             "model": self.source.description(),
@@ -154,9 +178,15 @@ class GPTTask(TrainTask):
 
     def _update(self, lr: float | Tensor) -> Tensor:
         clip = self.config.train.clip
+        if isinstance(self.optimizer, StoredOptimizer):
+            return self.optimizer.step(lr)
+        assert self.optimizer is not None
         grad_norm = gradient_norm(self.model.parameters(), self.grid)
         self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip))
         return grad_norm
+
+    def _scale_loss(self, loss: Tensor) -> Tensor:
+        return self.optimizer.scale_loss(loss) if isinstance(self.optimizer, StoredOptimizer) else loss
 
     def _dropout_seed(self, step: int) -> int | None:
         """The seed of a step's dropout masks; None with a CUDA graph, with which options allow no dropout."""

@@ -27,7 +27,8 @@ class DivergenceError(ArithmeticError):
 class StepMetrics:
     """The metrics of one optimizer step.
 
-    loss: the mean over the global batch's tokens (or samples). grad_norm: before clipping. seconds: the step's
+    loss: the mean over the global batch's tokens (or samples). grad_norm: before clipping; None
+    of a step that was skipped since gradients overflowed (fp16). seconds: the step's
     duration. rate: tokens or samples per second of the whole job. seen: tokens or samples that the model has been
     trained on so far. unit: which of the two they count. ranks: of the job. mfu: model FLOPs utilization, from 0 to 1;
     None on CPUs, and where the model's FLOPs or the GPU's peak are unknown. evaluation: measured on held-out samples
@@ -36,7 +37,7 @@ class StepMetrics:
 
     step: int
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     lr: float
     rate: float
     seconds: float

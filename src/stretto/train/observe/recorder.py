@@ -14,6 +14,9 @@ from stretto.memory import failures
 from stretto.train.observe.metrics import DivergenceError, MetricsLog, StepMetrics
 from stretto.train.observe.progress import ProgressReporter
 
+# Steps in a row that may overflow: each halves the loss scale, and the largest one is 1 after 24.
+MOST_OVERFLOWS = 32
+
 
 @dataclass(frozen=True)
 class _Launched:
@@ -33,7 +36,7 @@ class StepRecorder:
     they are read at once. Every rank reads its own numbers, and all raise DivergenceError for the same step.
 
     full_rate: tokens or samples per second if all ranks computed at their peak FLOP/s, which the utilization is a part
-    of; None if it is unknown.
+    of; None if it is unknown. skips_overflows: steps whose norm is not finite change nothing, and training goes on.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class StepRecorder:
         unit: Literal["tokens", "samples"] = "tokens",
         ranks: int = 1,
         full_rate: float | None = None,
+        skips_overflows: bool = False,
     ) -> None:
         self._items_a_step, self._unit = items_a_step, unit
         self._ranks, self._full_rate = ranks, full_rate
         self._log, self._reporter = log, reporter
+        self._skips_overflows, self._overflows = skips_overflows, 0
         self._waiting: list[_Launched] = []
         self._durations: list[float] = []
         self._mark: torch.cuda.Event | None = None
@@ -120,14 +125,20 @@ class StepRecorder:
             # The host reads a step's numbers late, and the last two steps' together, so the device's events are used.
             seconds = launched.began.elapsed_time(launched.arrival) / 1e3
         loss, grad_norm = launched.numbers.tolist()
+        is_overflow = self._skips_overflows and not math.isfinite(grad_norm)
         for name, value in (("loss", loss), ("gradient's norm", grad_norm)):
-            if not math.isfinite(value):
+            if not math.isfinite(value) and not (is_overflow and name != "loss"):
                 raise DivergenceError(f"the {name} is {value} in step {launched.step}")
+        self._overflows = self._overflows + 1 if is_overflow else 0
+        if self._overflows > MOST_OVERFLOWS:
+            raise DivergenceError(
+                f"gradients have overflowed in {self._overflows} steps in a row, of which the last is {launched.step}"
+            )
         self._durations.append(seconds)
         return StepMetrics(
             step=launched.step,
             loss=loss,
-            grad_norm=grad_norm,
+            grad_norm=None if is_overflow else grad_norm,
             lr=launched.lr,
             rate=self._items_a_step / seconds,
             seconds=seconds,

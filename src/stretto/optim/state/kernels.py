@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW on mixed precision in one kernel (16-bit weight and gradient, fp32 moments and master weight); rounding."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.tiles.launches import launch_kernel
+
+BLOCK = 2048
+
+
+class _Numbers(NamedTuple):
+    """Kernel argument: numbers of one range. master: fp32 or int16 (`master_weights.split`); of fp32 weights, None."""
+
+    weight: Any
+    gradient: Any
+    first: Any
+    second: Any
+    master: Any
+
+
+class _Decays(NamedTuple):
+    """Kernel argument: beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
+
+    beta1: Any
+    rest1: Any
+    beta2: Any
+    rest2: Any
+    eps: Any
+
+
+@triton.jit
+def _upper_half(bits, is_nan):  # type: ignore[no-untyped-def]
+    """The bf16 bits of fp32 bits: rounded to the nearest, ties upwards (`master_weights`)."""
+    return tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _join_halves(weight, low):  # type: ignore[no-untyped-def]
+    """The fp32 number of a bf16 number and its lower half."""
+    return ((weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _adamw_mixed(  # type: ignore[no-untyped-def]
+    numbers, corrections, scale, skip, failed, size, decays, IS_SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Update BLOCK numbers, each read and written once. The arguments are those of `launch`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    there = mask & (tl.load(skip) == 0)
+    if failed is not None:  # after a failed wait for another rank, gradients are wrong: update nothing
+        there &= tl.load(failed) == 0
+    gradient = tl.load(numbers.gradient + at, mask=there, other=0).to(tl.float32) * tl.load(scale)
+    first = decays.beta1 * tl.load(numbers.first + at, mask=there, other=0) + decays.rest1 * gradient
+    second = decays.beta2 * tl.load(numbers.second + at, mask=there, other=0) + decays.rest2 * gradient * gradient
+    step_size, root_scale, keep = tl.load(corrections), tl.load(corrections + 1), tl.load(corrections + 2)
+    if IS_SPLIT:
+        weight = tl.load(numbers.weight + at, mask=there, other=0)
+        master = _join_halves(weight, tl.load(numbers.master + at, mask=there, other=0))
+    elif numbers.master is None:
+        master = tl.load(numbers.weight + at, mask=there, other=0)
+    else:
+        master = tl.load(numbers.master + at, mask=there, other=0)
+    master *= keep
+    master -= step_size * first / (tl.sqrt(second) * root_scale + decays.eps)
+    tl.store(numbers.first + at, first, mask=there)
+    tl.store(numbers.second + at, second, mask=there)
+    if numbers.weight.dtype.element_ty == tl.bfloat16:
+        bits = master.to(tl.int32, bitcast=True)
+        is_nan = master != master
+        upper = _upper_half(bits, is_nan)
+        tl.store(numbers.weight + at, upper.to(tl.bfloat16, bitcast=True), mask=there)
+        if IS_SPLIT:
+            tl.store(numbers.master + at, tl.where(is_nan, 0, bits - (upper.to(tl.int32) << 16)), mask=there)
+    else:
+        tl.store(numbers.weight + at, master.to(numbers.weight.dtype.element_ty), mask=there)
+    if not IS_SPLIT and numbers.master is not None:
+        tl.store(numbers.master + at, master, mask=there)
+
+
+def launch(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    master: Tensor | None,
+    *,
+    corrections: Tensor,
+    scale: Tensor,
+    skip: Tensor,
+    failed: Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Update `weight` and its state in place; all tensors are contiguous and of one size, on one GPU.
+
+    weight: bf16, fp16 or fp32. gradient: 16 bits or fp32. first, second: fp32 moments. master: fp32; int16, the lower
+    halves of `master_weights.split`; or None for fp32 weights. corrections: fp32 [3], lr / (1 - beta1^t),
+    1 / sqrt(1 - beta2^t) and 1 - lr x decay. scale: fp32, of the gradient. skip, failed: int32 [1]; while one is not 0,
+    nothing is updated. options: betas and eps.
+    """
+    beta1, beta2 = options["betas"]
+    launch_kernel(
+        _adamw_mixed,
+        triton.cdiv(weight.numel(), BLOCK),
+        _Numbers(weight, gradient, first, second, master),
+        corrections,
+        scale,
+        skip,
+        failed,
+        weight.numel(),
+        _Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
+        IS_SPLIT=master is not None and master.element_size() == 2,
+        BLOCK=BLOCK,
+    )
+
+
+@triton.jit
+def _round(master, weight, low, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    wide = tl.load(master + at, mask=mask, other=0)
+    bits, is_nan = wide.to(tl.int32, bitcast=True), wide != wide
+    upper = _upper_half(bits, is_nan)
+    tl.store(weight + at, upper.to(tl.bfloat16, bitcast=True), mask=mask)
+    if low is not None:
+        tl.store(low + at, tl.where(is_nan, 0, bits - (upper.to(tl.int32) << 16)), mask=mask)
+
+
+@triton.jit
+def _join(weight, low, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    joined = _join_halves(tl.load(weight + at, mask=mask, other=0), tl.load(low + at, mask=mask, other=0))
+    tl.store(out + at, joined, mask=mask)
+
+
+def launch_round(master: Tensor, weight: Tensor, low: Tensor | None) -> None:
+    """Round fp32 `master` to bf16 `weight`, and keep the rest in int16 `low` if it is not None (`split`)."""
+    launch_kernel(_round, triton.cdiv(master.numel(), BLOCK), master, weight, low, master.numel(), BLOCK=BLOCK)
+
+
+def launch_join(weight: Tensor, low: Tensor, out: Tensor) -> None:
+    """Join bf16 `weight` and int16 `low` to fp32 `out`."""
+    launch_kernel(_join, triton.cdiv(weight.numel(), BLOCK), weight, low, out, weight.numel(), BLOCK=BLOCK)

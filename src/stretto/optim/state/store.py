@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of optimizer state for mixed-precision training: 16-bit weights and gradients in the model, fp32 here.
+
+A step, of which only the first two lines happen in the backward pass:
+
+    `add`        a parameter's gradient, of this rank's tokens, is added to the flat gradients
+    `complete`   the last part of a chunk's gradients has come: its all-reduce starts
+    `finish`     the backward pass has ended: the all-reduces of all other chunks start
+    `step`       for each chunk: wait for its all-reduce; for each of its buckets: fetch, update, return the state
+
+Without clipping and loss scaling, a chunk's buckets are updated as soon as its own all-reduce is done, while those of
+later chunks travel (Singh, section 3.3.3). Clipping and the check for overflows need the norm of all gradients first:
+then states are fetched while gradients are summed, and the updates wait (`StepOrder`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.optim.state.layout import Bucket, Chunk, StateLayout
+from stretto.optim.state.loss_scale import LossScale
+from stretto.optim.state.master_weights import join, round_to, round_to_bf16
+from stretto.optim.state.residence import StateResidence
+from stretto.optim.state.updates import LOW, MASTER, TILE, History, StepSettings, Update
+
+DEFAULT_BUCKET_SIZE = 1 << 24
+DEFAULT_BUFFER_SETS = 3
+DEFAULT_COARSENING = 4
+
+
+class Reduction(Protocol):
+    """A sum over ranks that has been started."""
+
+    def wait(self) -> Tensor:
+        """The sum, in place, ready on the current stream."""
+
+
+class Communicator(Protocol):
+    """What the store asks of the ranks. `key` is that of a parameter (`StoredParameter`)."""
+
+    def start_sum(self, key: Any, gradients: Tensor) -> Reduction:
+        """Begin to sum a chunk's gradients, in place, over the ranks that have seen other tokens."""
+
+    def sum_squares(self, squares: Tensor) -> Tensor:
+        """Sum a 0-dim tensor over all ranks."""
+
+
+class StepOrder(Enum):
+    """When a bucket is updated."""
+
+    CHUNK_BY_CHUNK = "as soon as its chunk's gradients are summed"
+    AFTER_NORM = "after the norm of all gradients is known"
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of the store: this rank's shard.
+
+    key: over which ranks its gradient is summed; those with equal keys and weight decays share messages. replicas: how
+    many ranks hold each number.
+    """
+
+    name: str
+    shape: torch.Size
+    key: Any
+    replicas: int
+    weight_decay: float
+
+
+@dataclass
+class _StepGradients:
+    """The gradients of a running step: which parameters have one, and the all-reduces of chunks that are complete."""
+
+    present: set[int] = field(default_factory=set)
+    complete: set[int] = field(default_factory=set)
+    left: dict[int, int] = field(default_factory=dict)  # parameters of each chunk that are not complete
+    started: dict[int, Reduction] = field(default_factory=dict)  # by chunk, in the order of their starts
+    late: dict[int, Tensor] = field(default_factory=dict)  # came after their chunk had started
+
+
+class OptimizerStateStore:
+    """Owns the flat weights and gradients of a model's shards, and their fp32 weights and optimizer state.
+
+    parameters: in one order on all ranks that share a group. layout: of their numbers. weights: flat [layout.size] on
+    the device, bf16, fp16 or fp32. gradients: of the same size, in the weights' dtype, or in fp32 for sums of many
+    micro-batches. residence: of the state that `state_slots` lists.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[StoredParameter],
+        layout: StateLayout,
+        weights: Tensor,
+        gradients: Tensor,
+        update: Update,
+        residence: StateResidence,
+        communicator: Communicator,
+        *,
+        clip: Callable[[Tensor], Tensor] | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.parameters, self.layout = tuple(parameters), layout
+        self.weights, self.gradients = weights, gradients
+        self.update, self.residence, self.communicator = update, residence, communicator
+        self.clip, self.loss_scale = clip, loss_scale
+        self.histories = [0] * len(self.parameters)
+        self._history: dict[int, History] = {0: History()}
+        self._step = _StepGradients()
+        self._chunks_of: dict[int, list[Chunk]] = {index: [] for index in range(len(self.parameters))}
+        for chunk in layout.chunks:
+            for index in chunk.parameters:
+                self._chunks_of[index].append(chunk)
+
+    @property
+    def step_order(self) -> StepOrder:
+        """In which order buckets are updated."""
+        return StepOrder.CHUNK_BY_CHUNK if self.clip is self.loss_scale is None else StepOrder.AFTER_NORM
+
+    # Gradients.
+
+    @torch.no_grad()
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add a part of parameter `index`'s gradient, that of this rank's tokens."""
+        place, step = self.layout.places[index], self._step
+        own = self.gradients[place.start : place.stop].view(gradient.shape)
+        if index in step.complete:
+            step.late[index] = step.late[index] + gradient if index in step.late else gradient.clone()
+        elif index in step.present:
+            own.add_(gradient)
+        else:
+            own.copy_(gradient)
+            step.present.add(index)
+
+    def complete(self, index: int) -> None:
+        """All parts of a parameter's gradient have come: start to sum the chunks of which it was the last."""
+        step = self._step
+        if index in step.complete:
+            return
+        step.complete.add(index)
+        for chunk in self._chunks_of[index]:
+            step.left[chunk.index] = step.left.get(chunk.index, len(chunk.parameters)) - 1
+            if not step.left[chunk.index]:
+                self._start(chunk)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The last backward pass of the step has ended: sum what has not been started, and what came late."""
+        step = self._step
+        for index, place in enumerate(self.layout.places):
+            if index not in step.present:
+                self.gradients[place.start : place.stop].zero_()
+        for chunk in self.layout.chunks:
+            if chunk.index not in step.started:
+                self._start(chunk)
+        for index in sorted(step.late):
+            place = self.layout.places[index]
+            total = step.late[index].flatten().to(self.gradients.dtype)
+            total = self.communicator.start_sum(self.parameters[index].key, total).wait()
+            for chunk in self._chunks_of[index]:
+                step.started[chunk.index].wait()
+            self.gradients[place.start : place.stop].add_(total)
+        step.late.clear()
+
+    def _start(self, chunk: Chunk) -> None:
+        key = self.parameters[chunk.parameters[0]].key
+        part = self.gradients[chunk.start : chunk.stop]
+        self._step.started[chunk.index] = self.communicator.start_sum(key, part)
+
+    def drop(self) -> None:
+        """Forget the gradients of the running step, after a backward pass that has failed."""
+        for reduction in self._step.started.values():
+            reduction.wait()
+        self._step = _StepGradients()
+
+    # The step.
+
+    @torch.no_grad()
+    def step(self, lr: float | Tensor) -> Tensor:
+        """Update all parameters that have a gradient, at learning rate `lr`. Returns the gradient's global 2-norm.
+
+        The norm is fp64, 0-dim, on the device, before clipping; that of an overflow is not finite. Collective. Call it
+        after `finish`.
+        """
+        order = list(self._step.started)
+        self._advance_histories()
+        device = self.gradients.device
+        buckets = [bucket for chunk in order for bucket in self.layout.chunks[chunk].buckets]
+        self.residence.begin(buckets)
+        scale = torch.ones((), dtype=torch.float32, device=device)
+        skip = torch.zeros(1, dtype=torch.int32, device=device)
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        if self.step_order is StepOrder.CHUNK_BY_CHUNK:
+            self._begin_update(lr, scale, skip)
+            for number in order:
+                squares += self._wait(number)
+                for bucket in self.layout.chunks[number].buckets:
+                    self._update(bucket)
+            norm = self.communicator.sum_squares(squares).sqrt()
+        else:
+            for number in order:
+                squares += self._wait(number)
+            norm = self.communicator.sum_squares(squares).sqrt()
+            if self.loss_scale is not None:
+                norm = norm / self.loss_scale.value[0]
+                scale = scale / self.loss_scale.value[0]
+            if self.clip is not None:
+                scale = scale * self.clip(norm).float()
+            if self.loss_scale is not None:
+                is_overflow = ~norm.isfinite()
+                skip += is_overflow
+                self.loss_scale.update(is_overflow)
+            self._begin_update(lr, scale, skip)
+            for bucket in buckets:
+                self._update(bucket)
+        self.update.end()
+        self._step = _StepGradients()
+        return norm
+
+    def _wait(self, chunk: int) -> Tensor:
+        """Wait for a chunk's sum. Returns the sum of its squares, fp64, each number counted once over all ranks."""
+        self._step.started[chunk].wait()
+        own = self.layout.chunks[chunk]
+        replicas = self.parameters[own.parameters[0]].replicas
+        return _sum_of_squares(self.gradients[own.start : own.stop]) / replicas
+
+    def _advance_histories(self) -> None:
+        """Give the parameters that take this step histories of their own, if others of their history do not."""
+        present = self._step.present
+        renamed: dict[int, int] = {}
+        for old in set(self.histories):
+            members = [index for index, history in enumerate(self.histories) if history == old]
+            if 0 < sum(index in present for index in members) < len(members):
+                renamed[old] = max(self._history) + 1
+                self._history[renamed[old]] = self._history[old].copy()
+        for index in present:
+            self.histories[index] = renamed.get(self.histories[index], self.histories[index])
+
+    def _begin_update(self, lr: float | Tensor, scale: Tensor, skip: Tensor) -> None:
+        active = {history: self._history[history] for history in {self.histories[i] for i in self._step.present}}
+        decays = {self.layout.places[i].segment: p.weight_decay for i, p in enumerate(self.parameters)}
+        weight_decays = tuple(decays[segment] for segment in sorted(decays))
+        self.update.begin(StepSettings(lr, scale, skip), dict(sorted(active.items())), weight_decays)
+
+    def _update(self, bucket: Bucket) -> None:
+        state = self.residence.open(bucket)
+        chunk = self.layout.chunks[bucket.chunk]
+        present = [index for index in chunk.parameters if index in self._step.present]
+        for history, part in self.layout.runs(bucket, present, self.histories):
+            own = slice(part.start - bucket.start, part.stop - bucket.start)
+            self.update.apply(
+                self.weights[part],
+                self.gradients[part],
+                {name: tensor[own] for name, tensor in state.items()},
+                history=history,
+                segment=bucket.segment,
+            )
+        self.residence.close(bucket)
+
+    # Weights and state, for checkpoints.
+
+    @torch.no_grad()
+    def set_weight(self, index: int, value: Tensor) -> None:
+        """Set a parameter's fp32 weight, and round it to the weight that is computed with. value: of any device."""
+        place, arrays = self.layout.places[index], self.residence.arrays
+        part = slice(place.start, place.stop)
+        wide = value.detach().flatten().to(self.weights.device, torch.float32)
+        weight = self.weights[part]
+        if LOW in arrays:
+            low = torch.empty_like(weight, dtype=torch.int16)
+            round_to_bf16(wide, weight, low)
+            arrays[LOW][part].copy_(low)
+        else:
+            round_to(wide, weight)
+            if MASTER in arrays:
+                arrays[MASTER][part].copy_(wide)
+
+    def weight(self, index: int) -> Tensor:
+        """A parameter's fp32 weight, where it lies; of split weights a new tensor on the host."""
+        self.residence.synchronize()
+        place, arrays = self.layout.places[index], self.residence.arrays
+        part, shape = slice(place.start, place.stop), self.parameters[index].shape
+        if LOW in arrays:
+            low = arrays[LOW][part]
+            return join(self.weights[part].to(low.device), low).view(shape)
+        return arrays.get(MASTER, self.weights)[part].view(shape)
+
+    def state(self, index: int) -> dict[str, Any]:
+        """A parameter's optimizer state: views of what is of every number, and 0-dim tensors. Empty before a step."""
+        history = self._history[self.histories[index]]
+        if not history.has_state:
+            return {}
+        return self.slots(index) | history.scalars
+
+    def slots(self, index: int) -> dict[str, Tensor]:
+        """A parameter's state of every number, in the parameter's shape, where it lies."""
+        self.residence.synchronize()
+        place, shape = self.layout.places[index], self.parameters[index].shape
+        part = slice(place.start, place.stop)
+        return {name: self.residence.arrays[name][part].view(shape) for name in self.update.slots}
+
+    def set_scalars(self, scalars: Mapping[int, Mapping[str, Any]]) -> None:
+        """Set what parameters have beside `slots`, by their indices, after the slots were loaded."""
+        known: dict[tuple[Any, ...], int] = {}
+        self._history = {0: History()}
+        for index in range(len(self.parameters)):
+            own = scalars.get(index)
+            key = () if own is None else tuple(sorted((name, float(value)) for name, value in own.items()))
+            if own is None:
+                self.histories[index] = 0
+                continue
+            if key not in known:
+                known[key] = len(self._history)
+                self._history[known[key]] = History(
+                    {name: value.to(self.weights.device) for name, value in own.items()}, has_state=True
+                )
+            self.histories[index] = known[key]
+
+
+def _sum_of_squares(gradients: Tensor) -> Tensor:
+    """fp64, 0-dim. A GPU's kernels add fp32 numbers in a tree; a CPU's one after another, so they add fp64 there."""
+    if gradients.is_cuda:
+        return torch.linalg.vector_norm(gradients, dtype=torch.float32).double().square()
+    parts = [part.double().square().sum() for part in gradients.split(TILE)]
+    return torch.stack(parts).sum()
+
+
+def state_slots(update: Update, dtype: torch.dtype, *, is_split: bool = False) -> dict[str, torch.dtype]:
+    """All state of every number: the optimizer's, and the master weight of weights of `dtype`.
+
+    is_split: keep the lower half of the fp32 weight alone (`master_weights`), for bf16.
+    """
+    if is_split and dtype != torch.bfloat16:
+        raise ValueError(f"split master weights need bf16 weights, and these are {dtype}")
+    slots = dict(update.slots)
+    if dtype != torch.float32:
+        slots |= {LOW: torch.int16} if is_split else {MASTER: torch.float32}
+    return slots

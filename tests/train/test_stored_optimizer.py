@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with optimizer state apart from the model: on the device, on the host, in buckets, split, and by tiles."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train.runs import TEXT, metrics_of
+
+from stretto.train.checkpoint import checkpoint_path
+from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.storage import read_tensor
+from stretto.train.config import TrainConfig, make_config
+from stretto.train.trainer import train
+
+GRIDS_OF_8 = [
+    {"data": data, "x": x, "y": y, "z": z} for data, x, y, z in product((1, 2, 4, 8), repeat=4) if data * x * y * z == 8
+]
+STEPS = 4
+
+
+def configure(out: Path, grid: dict[str, int], *overrides: str) -> TrainConfig:
+    text = out.parent / "text.txt"
+    if not text.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        text.write_text(TEXT)
+    values = {
+        "out": str(out),
+        "device": "cpu",
+        "grid": grid,
+        "data": {"path": str(text)},
+        "model": {"layers": 2, "hidden": 32, "heads": 8, "vocab": 256},
+        "train": {"steps": STEPS, "batch": 16, "seq_len": 8, "lr": 1e-2, "micro_batch": 1, "dtype": "bf16"},
+    }
+    return make_config(values, list(overrides))
+
+
+def run_all(folder: str, grid: dict[str, int], runs: dict[str, list[str]]) -> None:
+    """Train once for each entry of `runs`: overrides by a name, which is the folder's."""
+    for name, overrides in runs.items():
+        train(configure(Path(folder) / name, grid, *overrides), display="none")
+
+
+def weights_of(out: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint: fp32 weights, and the optimizer's state."""
+    path = checkpoint_path(out, STEPS)
+    return {name: read_tensor(path, entry) for name, entry in read_metadata(path).tensors.items()}
+
+
+def differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert first.keys() == second.keys()
+    return {
+        name: float((first[name].double() - second[name].double()).abs().max())
+        for name in first
+        if not torch.equal(first[name], second[name])
+    }
+
+
+def apart(location: str, **options: Any) -> list[str]:
+    return [f"train.optimizer_state={location}", *(f"train.{name}={value}" for name, value in options.items())]
+
+
+def common_options(optimizer: str) -> list[str]:
+    own = ["train.momentum=0.9", "train.lr=0.1"] if optimizer == "sgd" else []
+    return [f"train.optimizer={optimizer}", "train.clip=none", *own]
+
+
+def host_options(k: int, n: int) -> list[str]:
+    split = "false" if (k + n) % 2 else "true"
+    return apart("host", split_weights=split, state_bucket=512, reduce_buckets=k, state_buffers=n, state_tile=300)
+
+
+def check_bits(folder: Path, grid: dict[str, int], names: list[str]) -> None:
+    """Gradients of norms and biases are summed over data and z, and over the axis that replicates them."""
+    sums_of_two = max(grid["data"] * grid["z"] * grid[axis] for axis in "xy") <= 2
+    expected = weights_of(folder / "device")
+    for name in names:
+        found = differences(weights_of(folder / name), expected)
+        assert max(found.values(), default=0) <= (0 if sums_of_two else 1e-6), (name, found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("grid", GRIDS_OF_8, ids=lambda grid: "-".join(map(str, grid.values())))
+def test_state_on_the_host_gives_the_bits_of_state_on_the_device_on_8_ranks(
+    ranks: Any, tmp_path: Path, grid: dict[str, int], optimizer: str
+) -> None:
+    """Buckets, chunks and tiles of any size change where a message ends, and no number; nothing is clipped."""
+    common = common_options(optimizer)
+    runs = {"device": [*common, *apart("device")]}
+    runs |= {f"host-{k}-{n}": [*common, *host_options(k, n)] for k, n in product((1, 2, 4, 8), (1, 2, 3))}
+    ranks(8).run(run_all, str(tmp_path), grid, runs, timeout=600)
+    check_bits(tmp_path, grid, list(runs))
+
+
+@pytest.mark.parametrize(("sizes", "optimizer"), [((2, 1, 1, 2), "adamw"), ((1, 1, 2, 2), "sgd")])
+def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
+    ranks: Any, tmp_path: Path, sizes: tuple[int, ...], optimizer: str
+) -> None:
+    grid = dict(zip(("data", "x", "y", "z"), sizes, strict=True))
+    common = common_options(optimizer)
+    runs = {"device": [*common, *apart("device")]}
+    runs |= {f"host-{k}-{n}": [*common, *host_options(k, n)] for k, n in ((1, 1), (2, 3))}
+    ranks(4).run(run_all, str(tmp_path), grid, runs, timeout=300)
+    check_bits(tmp_path, grid, list(runs))
+
+
+def test_fp32_weights_train_as_with_state_beside_them(ranks: Any, tmp_path: Path) -> None:
+    """In fp32 nothing is rounded, so that state apart must give what the default gives; clipped, over four ranks."""
+    common = ["train.dtype=fp32", "train.clip=0.5"]
+    runs = {"beside": common, "host": [*common, *apart("host", state_bucket=512, reduce_buckets=2)]}
+    ranks(4).run(run_all, str(tmp_path), {"data": 2, "z": 2}, runs, timeout=300)
+    losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    found = differences(weights_of(tmp_path / "host"), weights_of(tmp_path / "beside"))
+    assert max(found.values(), default=0) <= 2e-6, found
+
+
+MODES = {
+    "fp32": ["train.dtype=fp32"],
+    "device": ["train.dtype=fp32", *apart("device")],
+    "host": ["train.dtype=fp32", *apart("host", state_bucket=1024)],
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [("fp32", "host"), ("host", "device"), ("device", "fp32")])
+def test_runs_of_every_mode_resume_each_other_on_another_grid(
+    ranks: Any, tmp_path: Path, first: str, second: str
+) -> None:
+    """Two steps on x2z2 in one mode, two on data2 in another, against four steps on one rank."""
+    begin, end = [*MODES[first], "train.steps=2", "train.schedule=constant"], [*MODES[second], "train.resume=latest"]
+    grid = {"x": 2, "z": 2}
+    ranks(1).run(run_all, str(tmp_path), {}, {"whole": [*MODES["fp32"], "train.schedule=constant"]}, timeout=300)
+    ranks(4).run(run_all, str(tmp_path), grid, {"parts": begin}, timeout=300)
+    ranks(2).run(run_all, str(tmp_path), {"data": 2}, {"parts": [*end, "train.schedule=constant"]}, timeout=300)
+    found = differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
+    assert max(found.values(), default=0) <= 2e-6, found
+
+
+def test_split_weights_resume_in_bits(ranks: Any, tmp_path: Path) -> None:
+    """bf16 with split weights: what a checkpoint holds is joined, and split again."""
+    options = [*apart("host", state_bucket=512), "train.schedule=constant"]
+    runs = {"whole": options, "parts": [*options, "train.steps=2"]}
+    ranks(2).run(run_all, str(tmp_path), {"z": 2}, runs, timeout=300)
+    runs = {"parts": [*apart("device"), "train.schedule=constant", "train.resume=latest"]}
+    ranks(2).run(run_all, str(tmp_path), {"z": 2}, runs, timeout=300)
+    assert not differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
+
+
+def test_fp16_skips_overflows_on_all_ranks_and_halves_the_scale(ranks: Any, tmp_path: Path) -> None:
+    """2^24 overflows fp16 gradients: such steps change nothing, and their norm is unknown; then training goes on."""
+    options = ["train.dtype=fp16", *apart("host", state_bucket=512), "train.loss_scale=16777216", "train.steps=12"]
+    ranks(4).run(run_all, str(tmp_path), {"data": 2, "x": 2}, {"fp16": options}, timeout=300)
+    lines = metrics_of(tmp_path / "fp16")
+    skipped = [line["step"] for line in lines if line["grad_norm"] is None]
+    assert skipped
+    assert skipped == list(range(1, len(skipped) + 1))
+    path = checkpoint_path(tmp_path / "fp16", 12)
+    tensors = read_metadata(path).tensors
+    scale = float(read_tensor(path, tensors["training.loss_scale"]))
+    assert scale == 2.0 ** (24 - len(skipped))
+    assert float(read_tensor(path, tensors["optimizer.embedding.weight.step"])) == 12 - len(skipped)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_run_with_a_loss_scale_resumes_with_it(ranks: Any, tmp_path: Path) -> None:
+    options = ["train.dtype=fp16", *apart("device"), "train.loss_scale=16777216", "train.schedule=constant"]
+    runs = {"whole": options, "parts": [*options, "train.steps=2"]}
+    ranks(2).run(run_all, str(tmp_path), {"data": 2}, runs, timeout=300)
+    ranks(2).run(run_all, str(tmp_path), {"data": 2}, {"parts": [*options, "train.resume=latest"]}, timeout=300)
+    assert not differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.dtype=fp16"], "train.dtype is 'fp16', which needs its fp32 weights apart"),
+        (["train.state_bucket=128"], "train.state_bucket is 128, but train.optimizer_state is 'fp32'"),
+        ([*apart("host"), "train.dtype=fp64"], "train.optimizer_state is 'host', but train.dtype is 'fp64'"),
+        ([*apart("host"), "train.cuda_graph=true"], "a graph cannot wait for the host"),
+        ([*apart("device"), "train.writes_copies=true"], "whose copies are the weights already"),
+        ([*apart("host"), "train.state_bucket=100"], "multiple of 64"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(tmp_path / "out", {}, *overrides)
