@@ -136,7 +136,7 @@ def test_runs_of_every_mode_resume_each_other_on_another_grid(
     ranks(4).run(run_all, str(tmp_path), grid, {"parts": begin}, timeout=300)
     ranks(2).run(run_all, str(tmp_path), {"data": 2}, {"parts": [*end, "train.schedule=constant"]}, timeout=300)
     found = differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
-    assert max(found.values(), default=0) <= 2e-6, found
+    assert max(found.values(), default=0) <= 2e-5, found  # without the moments it would be 1e-2
 
 
 def test_split_weights_resume_in_bits(ranks: Any, tmp_path: Path) -> None:
