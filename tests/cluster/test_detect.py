@@ -124,8 +124,15 @@ def test_a_system_that_says_nothing_of_itself_is_one_unknown_core(no_gpus, monke
 
 
 def test_a_containers_memory_limit_is_what_its_cores_share(no_gpus, monkeypatch):
-    files = {"/sys/fs/cgroup/memory.max": "1073741824\n", "/proc/cpuinfo": "model name : A CPU\n"}
-    monkeypatch.setattr("pathlib.Path.read_text", lambda path, **kwargs: files[str(path)])
+    files = {
+        "/proc/meminfo": "MemTotal: 8388608 kB\n",
+        "/proc/self/cgroup": "0::/\n",
+        "/proc/self/mountinfo": "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "/sys/fs/cgroup/memory.max": "1073741824\n",
+        "/proc/cpuinfo": "model name : A CPU\n",
+    }
+
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path, **kwargs: files.get(str(path), ""))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     cluster = Cluster.detect()
     assert (cluster.gpus_per_node, cluster.gpu.name, cluster.gpu.memory) == (4, "A CPU (one core)", 2**28)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.cluster.host_memory import host_memory_limit
 from stretto.cluster.model import GPU, FlopRates
 from stretto.cluster.schema import LONGEST_TEXT
 
@@ -88,15 +89,11 @@ def _usable_cores() -> int:
 
 
 def _usable_memory() -> float | None:
-    """Bytes of memory, or None where this system does not report it."""
+    """Bytes of memory that may be used here, or None where this system does not report it."""
     try:
-        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no sysconf on Windows, no such name elsewhere
+        return float(host_memory_limit().bytes)
+    except OSError:
         return None
-    if installed <= 0:
-        return None
-    limit = _first_line("/sys/fs/cgroup/memory.max")  # "max" outside a container with a limit
-    return float(min(installed, int(limit))) if limit.isdecimal() and int(limit) > 0 else float(installed)
 
 
 def _cpu_name() -> str:
@@ -107,13 +104,6 @@ def _cpu_name() -> str:
     models = [line.partition(":")[2] for line in lines if line.startswith("model name")]
     candidates = [*models[:1], platform.processor(), platform.machine()]
     return next((name for name in map(_printable, candidates) if name), "CPU")
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").split("\n", 1)[0].strip()
-    except OSError:
-        return ""
 
 
 def _printable(name: str) -> str:

@@ -3,7 +3,8 @@
 
 Modules: `symmetric` (the interface, `PeerError`), `host` and `cuda` (its two backends), `allocation` (`allocate`, and
 symmetric tensors), `groups` (rank, time limit and exchanges of a process group), `failures` (waits on a GPU that timed
-out), `gpus` (whether a group's GPUs can work together), `shared_gpus` (several ranks on one GPU, for tests).
+out), `gpus` (whether a group's GPUs can work together), `shared_gpus` (several ranks on one GPU, for tests), `pinned`
+(large allocations of pinned host memory, which are not symmetric).
 """
 
 from stretto.deprecated import alias

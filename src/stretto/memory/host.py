@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.host_memory import host_memory_available
 from stretto.memory.groups import exchange, find_own_rank, require_same, timed_barrier
 from stretto.memory.symmetric import MASK, Backoff, PeerError, SymmetricMemory, has_reached
 
@@ -174,14 +175,12 @@ def _reserve(descriptor: int, total: int, world_size: int) -> Exception | None:
 
 
 def _require_available(total: int, world_size: int) -> None:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) << 10
-            if total * world_size > available:
-                raise ValueError(
-                    f"{world_size} ranks of {total} bytes of shared memory each need {total * world_size} bytes, and "
-                    f"this machine has {available} left"
-                )
+    available = host_memory_available()
+    if total * world_size > available.bytes:
+        raise ValueError(
+            f"{world_size} ranks of {total} bytes of shared memory each need {total * world_size} bytes, and "
+            f"this machine has {available.bytes} left ({available.source})"
+        )
 
 
 def _require_offered(offers: list[_Offer]) -> None:

@@ -4,13 +4,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.cluster.host_memory import check_room
 from stretto.models import DLRMConfig
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, first_difference, read_metadata
 from stretto.train.config.dlrm import DLRMTrainConfig, describe
 from stretto.train.data.clicks import ClickDataset, CriteoClicks, SyntheticClicks
 from stretto.train.data.clicks.criteo import NUMBERS
-from stretto.train.host_memory import check_room
 from stretto.train.path_checks import check_outside_data
 
 _ITEMSIZE = {"fp32": 4, "fp64": 8}  # bytes of a number, by train.dtype

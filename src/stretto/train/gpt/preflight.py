@@ -10,6 +10,7 @@ from typing import Any
 
 from stretto.axes import check_sizes, name_grid
 from stretto.cluster import Cluster
+from stretto.cluster.host_memory import check_room
 from stretto.models import GPTConfig
 from stretto.planner import predict
 from stretto.planner.grids import why_impossible
@@ -21,7 +22,6 @@ from stretto.train.config.gpt import nearest_grid
 from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
 from stretto.train.data.files import find_files
 from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource
-from stretto.train.host_memory import check_room
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
 
 _ITEMSIZE = {"fp32": 4, "bf16": 4, "fp64": 8}  # bytes of a parameter, by train.dtype: bf16 keeps fp32 parameters
