@@ -7,7 +7,7 @@ from the same numbers.
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,65 @@ class Overlap:
     def hides_any(self) -> bool:
         """Whether some collective is overlapped; copy engines move data whether or not it is."""
         return self.all_reduce or self.reduce_scatter or self.all_gather or self.data
+
+
+StateLocation = Literal["fp32", "device", "host"]
+StepPlace = Literal["device", "host", "auto"]
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """Where optimizer state lies, and in what pieces it is stepped (Singh, sections 3.3 and 7.2).
+
+    location: "fp32": parameters, gradients and state are fp32, on the device. "device": weights and gradients in the
+        dtype that is computed in, fp32 weights and state beside them. "host": these in pinned host memory.
+    bucket_size: numbers that are stepped, and fetched from the host, at once; a multiple of BUCKET_ALIGNMENT.
+    buffer_sets: buckets that are on the device at once, of state on the host.
+    coarsening: buckets whose gradients one all-reduce sums.
+    tile: numbers that an optimizer without a kernel of its own steps at once.
+    splits_weights: of state on the host beside bf16 weights, keep the lower halves of the fp32 weights alone.
+    accumulates_fp32: add up gradients of micro-batches in fp32.
+    step_on: of state on the host, where a step is computed: "auto" measures which is faster.
+
+    Raises ValueError for others.
+    """
+
+    location: StateLocation = "fp32"
+    bucket_size: int = 1 << 24
+    buffer_sets: int = 3
+    coarsening: int = 4
+    tile: int = 1_800_000
+    splits_weights: bool = True
+    accumulates_fp32: bool = False
+    step_on: StepPlace = "device"
+
+    def __post_init__(self) -> None:
+        if self.location not in get_args(StateLocation):
+            raise ValueError(f"location is {self.location!r}, but must be one of {', '.join(get_args(StateLocation))}")
+        if self.step_on not in get_args(StepPlace):
+            raise ValueError(f"step_on is {self.step_on!r}, but must be one of {', '.join(get_args(StepPlace))}")
+        if self.bucket_size < 1 or self.bucket_size % BUCKET_ALIGNMENT:
+            near = max(BUCKET_ALIGNMENT, round(self.bucket_size / BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
+            raise ValueError(
+                f"a bucket has {self.bucket_size} numbers, but must have a positive multiple of {BUCKET_ALIGNMENT}; "
+                f"{near} would do"
+            )
+        for name in ("buffer_sets", "coarsening", "tile"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether state is kept apart from the model."""
+        return self.location != "fp32"
+
+    def splits(self, element: int, *, is_bf16: bool) -> bool:
+        """Whether fp32 weights are kept as lower halves beside weights of `element` bytes."""
+        return self.location == "host" and self.splits_weights and is_bf16 and element == 2 and self.step_on == "device"
+
+
+# Numbers: each parameter begins at a multiple of it in flat tensors, so that kernels may read 16 bytes at a time.
+BUCKET_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)

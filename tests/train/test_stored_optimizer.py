@@ -187,3 +187,17 @@ def test_a_run_with_a_loss_scale_resumes_with_it(ranks: Any, tmp_path: Path) -> 
 def test_what_does_not_go_together_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tmp_path / "out", {}, *overrides)
+
+
+@pytest.mark.parametrize("clip", ["none", "0.5"])
+def test_steps_on_the_host_give_what_steps_on_the_device_do(ranks: Any, tmp_path: Path, clip: str) -> None:
+    common = ["train.dtype=fp32", f"train.clip={clip}"]
+    runs = {
+        "device": [*common, *apart("host", state_bucket=512)],
+        "host": [*common, *apart("host", state_bucket=512, step_on="host", state_buffers=2)],
+        "auto": [*common, *apart("host", state_bucket=512, step_on="auto")],
+    }
+    ranks(2).run(run_all, str(tmp_path), {"data": 2}, runs, timeout=300)
+    for name in ("host", "auto"):
+        found = differences(weights_of(tmp_path / name), weights_of(tmp_path / "device"))
+        assert max(found.values(), default=0) <= 2e-5, (name, found)

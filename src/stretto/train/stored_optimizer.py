@@ -4,10 +4,12 @@
 The store (`stretto.optim.state`) knows flat tensors alone; here are the model, the grid and torch.distributed.
 """
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,54 +17,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from stretto.optim.state.layout import ALIGNMENT, StateLayout
+from stretto.execution import BUCKET_ALIGNMENT, StateOptions, StepPlace
+from stretto.memory import failures
+from stretto.memory.pinned import allocate_pinned
+from stretto.optim.state.layout import StateLayout
 from stretto.optim.state.loss_scale import LossScale, LossScaleOptions
-from stretto.optim.state.residence import DeviceResidence, HostResidence, StateResidence
-from stretto.optim.state.store import (
-    DEFAULT_BUCKET_SIZE,
-    DEFAULT_BUFFER_SETS,
-    DEFAULT_COARSENING,
-    OptimizerStateStore,
-    StoredParameter,
-    state_slots,
-)
-from stretto.optim.state.updates import TILE, AdamWUpdate, MakeOptimizer, TiledUpdate, Update, find_slots
+from stretto.optim.state.residence import DeviceResidence, HostResidence, HostStepResidence, StateResidence
+from stretto.optim.state.store import Communicator, OptimizerStateStore, StoredParameter, state_slots
+from stretto.optim.state.updates import MASTER, TILE, AdamWUpdate, MakeOptimizer, TiledUpdate, Update, find_slots
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
 from stretto.parallel.layout import layout_of, local
 from stretto.train.config import RunConfig
 from stretto.train.optimizer import local_shard
 
-StateLocation = Literal["device", "host"]
+logger = logging.getLogger(__name__)
+MAX = dist.ReduceOp.MAX
 
-
-@dataclass(frozen=True)
-class StoreOptions:
-    """Where optimizer state lies, and in what pieces it is stepped.
-
-    location: "device" or "host". dtype: of the weights that are computed with, and of gradients. bucket_size: numbers
-    of a bucket. buffer_sets: buckets that are on the device at once, of state on the host. coarsening: buckets that one
-    all-reduce of gradients sums. tile: numbers that an optimizer without a kernel of its own steps at once. is_split:
-    keep the lower halves of fp32 weights beside bf16 ones. accumulate_fp32: add up micro-batches' gradients in fp32.
-    """
-
-    location: StateLocation = "host"
-    dtype: torch.dtype = torch.bfloat16
-    bucket_size: int = DEFAULT_BUCKET_SIZE
-    buffer_sets: int = DEFAULT_BUFFER_SETS
-    coarsening: int = DEFAULT_COARSENING
-    tile: int = TILE
-    is_split: bool = False
-    accumulate_fp32: bool = False
-    loss_scale: LossScaleOptions | None = None
+MakeUpdate = Callable[[bool], Update]
+"""Makes the update; True: for steps on the host."""
 
 
 class StoredOptimizer:
     """An optimizer whose state is in an `OptimizerStateStore`; it takes over the parameters of a parallelized model.
 
-    The model's fp32 parameters become views of one flat tensor of weights in `options.dtype`; their values, as they are
+    The model's fp32 parameters become views of one flat tensor of weights in `dtype`; their values, as they are
     now, become the fp32 weights of the store. Gradients go to the store, and `.grad` of parameters stays None. Frozen
-    parameters are converted, too. update: AdamW's, or that of any elementwise optimizer (`build_update`).
+    parameters are converted, too. make: `adamw_update`, or `tiled_update` of any elementwise optimizer.
 
     Raises ValueError for parameters that are not fp32, or that are not of a model that `parallelize` has returned.
     """
@@ -71,15 +52,17 @@ class StoredOptimizer:
         self,
         model: nn.Module,
         grid: Grid,
-        update: Update,
+        make: MakeUpdate,
         *,
         name: str,
         weight_decay: float = 0.0,
         clip: float | None = None,
-        options: StoreOptions | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        options: StateOptions | None = None,
+        loss_scale: LossScaleOptions | None = None,
     ) -> None:
-        self.name = name
-        self.options = options = options or StoreOptions()
+        self.name, self.dtype = name, dtype
+        options = options or StateOptions("host")
         reducer = getattr(model, "gradient_reducer", None)
         if reducer is None:
             raise ValueError("optimizer state apart takes a model that stretto.parallelize has returned")
@@ -101,29 +84,21 @@ class StoredOptimizer:
             )
             for name, parameter in self.parameters.items()
         ]
-        sizes = [parameter.shape.numel() for parameter in stored]
-        keys = [(parameter.key, parameter.replicas, parameter.weight_decay) for parameter in stored]
-        bucket_size = min(options.bucket_size, -(-max(sum(sizes), 1) // ALIGNMENT) * ALIGNMENT)
-        layout = StateLayout.of(sizes, keys, bucket_size=bucket_size, coarsening=options.coarsening)
-        is_split = options.is_split and options.dtype == torch.bfloat16
-        slots = state_slots(update, options.dtype, is_split=is_split)
-        residence = make_residence(slots, layout, grid.device, options, bucket_size)
-        gradient_dtype = torch.float32 if options.accumulate_fp32 else options.dtype
-        self.loss_scale = None
-        if options.loss_scale is not None:
-            self.loss_scale = LossScale(options.loss_scale, grid.device)
-        self.store = OptimizerStateStore(
+        communicator = GridCommunicator(grid)
+        self.options = options = choose_step_place(options, make, dtype, grid)
+        self.loss_scale = None if loss_scale is None else LossScale(loss_scale, grid.device)
+        self.store = build_store(
             stored,
-            layout,
-            torch.zeros(layout.size, dtype=options.dtype, device=grid.device),
-            torch.zeros(layout.size, dtype=gradient_dtype, device=grid.device),
-            update,
-            residence,
-            _GridCommunicator(grid),
+            make,
+            dtype,
+            options,
+            grid.device,
+            communicator,
             clip=None if clip is None else lambda norm: clip_scale(norm, clip),
             loss_scale=self.loss_scale,
         )
         self._take_over(model)
+        self.store.prepare()
         index = {parameter: number for number, parameter in enumerate(self.parameters.values())}
         reducer.send_to(_StoreSink(self.store, index))
 
@@ -131,7 +106,7 @@ class StoredOptimizer:
         """Make the model's parameters views of the store's weights; one after another, so that fp32 ones are freed."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters.values())}
         known = {id(parameter) for parameter in model.parameters()}
-        dtype = self.options.dtype
+        dtype = self.dtype
 
         def convert(tensor: Tensor) -> Tensor:
             if id(tensor) not in known or (tensor.dtype == dtype and id(tensor) not in numbers):
@@ -198,57 +173,135 @@ class StoredOptimizer:
         self.store.set_scalars({self._names.index(name): own for name, own in scalars.items()})
 
 
-def make_residence(
-    slots: Mapping[str, torch.dtype],
-    layout: StateLayout,
+def build_store(
+    parameters: Sequence[StoredParameter],
+    make: MakeUpdate,
+    dtype: torch.dtype,
+    options: StateOptions,
     device: torch.device,
-    options: StoreOptions,
-    bucket_size: int,
-) -> StateResidence:
-    """The state where `options` has it."""
-    if options.location == "device":
-        return DeviceResidence(slots, layout.size, device)
-    return HostResidence(
-        slots,
-        layout.size,
+    communicator: Communicator,
+    *,
+    clip: Callable[[Tensor], Tensor] | None = None,
+    loss_scale: LossScale | None = None,
+) -> OptimizerStateStore:
+    """The store of these parameters, with its state where `options` has it."""
+    sizes = [parameter.shape.numel() for parameter in parameters]
+    keys = [(parameter.key, parameter.replicas, parameter.weight_decay) for parameter in parameters]
+    bucket_size = min(options.bucket_size, -(-max(sum(sizes), 1) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
+    layout = StateLayout.of(sizes, keys, bucket_size=bucket_size, coarsening=options.coarsening)
+    steps_on_host = options.location == "host" and options.step_on == "host"
+    update = make(steps_on_host)
+    is_split = options.splits(dtype.itemsize, is_bf16=dtype == torch.bfloat16)
+    slots = state_slots(update, dtype, is_split=is_split)
+    residence: StateResidence
+    if options.location == "host":
+        residence = (HostStepResidence if steps_on_host else HostResidence)(
+            slots,
+            layout.size,
+            device,
+            bucket_size=bucket_size,
+            buffer_sets=options.buffer_sets,
+            allocate=lambda count: allocate_pinned(count, device),
+        )
+    else:
+        residence = DeviceResidence(slots, layout.size, device, early=(MASTER,))
+    return OptimizerStateStore(
+        parameters,
+        layout,
+        (dtype, torch.float32 if options.accumulates_fp32 else dtype),
         device,
-        bucket_size=bucket_size,
-        buffer_sets=options.buffer_sets,
-        allocate=lambda count: torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda"),
+        update,
+        residence,
+        communicator,
+        clip=clip,
+        loss_scale=loss_scale,
     )
 
 
-def adamw_update(*, betas: tuple[float, float], eps: float, tile: int = TILE) -> Update:
-    """AdamW by a kernel that reads 16-bit gradients."""
-    return AdamWUpdate(betas=betas, eps=eps, tile=tile)
+def adamw_update(*, betas: tuple[float, float], eps: float, tile: int = TILE) -> MakeUpdate:
+    """AdamW: by a kernel that reads 16-bit gradients; on the host by torch's fused AdamW, in tiles."""
+
+    def make(on_host: bool) -> Update:
+        if not on_host:
+            return AdamWUpdate(betas=betas, eps=eps, tile=tile)
+        return TiledUpdate(
+            lambda groups: torch.optim.AdamW(groups, lr=1e-3, betas=betas, eps=eps, fused=True),
+            AdamWUpdate.slots,
+            tile=min(tile, HOST_TILE),
+        )
+
+    return make
 
 
-def tiled_update(make: MakeOptimizer, *, tile: int = TILE) -> Update:
+# Numbers that the host steps at once: with their gradients and state they fit into the cores' caches.
+HOST_TILE = 1 << 20
+
+
+def tiled_update(make: MakeOptimizer, *, tile: int = TILE) -> MakeUpdate:
     """Steps of any elementwise optimizer of torch. ValueError for one that is not."""
-    return TiledUpdate(make, find_slots(make), tile=tile)
+    slots = find_slots(make)
+    return lambda on_host: TiledUpdate(make, slots, tile=min(tile, HOST_TILE) if on_host else tile)
+
+
+_TRIED_BUCKETS = 6  # on which the two places of a step are compared
+
+
+def choose_step_place(options: StateOptions, make: MakeUpdate, dtype: torch.dtype, grid: Grid) -> StateOptions:
+    """The options with `step_on` decided. "auto" steps some buckets on the device, and on the host, and compares.
+
+    The slowest rank counts, and all ranks choose the same. Collective if it is "auto".
+    """
+    if options.location != "host" or options.step_on != "auto":
+        return replace(options, step_on="device") if options.step_on == "auto" else options
+    size = options.bucket_size * _TRIED_BUCKETS
+    parameter = StoredParameter("tried", torch.Size((size,)), (), 1, 0.0)
+    places: list[StepPlace] = ["device", "host"]
+    seconds = []
+    for place in places:
+        tried = replace(options, step_on=place)
+        store = build_store([parameter], make, dtype, tried, grid.device, _NoRanks())
+        store.prepare()
+        for _ in range(2):  # the first one compiles kernels
+            store.add(0, torch.zeros(size, dtype=dtype, device=grid.device))
+            store.finish()
+            failures.synchronize(grid.device)
+            began = time.perf_counter()
+            store.step(1e-3)
+            store.residence.synchronize()
+            failures.synchronize(grid.device)
+            last = time.perf_counter() - began
+        seconds.append(last)
+        del store
+    slowest = all_reduce(torch.tensor(seconds, dtype=torch.float64, device=grid.device), grid.group("world"), MAX)
+    chosen = places[int(slowest.argmin())]
+    logger.info(
+        "optimizer steps are computed on the %s: a step of %d numbers takes %.3g s on the device, %.3g s on the host",
+        chosen,
+        size,
+        *slowest.tolist(),
+    )
+    return replace(options, step_on=chosen)
 
 
 def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> StoredOptimizer:
     """Build the optimizer of a run whose `optimizer_state` is "device" or "host", of the model's present weights."""
     if run.optimizer == "sgd":
-        update = tiled_update(
+        make = tiled_update(
             lambda groups: SGD(groups, lr=run.lr, momentum=run.momentum, fused=grid.device.type == "cuda"),
             tile=run.state_tile,
         )
     else:
-        update = adamw_update(betas=(run.beta1, run.beta2), eps=run.eps, tile=run.state_tile)
-    options = StoreOptions(
-        location="host" if run.optimizer_state == "host" else "device",
-        dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[run.dtype],
-        bucket_size=run.state_bucket,
-        buffer_sets=run.state_buffers,
-        coarsening=run.reduce_buckets,
-        is_split=run.optimizer_state == "host" and run.split_weights,
-        accumulate_fp32=run.accumulate_fp32,
-        loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
-    )
+        make = adamw_update(betas=(run.beta1, run.beta2), eps=run.eps, tile=run.state_tile)
     return StoredOptimizer(
-        model, grid, update, name=run.optimizer, weight_decay=run.weight_decay, clip=run.clip, options=options
+        model,
+        grid,
+        make,
+        name=run.optimizer,
+        weight_decay=run.weight_decay,
+        clip=run.clip,
+        dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[run.dtype],
+        options=run.state,
+        loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
     )
 
 
@@ -286,7 +339,7 @@ class _Sum:
         return self._gradients
 
 
-class _GridCommunicator:
+class GridCommunicator:
     """Sums over a grid's groups. The key of a parameter is the tuple of the groups that sum its gradient.
 
     On CPUs, 16-bit gradients of more than two ranks are summed in fp32 and rounded once. Gloo would round after each
@@ -302,3 +355,13 @@ class _GridCommunicator:
 
     def sum_squares(self, squares: Tensor) -> Tensor:
         return all_reduce(squares, self._grid.group("world"))
+
+
+class _NoRanks:
+    """A communicator of one rank."""
+
+    def start_sum(self, key: Any, gradients: Tensor) -> Pending:
+        return Pending(gradients)
+
+    def sum_squares(self, squares: Tensor) -> Tensor:
+        return squares

@@ -18,8 +18,7 @@ size.
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-# Numbers: each parameter begins at a multiple of it, so that kernels may read 16 bytes and more at a time.
-ALIGNMENT = 64
+from stretto.execution import BUCKET_ALIGNMENT as ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,8 @@ class StateLayout:
     def of(cls, sizes: Sequence[int], keys: Sequence[Hashable], *, bucket_size: int, coarsening: int) -> "StateLayout":
         """Lay out parameters of `sizes` numbers; those with equal keys become a segment.
 
-        bucket_size: numbers, a multiple of ALIGNMENT. coarsening: buckets of a chunk. ValueError for others.
+        bucket_size: numbers, a multiple of ALIGNMENT. coarsening: buckets of a chunk.
         """
-        check_bucket_size(bucket_size)
-        if coarsening < 1:
-            raise ValueError(f"an all-reduce takes {coarsening} buckets at once, but must take at least 1")
         numbers = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         places: dict[int, Place] = {}
         buckets: list[Bucket] = []
@@ -125,12 +121,3 @@ class StateLayout:
             end = stop
         if current is not None:
             yield current, slice(begin, end)
-
-
-def check_bucket_size(bucket_size: int) -> None:
-    """Raise ValueError for a bucket that is not a positive multiple of ALIGNMENT numbers."""
-    if bucket_size < 1 or bucket_size % ALIGNMENT:
-        near = max(ALIGNMENT, round(bucket_size / ALIGNMENT) * ALIGNMENT)
-        raise ValueError(
-            f"a bucket has {bucket_size} numbers, but must have a positive multiple of {ALIGNMENT}; {near} would do"
-        )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where optimizer state lies, and how a bucket's comes to the device for its step.
+"""Where optimizer state lies, and where a bucket is stepped.
 
-On the host (Singh, section 3.3.1), a bucket's state is fetched into device buffers, updated there, and returned. With
-`n` sets of buffers, three buckets are under way at once:
+`HostResidence` (Singh, section 3.3.1) fetches a bucket's state into device buffers, where it is updated, and returns
+it. With n sets of buffers, three buckets are under way at once:
 
     host to device   | fetch 0 | fetch 1 | fetch 2 | fetch 3 | ...        its stream
     device                     | step 0  | step 1  | step 2  | ...        the caller's stream
@@ -10,11 +10,14 @@ On the host (Singh, section 3.3.1), a bucket's state is fetched into device buff
 
 The paper has one set (n = 1), with which fetch, step and return of neighbouring buckets cannot overlap. Buffers take
 n x bucket_size x (bytes of the state of a number).
+
+`HostStepResidence` leaves the state where it is, and steps it on the host: gradients travel to the host, and weights
+back, 2 bytes a number each way.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +25,49 @@ from torch import Tensor
 from stretto.optim.state.layout import Bucket
 
 Allocate = Callable[[int], Tensor]
-"""Allocates bytes of host memory that copies to and from the device can use: uint8 [n]."""
+"""Allocates zeroed host memory that copies to and from the device can use: uint8 [n]."""
+
+
+class OpenBucket(NamedTuple):
+    """A bucket's weights, gradients and state, flat, on the device on which they are stepped."""
+
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
 
 
 class StateResidence(ABC):
-    """The state of all numbers, by name: `arrays`, flat tensors of the layout's size, where they lie."""
+    """The state of all numbers, by name: `arrays`, flat tensors of the layout's size, where they lie.
+
+    `prepare` comes first, with the flat weights and gradients on the device. step_device: where buckets are stepped.
+    """
 
     arrays: dict[str, Tensor]
+    step_device: torch.device
+
+    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+        """Allocate what is not needed before the first step."""
+        self.weights, self.gradients = weights, gradients
 
     @abstractmethod
-    def begin(self, order: Sequence[Bucket]) -> None:
-        """Begin a step, which opens and closes these buckets in this order."""
+    def begin(self, order: Sequence[Bucket], *, are_summed: bool) -> None:
+        """Begin a step, which opens and closes these buckets in this order.
+
+        are_summed: whether all gradients are summed over ranks by now; otherwise those of a chunk are when its first
+        bucket is opened.
+        """
 
     @abstractmethod
-    def open(self, bucket: Bucket) -> dict[str, Tensor]:
-        """The bucket's state on the device, ready on the current stream."""
+    def open(self, bucket: Bucket) -> OpenBucket:
+        """The bucket, ready on the current stream, or on the host."""
 
     @abstractmethod
     def close(self, bucket: Bucket) -> None:
-        """The bucket's state is updated, in the order of the current stream."""
+        """The bucket is updated, in the order of the current stream."""
+
+    def finish(self) -> None:
+        """End a step: weights are updated, in the order of the current stream."""
+        return
 
     def synchronize(self) -> None:
         """Wait until `arrays` hold what has been returned."""
@@ -48,26 +75,36 @@ class StateResidence(ABC):
 
 
 class DeviceResidence(StateResidence):
-    """State on the device itself."""
+    """State on the device itself. early: the slots that are allocated at once; the others are by `prepare`."""
 
-    def __init__(self, slots: Mapping[str, torch.dtype], size: int, device: torch.device) -> None:
-        self.arrays = {name: torch.zeros(size, dtype=dtype, device=device) for name, dtype in slots.items()}
+    def __init__(
+        self, slots: Mapping[str, torch.dtype], size: int, device: torch.device, *, early: Sequence[str] = ()
+    ) -> None:
+        self.step_device = device
+        self._late = {name: dtype for name, dtype in slots.items() if name not in early}
+        self._size = size
+        self.arrays = {name: torch.zeros(size, dtype=slots[name], device=device) for name in early if name in slots}
 
-    def begin(self, order: Sequence[Bucket]) -> None:
+    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+        super().prepare(weights, gradients)
+        self.arrays |= {
+            name: torch.zeros(self._size, dtype=dtype, device=self.step_device) for name, dtype in self._late.items()
+        }
+
+    def begin(self, order: Sequence[Bucket], *, are_summed: bool) -> None:
         return
 
-    def open(self, bucket: Bucket) -> dict[str, Tensor]:
-        return {name: array[bucket.start : bucket.stop] for name, array in self.arrays.items()}
+    def open(self, bucket: Bucket) -> OpenBucket:
+        part = slice(bucket.start, bucket.stop)
+        state = {name: array[part] for name, array in self.arrays.items()}
+        return OpenBucket(self.weights[part], self.gradients[part], state)
 
     def close(self, bucket: Bucket) -> None:
         return
 
 
-class HostResidence(StateResidence):
-    """State in host memory, of which `buffer_sets` buckets are on the device at once.
-
-    allocate: of host memory; what it returns is zeroed here.
-    """
+class _HostArrays(StateResidence):
+    """State in one allocation of host memory, and the streams by which buckets come and go."""
 
     def __init__(
         self,
@@ -79,72 +116,152 @@ class HostResidence(StateResidence):
         buffer_sets: int,
         allocate: Allocate,
     ) -> None:
-        if buffer_sets < 1:
-            raise ValueError(f"the state of {buffer_sets} buckets fits on the device at once, but at least 1 must")
-        self.device = device
-        self._host = allocate(sum(size * dtype.itemsize for dtype in slots.values()))
+        self.device, self.step_device = device, device
+        self.slots, self.allocate = slots, allocate
+        self.rows, self.buffer_sets = min(bucket_size, size), buffer_sets
+        host = allocate(sum(size * dtype.itemsize for dtype in slots.values()))
         self.arrays, offset = {}, 0
         for name, dtype in sorted(slots.items(), key=lambda slot: -slot[1].itemsize):  # wide ones first: aligned
-            self.arrays[name] = self._host[offset : offset + size * dtype.itemsize].view(dtype)
+            self.arrays[name] = host[offset : offset + size * dtype.itemsize].view(dtype)
             offset += size * dtype.itemsize
-        for array in self.arrays.values():
-            array.zero_()
-        rows = min(bucket_size, size)
-        self._sets = [
-            {name: torch.empty(rows, dtype=dtype, device=device) for name, dtype in slots.items()}
-            for _ in range(buffer_sets)
-        ]
         self._order: Sequence[Bucket] = ()
         self._fetched = 0  # of the order
-        self._is_cuda = device.type == "cuda"
-        if self._is_cuda:
-            self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._is_there = [torch.cuda.Event() for _ in self._sets]
-            self._is_returned = [torch.cuda.Event() for _ in self._sets]
+        self._are_summed = False
         self._places: dict[int, int] = {}  # of the order, by a bucket's index
+        self.is_cuda = device.type == "cuda"
+        if self.is_cuda:
+            self.to_device, self.to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.is_there = [torch.cuda.Event() for _ in range(buffer_sets)]
+            self.is_returned = [torch.cuda.Event() for _ in range(buffer_sets)]
 
-    def begin(self, order: Sequence[Bucket]) -> None:
-        self._order, self._fetched = order, 0
+    def begin(self, order: Sequence[Bucket], *, are_summed: bool) -> None:
+        self._order, self._fetched, self._are_summed = order, 0, are_summed
         self._places = {bucket.index: place for place, bucket in enumerate(order)}
-        if self._is_cuda:
-            self._to_device.wait_stream(self._to_host)  # what the last step returned
+
+    def number_of(self, bucket: Bucket) -> int:
+        """Which set of buffers a bucket has."""
+        return self._places[bucket.index] % self.buffer_sets
+
+    def next_to_fetch(self) -> tuple[Bucket, int, bool] | None:
+        """The next bucket of the order, its buffers, and whether another bucket has had them before."""
+        if self._fetched == len(self._order):
+            return None
+        bucket, is_reused = self._order[self._fetched], self._fetched >= self.buffer_sets
+        self._fetched += 1
+        return bucket, self.number_of(bucket), is_reused
+
+    def on(self, name: str) -> Any:
+        """A context in which copies are enqueued on one of the two streams."""
+        return torch.cuda.stream(getattr(self, name) if self.is_cuda else None)
+
+
+class HostResidence(_HostArrays):
+    """State in host memory, of which `buffer_sets` buckets are on the device at once; steps are on the device."""
+
+    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+        super().prepare(weights, gradients)
+        self._sets = [
+            {name: torch.empty(self.rows, dtype=dtype, device=self.device) for name, dtype in self.slots.items()}
+            for _ in range(self.buffer_sets)
+        ]
+
+    def begin(self, order: Sequence[Bucket], *, are_summed: bool) -> None:
+        super().begin(order, are_summed=are_summed)
+        if self.is_cuda:
+            self.to_device.wait_stream(self.to_host)  # what the last step returned
+            self.to_device.wait_stream(torch.cuda.current_stream(self.device))  # which has made the buffers
         for _ in self._sets:
             self._fetch_next()
 
-    def open(self, bucket: Bucket) -> dict[str, Tensor]:
-        number = self._places[bucket.index] % len(self._sets)
-        if self._is_cuda:
-            torch.cuda.current_stream(self.device).wait_event(self._is_there[number])
-        return {name: buffer[: bucket.size] for name, buffer in self._sets[number].items()}
+    def open(self, bucket: Bucket) -> OpenBucket:
+        number, part = self.number_of(bucket), slice(bucket.start, bucket.stop)
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).wait_event(self.is_there[number])
+        state = {name: buffer[: bucket.size] for name, buffer in self._sets[number].items()}
+        return OpenBucket(self.weights[part], self.gradients[part], state)
 
     def close(self, bucket: Bucket) -> None:
-        number = self._places[bucket.index] % len(self._sets)
-        if self._is_cuda:
-            self._to_host.wait_stream(torch.cuda.current_stream(self.device))
-        with self._on(self._to_host if self._is_cuda else None):
+        number = self.number_of(bucket)
+        if self.is_cuda:
+            self.to_host.wait_stream(torch.cuda.current_stream(self.device))
+        with self.on("to_host"):
             for name, array in self.arrays.items():
                 array[bucket.start : bucket.stop].copy_(self._sets[number][name][: bucket.size], non_blocking=True)
-            if self._is_cuda:
-                self._is_returned[number].record(self._to_host)
+            if self.is_cuda:
+                self.is_returned[number].record(self.to_host)
         self._fetch_next()
 
     def synchronize(self) -> None:
-        if self._is_cuda:
-            self._to_host.synchronize()
+        if self.is_cuda:
+            self.to_host.synchronize()
 
     def _fetch_next(self) -> None:
-        """Fetch the next bucket of the order into the buffers that are free after the bucket before it is returned."""
-        if self._fetched == len(self._order):
+        """Fetch the next bucket of the order into buffers that are free once the bucket before it is returned."""
+        if (found := self.next_to_fetch()) is None:
             return
-        bucket, number = self._order[self._fetched], self._fetched % len(self._sets)
-        if self._is_cuda and self._fetched >= len(self._sets):
-            self._to_device.wait_event(self._is_returned[number])
-        with self._on(self._to_device if self._is_cuda else None):
+        bucket, number, is_reused = found
+        if self.is_cuda and is_reused:
+            self.to_device.wait_event(self.is_returned[number])
+        with self.on("to_device"):
             for name, array in self.arrays.items():
                 self._sets[number][name][: bucket.size].copy_(array[bucket.start : bucket.stop], non_blocking=True)
-            if self._is_cuda:
-                self._is_there[number].record(self._to_device)
-        self._fetched += 1
+            if self.is_cuda:
+                self.is_there[number].record(self.to_device)
 
-    def _on(self, stream: Any) -> Any:
-        return torch.cuda.stream(stream)  # None: a context that does nothing
+
+class HostStepResidence(_HostArrays):
+    """State in host memory, which is stepped there; gradients come to the host, and weights go back.
+
+    A bucket's gradients are fetched when it is opened, and those of the bucket after it at the same time: the host
+    steps one bucket while the next one's gradients travel.
+    """
+
+    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+        super().prepare(weights, gradients)
+        self.step_device = torch.device("cpu")
+        self._staged = []
+        for _ in range(self.buffer_sets):
+            sizes = [self.rows * flat.dtype.itemsize for flat in (weights, gradients)]
+            memory = self.allocate(sum(sizes)).split(sizes)
+            self._staged.append((memory[0].view(weights.dtype), memory[1].view(gradients.dtype)))
+
+    def open(self, bucket: Bucket) -> OpenBucket:
+        last = self._places[bucket.index] + self.buffer_sets
+        while self._fetched < min(last, len(self._order)) and self._can_fetch(self._order[self._fetched], bucket):
+            self._fetch_next()
+        number = self.number_of(bucket)
+        if self.is_cuda:
+            self.is_there[number].synchronize()
+        weight, gradient = (staged[: bucket.size] for staged in self._staged[number])
+        part = slice(bucket.start, bucket.stop)
+        return OpenBucket(weight, gradient, {name: array[part] for name, array in self.arrays.items()})
+
+    def close(self, bucket: Bucket) -> None:
+        number = self.number_of(bucket)
+        with self.on("to_device"):
+            self.weights[bucket.start : bucket.stop].copy_(self._staged[number][0][: bucket.size], non_blocking=True)
+            if self.is_cuda:
+                self.is_returned[number].record(self.to_device)
+
+    def finish(self) -> None:
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).wait_stream(self.to_device)
+
+    def _can_fetch(self, bucket: Bucket, opened: Bucket) -> bool:
+        return self._are_summed or bucket.chunk == opened.chunk
+
+    def _fetch_next(self) -> None:
+        found = self.next_to_fetch()
+        assert found is not None
+        bucket, number, is_reused = found
+        part = slice(bucket.start, bucket.stop)
+        if self.is_cuda:
+            self.to_host.wait_stream(torch.cuda.current_stream(self.device))
+            if is_reused:
+                self.is_returned[number].synchronize()
+        with self.on("to_host"):
+            # The weights, too: where a step is skipped, or a parameter has no gradient, they go back as they are.
+            for staged, flat in zip(self._staged[number], (self.weights, self.gradients), strict=True):
+                staged[: bucket.size].copy_(flat[part], non_blocking=True)
+            if self.is_cuda:
+                self.is_there[number].record(self.to_host)

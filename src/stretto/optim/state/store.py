@@ -27,10 +27,6 @@ from stretto.optim.state.master_weights import join, round_to, round_to_bf16
 from stretto.optim.state.residence import StateResidence
 from stretto.optim.state.updates import LOW, MASTER, TILE, History, StepSettings, Update
 
-DEFAULT_BUCKET_SIZE = 1 << 24
-DEFAULT_BUFFER_SETS = 3
-DEFAULT_COARSENING = 4
-
 
 class Reduction(Protocol):
     """A sum over ranks that has been started."""
@@ -85,17 +81,17 @@ class _StepGradients:
 class OptimizerStateStore:
     """Owns the flat weights and gradients of a model's shards, and their fp32 weights and optimizer state.
 
-    parameters: in one order on all ranks that share a group. layout: of their numbers. weights: flat [layout.size] on
-    the device, bf16, fp16 or fp32. gradients: of the same size, in the weights' dtype, or in fp32 for sums of many
-    micro-batches. residence: of the state that `state_slots` lists.
+    parameters: in one order on all ranks that share a group. layout: of their numbers. dtypes: of weights (bf16, fp16
+    or fp32) and of gradients (the same, or fp32 for sums of many micro-batches). residence: of the state that
+    `state_slots` lists. First comes `set_weight` of each parameter, then `prepare`.
     """
 
     def __init__(
         self,
         parameters: Sequence[StoredParameter],
         layout: StateLayout,
-        weights: Tensor,
-        gradients: Tensor,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
         update: Update,
         residence: StateResidence,
         communicator: Communicator,
@@ -104,7 +100,9 @@ class OptimizerStateStore:
         loss_scale: LossScale | None = None,
     ) -> None:
         self.parameters, self.layout = tuple(parameters), layout
-        self.weights, self.gradients = weights, gradients
+        self.device = device
+        self.weights = torch.zeros(layout.size, dtype=dtypes[0], device=device)
+        self.gradients = torch.empty(0, dtype=dtypes[1], device=device)
         self.update, self.residence, self.communicator = update, residence, communicator
         self.clip, self.loss_scale = clip, loss_scale
         self.histories = [0] * len(self.parameters)
@@ -119,6 +117,11 @@ class OptimizerStateStore:
     def step_order(self) -> StepOrder:
         """In which order buckets are updated."""
         return StepOrder.CHUNK_BY_CHUNK if self.clip is self.loss_scale is None else StepOrder.AFTER_NORM
+
+    def prepare(self) -> None:
+        """Allocate gradients, and what the weights have not needed so far."""
+        self.gradients = torch.zeros(self.layout.size, dtype=self.gradients.dtype, device=self.device)
+        self.residence.prepare(self.weights, self.gradients)
 
     # Gradients.
 
@@ -187,9 +190,10 @@ class OptimizerStateStore:
         """
         order = list(self._step.started)
         self._advance_histories()
-        device = self.gradients.device
+        device = self.device
         buckets = [bucket for chunk in order for bucket in self.layout.chunks[chunk].buckets]
-        self.residence.begin(buckets)
+        comes_first = self.step_order is StepOrder.AFTER_NORM  # the wait for all sums
+        self.residence.begin(buckets, are_summed=comes_first)
         scale = torch.ones((), dtype=torch.float32, device=device)
         skip = torch.zeros(1, dtype=torch.int32, device=device)
         squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -216,6 +220,7 @@ class OptimizerStateStore:
             self._begin_update(lr, scale, skip)
             for bucket in buckets:
                 self._update(bucket)
+        self.residence.finish()
         self.update.end()
         self._step = _StepGradients()
         return norm
@@ -243,18 +248,20 @@ class OptimizerStateStore:
         active = {history: self._history[history] for history in {self.histories[i] for i in self._step.present}}
         decays = {self.layout.places[i].segment: p.weight_decay for i, p in enumerate(self.parameters)}
         weight_decays = tuple(decays[segment] for segment in sorted(decays))
-        self.update.begin(StepSettings(lr, scale, skip), dict(sorted(active.items())), weight_decays)
+        device = self.residence.step_device
+        settings = StepSettings(lr, scale.to(device), skip.to(device))
+        self.update.begin(settings, dict(sorted(active.items())), weight_decays)
 
     def _update(self, bucket: Bucket) -> None:
-        state = self.residence.open(bucket)
+        opened = self.residence.open(bucket)
         chunk = self.layout.chunks[bucket.chunk]
         present = [index for index in chunk.parameters if index in self._step.present]
         for history, part in self.layout.runs(bucket, present, self.histories):
             own = slice(part.start - bucket.start, part.stop - bucket.start)
             self.update.apply(
-                self.weights[part],
-                self.gradients[part],
-                {name: tensor[own] for name, tensor in state.items()},
+                opened.weight[own],
+                opened.gradient[own],
+                {name: tensor[own] for name, tensor in opened.state.items()},
                 history=history,
                 segment=bucket.segment,
             )
@@ -315,7 +322,7 @@ class OptimizerStateStore:
             if key not in known:
                 known[key] = len(self._history)
                 self._history[known[key]] = History(
-                    {name: value.to(self.weights.device) for name, value in own.items()}, has_state=True
+                    {name: value.to(self.residence.step_device) for name, value in own.items()}, has_state=True
                 )
             self.histories[index] = known[key]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stretto.execution import StateOptions
 from stretto.memory import failures
 from stretto.optim.state.master_weights import join, round_to, round_to_bf16
 
 MASTER = "master"
 LOW = "low"
-# Numbers of a tile, as in Singh, section 7.2: 7.2 MB of fp32 scratch.
-TILE = 1_800_000
+TILE = StateOptions().tile  # that of Singh, section 7.2: 7.2 MB of fp32 scratch
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationInfo, model_validator
 
 from stretto.axes import OUTER_TO_INNER, GridSizes
-from stretto.execution import ExecutionOptions, Overlap
+from stretto.execution import ExecutionOptions, Overlap, StateOptions
 from stretto.planner.grids import divisors, every_grid
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
@@ -213,6 +213,13 @@ class RunConfig(RunOptions):
         True, "optimizer_state host with bf16: beside a bf16 weight keep the lower half of the fp32 weight alone, "
         "exactly; 2 bytes a parameter less travel each way",
     )  # fmt: skip
+    step_on: Literal["device", "host", "auto"] = option(
+        "device", "optimizer_state host: where a step is computed; `auto` measures both when training begins"
+    )
+    host_memory: Annotated[float | None, CanBeNone] = option(
+        None, "optimizer_state host: how much of this machine's memory all ranks may use", unit="bytes",
+        unset="what the container's or the machine's limit is", gt=0,
+    )  # fmt: skip
     accumulate_fp32: bool = option(
         False, "optimizer_state device and host: add up gradients of micro-batches in fp32; 2 more bytes a parameter"
     )
@@ -220,6 +227,20 @@ class RunConfig(RunOptions):
     loss_scale_steps: int = option(
         2000, "fp16: steps without an overflow after which the loss scale is doubled", unit="steps", ge=1, le=1 << 31
     )
+
+    @property
+    def state(self) -> StateOptions:
+        """Where optimizer state lies, as the planner counts it and the store keeps it."""
+        return StateOptions(
+            location=self.optimizer_state,
+            bucket_size=self.state_bucket,
+            buffer_sets=self.state_buffers,
+            coarsening=self.reduce_buckets,
+            tile=self.state_tile,
+            splits_weights=self.split_weights,
+            accumulates_fp32=self.accumulate_fp32,
+            step_on=self.step_on,
+        )
 
 
 class OverlapConfig(Section):
@@ -384,8 +405,7 @@ def _contradictions_of_state(config: TrainConfig) -> list[str]:
                 "train.dtype is 'fp16', which needs its fp32 weights apart: train.optimizer_state='device' or 'host' "
                 "would do"
             )
-        given = [name for name in _STATE_OPTIONS if name in run.model_fields_set]
-        changed = [name for name in given if getattr(run, name) != type(run).model_fields[name].default]
+        changed = [name for name in _STATE_OPTIONS if getattr(run, name) != type(run).model_fields[name].default]
         problems += [
             f"train.{name} is {getattr(run, name)}, but train.optimizer_state is 'fp32', which has no such state; "
             "train.optimizer_state='device' or 'host' would do"
@@ -411,7 +431,16 @@ def _contradictions_of_state(config: TrainConfig) -> list[str]:
     ]
 
 
-_STATE_OPTIONS = ("state_bucket", "state_buffers", "reduce_buckets", "state_tile", "accumulate_fp32")
+_STATE_OPTIONS = (
+    "state_bucket",
+    "state_buffers",
+    "reduce_buckets",
+    "state_tile",
+    "split_weights",
+    "accumulate_fp32",
+    "step_on",
+    "host_memory",
+)
 
 
 def nearest_grid(
