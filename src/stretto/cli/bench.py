@@ -25,6 +25,7 @@ from stretto.bench.training.settings import (
     BlocksSetting,
     DdpSetting,
     DlrmSetting,
+    OffloadSetting,
     OverlapSetting,
     ParitySetting,
     PeersSetting,
@@ -293,6 +294,14 @@ def blocks(setting: BlocksSetting, out: Path) -> Any:
     from stretto.bench.training.blocks import bench_blocks
 
     return bench_blocks(setting, ranks, out)
+
+
+@_command("offload", OffloadSetting, needs=Needs.ONE_GPU)
+def offload(setting: OffloadSetting, out: Path) -> Any:
+    """Optimizer state on the host: steps beside the host links, training beside resident state, FSDP2's offload."""
+    from stretto.bench.training.offload import bench_offload
+
+    return bench_offload(setting, out)
 
 
 @_command("ddp", DdpSetting, needs=Needs.ONE_GPU)

@@ -259,7 +259,7 @@ def choose_step_place(options: StateOptions, make: MakeUpdate, dtype: torch.dtyp
     seconds = []
     for place in places:
         tried = replace(options, step_on=place)
-        store = build_store([parameter], make, dtype, tried, grid.device, _NoRanks())
+        store = build_store([parameter], make, dtype, tried, grid.device, NoRanks())
         store.prepare()
         for _ in range(2):  # the first one compiles kernels
             store.add(0, torch.zeros(size, dtype=dtype, device=grid.device))
@@ -357,7 +357,7 @@ class GridCommunicator:
         return all_reduce(squares, self._grid.group("world"))
 
 
-class _NoRanks:
+class NoRanks:
     """A communicator of one rank."""
 
     def start_sum(self, key: Any, gradients: Tensor) -> Pending:

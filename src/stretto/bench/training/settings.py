@@ -217,6 +217,45 @@ class BlocksSetting:
                 require_least(1, **{name: number})
 
 
+OFFLOAD_PARTS = ("buckets", "tiles", "train", "peers", "largest")
+
+
+@dataclass(frozen=True)
+class OffloadSetting:
+    """What `stretto bench offload` measures. Raises ValueError for settings that cannot work."""
+
+    parts: Annotated[tuple[str, ...], Option("buckets, tiles, train, peers, largest, with commas.")] = (
+        "buckets",
+        "tiles",
+        "train",
+    )
+    layers: Annotated[int, Option("Of the model that is trained, a Llama of width 4096.")] = 32
+    seq_len: SeqLen = 4096
+    micro_batch: Annotated[int, Option("Sequences of a micro-batch.")] = 2
+    micro_batches: Annotated[tuple[int, ...], Option("How many a step has, with commas.")] = (1, 4, 16)
+    numbers: Annotated[int, Option("Parameters that are stepped without a model, for buckets and tiles.")] = 1 << 29
+    repeats: Repeats = 2
+    cpu: Annotated[bool, Option("Small sizes on the CPU: a try, no figure.")] = False
+
+    def __post_init__(self) -> None:
+        require_known("part", self.parts, OFFLOAD_PARTS)
+        require_least(
+            1,
+            layers=self.layers,
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            numbers=self.numbers,
+            repeats=self.repeats,
+            micro_batches=min(self.micro_batches, default=0),
+        )
+
+    def model(self) -> GPTConfig:
+        """The model that is trained."""
+        if self.cpu:
+            return replace(LLAMA_7B, layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, max_seq_len=64)
+        return replace(LLAMA_7B, layers=self.layers, max_seq_len=self.seq_len)
+
+
 @dataclass(frozen=True)
 class ParitySetting:
     """On how many ranks `stretto bench parity` trains."""

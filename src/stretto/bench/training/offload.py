@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto bench offload`: training with optimizer state on the host, on one GPU.
+
+buckets: steps of flat state without a model, for sizes and numbers of buckets, beside what the host links allow.
+tiles: a step of SGD with momentum in tiles, at once, and by torch's own optimizer: time, and memory above what lies
+there. train: tokens/s and memory of a model with state on the host, and beside it with state on the device, where that
+fits. peers: the same beside FSDP2 with `CPUOffloadPolicy`. largest: the model that the planner says fits, and one layer
+more.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, write_result
+from stretto.bench.training.settings import OffloadSetting
+from stretto.execution import StateOptions
+from stretto.memory.pinned import allocate_pinned
+from stretto.models import GPT, GPTConfig
+from stretto.optim.state.store import OptimizerStateStore, StoredParameter
+from stretto.parallel import Grid, no_sync, parallelize
+from stretto.train.stored_optimizer import MakeUpdate, NoRanks, StoredOptimizer, adamw_update, build_store, tiled_update
+
+GIB = 1 << 30
+LEARNING_RATE = 1e-5
+
+LINK_COLUMNS = (
+    Column("to_device", "to the device (GB/s)", "{:.1f}"),
+    Column("to_host", "to the host (GB/s)", "{:.1f}"),
+    Column("both", "both at once (GB/s)", "{:.1f}"),
+)
+BUCKET_COLUMNS = (
+    Column("step_on", "step on"),
+    Column("weights", "fp32 weights"),
+    Column("bucket", "bucket (M numbers)", "{:.0f}"),
+    Column("buffers", "sets of buffers"),
+    Column("seconds", "step (s)", "{:.3f}"),
+    Column("limit_seconds", "bytes / duplex link (s)", "{:.3f}"),
+    Column("ratio", "ratio", "{:.2f}"),
+)
+TILE_COLUMNS = (
+    Column("name", "step"),
+    Column("milliseconds", "time (ms)", "{:.2f}"),
+    Column("spike_mib", "memory above what lies there (MiB)", "{:.1f}"),
+)
+TRAIN_COLUMNS = (
+    Column("name", "state"),
+    Column("parameters", "parameters (billions)", "{:.2f}"),
+    Column("micro_batches", "micro-batches a step"),
+    Column("tokens_per_second", "tokens/s", "{:,.0f}"),
+    Column("step_seconds", "step (s)", "{:.2f}"),
+    Column("optimizer_seconds", "of which optimizer (s)", "{:.2f}"),
+    Column("optimizer_ratio", "bytes / duplex link, times", "{:.2f}"),
+    Column("peak_gib", "peak memory (GiB)", "{:.2f}"),
+    Column("predicted_gib", "4 phi + buffers + activations (GiB)", "{:.2f}"),
+    Column("loss", "loss", "{:.4f}"),
+    Column("error", "error"),
+)
+
+
+def bench_offload(setting: OffloadSetting, out: Path) -> Any:
+    """Measure the parts one after another, and write a result for each."""
+    results = run_ranks(1, _measure, setting)
+    for name, (columns, rows) in results.items():
+        print_table(f"Optimizer state on the host: {name}", columns, rows)
+        write_result(out, name, columns, rows)
+    return {name: rows for name, (_, rows) in results.items()}
+
+
+def _measure(setting: OffloadSetting) -> dict[str, Any]:
+    device = torch.device("cpu" if setting.cpu else "cuda")
+    grid = Grid(device=device)
+    links = measure_links(device)
+    found: dict[str, Any] = {"links": (LINK_COLUMNS, [links])}
+    if "buckets" in setting.parts:
+        found["buckets"] = (BUCKET_COLUMNS, list(_buckets(setting, device, links["both"] * 1e9)))
+    if "tiles" in setting.parts:
+        found["tiles"] = (TILE_COLUMNS, list(_tiles(setting, device)))
+    if "train" in setting.parts:
+        found["train"] = (TRAIN_COLUMNS, list(_train(setting, grid, links["both"] * 1e9)))
+    if "peers" in setting.parts:
+        found["peers"] = (TRAIN_COLUMNS, list(_peers(setting, grid, links["both"] * 1e9)))
+    return found
+
+
+def measure_links(device: torch.device, num_bytes: int = 1 << 28) -> dict[str, float]:
+    """GB/s between pinned host memory and the device: each way alone, and both ways at once, together."""
+    num_bytes = num_bytes if device.type == "cuda" else 1 << 20
+    there = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    here = [allocate_pinned(num_bytes, device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+
+    def copy(ways: tuple[int, ...]) -> float:
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(4):
+            for way in ways:
+                with torch.cuda.stream(streams[way]):
+                    target, source = (there[0], here[0]) if way == 0 else (here[1], there[1])
+                    target.copy_(source, non_blocking=True)
+        _synchronize(device)
+        return 4 * len(ways) * num_bytes / (time.perf_counter() - began) / 1e9
+
+    copy((0, 1))
+    rates = {"to_device": (0,), "to_host": (1,), "both": (0, 1)}
+    return {name: statistics.median(copy(ways) for _ in range(5)) for name, ways in rates.items()}
+
+
+def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> Iterator[dict[str, Any]]:
+    """Steps of AdamW over state of so many numbers, for each size of a bucket."""
+    numbers = setting.numbers if not setting.cpu else 1 << 16
+    scale = 1 if not setting.cpu else 1 << 10
+    tried = [(True, size, 3, "device") for size in (1, 2, 4, 8, 16, 32, 64)]
+    tried += [(True, 16, 1, "device"), (True, 16, 2, "device"), (True, 16, 4, "device")]
+    tried += [(False, size, 3, "device") for size in (4, 16, 64)] + [(False, 16, 3, "host")]
+    for is_split, size, buffers, place in tried:
+        options = StateOptions(
+            "host",
+            bucket_size=(size << 20) // scale,
+            buffer_sets=buffers,
+            splits_weights=is_split,
+            step_on=place,  # type: ignore[arg-type]
+        )
+        store = _flat_store(numbers, device, adamw_update(betas=(0.9, 0.95), eps=1e-8), options)
+        seconds = statistics.median(_time_step(store) for _ in range(3 + setting.repeats))
+        bytes_each = 4 if place == "host" else 2 * (10 if is_split else 12)
+        limit = numbers * bytes_each / duplex
+        yield {
+            "step_on": place,
+            "weights": "split" if is_split else "whole",
+            "bucket": size,
+            "buffers": buffers,
+            "seconds": seconds,
+            "limit_seconds": limit,
+            "ratio": seconds / limit,
+        }
+        del store
+        _free(device)
+
+
+def _flat_store(
+    numbers: int, device: torch.device, make: MakeUpdate, options: StateOptions, *, gradient: float = 1e-3
+) -> OptimizerStateStore:
+    parameter = StoredParameter("flat", torch.Size((numbers,)), (), 1, 0.0)
+    store = build_store([parameter], make, torch.bfloat16, options, device, NoRanks())
+    store.prepare()
+    store.gradients.fill_(gradient)
+    return store
+
+
+def _time_step(store: OptimizerStateStore) -> float:
+    store.add(0, store.gradients[: store.parameters[0].shape.numel()])  # itself
+    store.finish()
+    _synchronize(store.device)
+    began = time.perf_counter()
+    store.step(LEARNING_RATE)
+    store.residence.synchronize()
+    _synchronize(store.device)
+    return time.perf_counter() - began
+
+
+def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, Any]]:
+    """SGD with momentum over bf16 gradients: in tiles, all at once, and by torch's optimizer over fp32 gradients."""
+    numbers = 1_100_000_000 if not setting.cpu else 1 << 16  # of a rank of Singh's figure 7.4: 4.4 GB in fp32
+    is_cuda = device.type == "cuda"
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, fused=is_cuda)
+
+    tile = StateOptions().tile
+    for name, size in ((f"tiles of {tile / 1e6:.1f}M numbers", tile), ("one tile", numbers)):
+        options = StateOptions("device", tile=size, bucket_size=max(1 << 24, -(-size // 64) * 64))
+        store = _flat_store(numbers, device, tiled_update(make, tile=size), options)
+        if size == tile:
+            _time_step(store)
+            store.update._scratch = torch.empty(0)  # type: ignore[attr-defined]
+        _free(device)
+        spike = _spike(device, partial(_time_step, store))
+        seconds = [_time_step(store) for _ in range(3 + setting.repeats)]
+        yield {"name": name, "milliseconds": 1e3 * statistics.median(seconds), "spike_mib": spike}
+        del store
+        _free(device)
+    master = torch.nn.Parameter(torch.zeros(numbers, device=device))
+    gradient = torch.full((numbers,), 1e-3, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
+    optimizer = make([master])
+
+    def step() -> float:
+        _synchronize(device)
+        began = time.perf_counter()
+        master.grad = gradient.float()
+        optimizer.step()
+        weight.copy_(master.detach())
+        master.grad = None
+        _synchronize(device)
+        return time.perf_counter() - began
+
+    step()
+    _free(device)
+    spike = _spike(device, step)
+    seconds = [step() for _ in range(3 + setting.repeats)]
+    yield {"name": "torch.optim.SGD", "milliseconds": 1e3 * statistics.median(seconds), "spike_mib": spike}
+
+
+def _spike(device: torch.device, step: Callable[[], Any]) -> float | None:
+    """MiB that a step allocates above what is allocated before it."""
+    if device.type != "cuda":
+        step()
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return (torch.cuda.max_memory_allocated(device) - before) / (1 << 20)
+
+
+def _train(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
+    """State on the host beside state on the device, for each number of micro-batches."""
+    config = setting.model()
+    for name, options in (
+        ("host, split", StateOptions("host")),
+        ("device", StateOptions("device")),
+    ):
+        rows = [{"name": name, "micro_batches": count} for count in setting.micro_batches]
+        try:
+            yield from _train_one(setting, grid, config, name, options, setting.micro_batches, duplex)
+        except FAILURES as error:
+            yield from (row | {"error": in_one_line(error)} for row in rows)
+        _free(grid.device)
+
+
+def _train_one(
+    setting: OffloadSetting,
+    grid: Grid,
+    config: GPTConfig,
+    name: str,
+    options: StateOptions,
+    micro_batches: tuple[int, ...],
+    duplex: float,
+) -> Iterator[dict[str, Any]]:
+    device = grid.device
+    with torch.device("meta"):
+        model = GPT(config)
+    parallelize(model, grid, dtype=torch.bfloat16, checkpoint_activations=True)
+    optimizer = StoredOptimizer(
+        model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", clip=1.0, options=options
+    )
+    store = optimizer.store
+    phi = store.layout.size
+    state = sum(array.element_size() for array in store.residence.arrays.values())
+    is_on_host = options.location == "host"
+    tokens, targets = _draw(setting, config, device)
+
+    def pass_once(count: int, is_last: bool) -> Tensor:
+        with nullcontext() if is_last else no_sync(model):
+            loss: Tensor = model(tokens, targets, targets.numel() * count)
+            optimizer.scale_loss(loss).backward()
+        return loss.detach() * count
+
+    pass_once(1, True)
+    store.step(0.0)
+    _free(device)
+    fixed = 4 * phi + (options.buffer_sets * options.bucket_size * state if is_on_host else state * phi)
+    activations = _activations(device, store, lambda: pass_once(1, False))
+    store.drop()
+    pass_once(1, True)
+    store.step(0.0)
+    for count in micro_batches:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        times, updates, losses = [], [], []
+        for _ in range(setting.repeats):
+            _synchronize(device)
+            began = time.perf_counter()
+            for number in range(count):
+                loss = pass_once(count, number == count - 1)
+            _synchronize(device)
+            passed = time.perf_counter()
+            optimizer.step(LEARNING_RATE)
+            store.residence.synchronize()
+            _synchronize(device)
+            ended = time.perf_counter()
+            times.append(ended - began)
+            updates.append(ended - passed)
+            losses.append(float(loss))
+        step, update = min(times), min(updates)
+        yield {
+            "name": name,
+            "parameters": phi / 1e9,
+            "micro_batches": count,
+            "tokens_per_second": count * tokens.numel() / step,
+            "step_seconds": step,
+            "optimizer_seconds": update,
+            "optimizer_ratio": update / (2 * state * phi / duplex) if is_on_host else None,
+            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
+            "predicted_gib": (fixed + activations) / GIB if device.type == "cuda" else None,
+            "loss": losses[-1],
+        }
+
+
+def _activations(device: torch.device, store: OptimizerStateStore, run: Callable[[], Any]) -> float:
+    """Bytes that a forward and backward pass takes beside weights, gradients and state."""
+    if device.type != "cuda":
+        run()
+        return 0.0
+    _synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peers(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
+    """The same model by Stretto and by FSDP2 with CPUOffloadPolicy, each after the other."""
+    config = setting.model()
+    counts = setting.micro_batches
+    with _failing_softly("host, split", counts) as failed:
+        yield from _train_one(setting, grid, config, "Stretto, host", StateOptions("host"), counts, duplex)
+    yield from failed
+    _free(grid.device)
+    with _failing_softly("FSDP2, CPUOffloadPolicy", counts) as failed:
+        yield from _train_fsdp(setting, grid, config, counts)
+    yield from failed
+
+
+@contextmanager
+def _failing_softly(name: str, counts: tuple[int, ...]) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    try:
+        yield rows
+    except FAILURES as error:
+        rows += [{"name": name, "micro_batches": count, "error": in_one_line(error)} for count in counts]
+
+
+def _train_fsdp(
+    setting: OffloadSetting, grid: Grid, config: GPTConfig, counts: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    from stretto.parallel import checkpoint_activations
+
+    device = grid.device
+    with torch.device("meta"):
+        model = GPT(config)
+    checkpoint_activations(model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    kept: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": CPUOffloadPolicy()}
+    for block in model.blocks:
+        fully_shard(block, **kept)
+    fully_shard(model, **kept)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.apply(model._init_weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    tokens, targets = _draw(setting, config, device)
+    phi = sum(parameter.numel() for parameter in model.parameters())
+    for count in (1, *counts):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        times, updates = [], []
+        for _ in range(setting.repeats if count != 1 else 1):
+            _synchronize(device)
+            began = time.perf_counter()
+            for number in range(count):
+                model.set_requires_gradient_sync(number == count - 1)
+                loss = model(tokens, targets, targets.numel() * count)
+                loss.backward()
+            _synchronize(device)
+            passed = time.perf_counter()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            _synchronize(device)
+            times.append(time.perf_counter() - began)
+            updates.append(time.perf_counter() - passed)
+        if count == 1 and 1 not in counts:
+            continue  # a step to warm up
+        yield {
+            "name": "FSDP2, CPUOffloadPolicy",
+            "parameters": phi / 1e9,
+            "micro_batches": count,
+            "tokens_per_second": count * tokens.numel() / min(times),
+            "step_seconds": min(times),
+            "optimizer_seconds": min(updates),
+            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
+            "loss": float(loss.detach()) * count,
+        }
+
+
+def _draw(setting: OffloadSetting, config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    length = config.max_seq_len if setting.cpu else setting.seq_len
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab, (setting.micro_batch, length + 1), generator=generator).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
