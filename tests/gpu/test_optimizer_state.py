@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a GPU: the kernels of mixed precision, state on the host beside state on the device, tiles and graphs."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,9 +14,9 @@ from stretto.optim.state.loss_scale import LossScaleOptions
 from stretto.optim.state.master_weights import join, round_to_bf16
 from stretto.parallel import CapturedStep, Grid, no_sync, parallelize
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update, tiled_update
-from tests.gpu.sharing import SHARED, GpuRanks
+from tests.gpu.sharing import SHARED
 
-pytestmark = pytest.mark.ranks(1, 4, own=(1, 2, 4), among=(1, *SHARED))
+ONE_RANK = pytest.mark.ranks(1, own=(1,), among=(1,))
 CONFIG = GPTConfig(layers=2, hidden=256, heads=8, kv_heads=8, vocab=512, max_seq_len=64, bias=False)
 STEPS, MICRO_BATCHES, SAMPLES = 4, 2, 16
 
@@ -36,9 +37,9 @@ def split_on_the_device() -> None:
     assert torch.equal(weight.cpu().view(torch.int16), expected.view(torch.int16))
 
 
-def test_split_weights_are_exact_and_are_the_hosts(gpu_ranks: GpuRanks) -> None:
-    if gpu_ranks.count == 1:
-        gpu_ranks.run(split_on_the_device)
+@ONE_RANK
+def test_split_weights_are_exact_and_are_the_hosts(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(split_on_the_device)
 
 
 def train(
@@ -108,19 +109,23 @@ def compare_places(sizes: dict[str, int], clip: float | None) -> dict[str, Any]:
     found = {}
     for name, options in VARIANTS.items():
         other = train(sizes, options, clip=clip)
-        pairs = [
-            (expected[kind][key], other[kind][key]) for kind in ("weights", "state") for key in expected["weights"]
-        ]
-        found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+        found[name] = max(
+            float((expected[kind][key] - other[kind][key]).abs().max())
+            for kind in ("weights", "state")
+            for key in expected["weights"]
+        )
     return found
 
 
+@pytest.mark.ranks(1, 4, own=(1, 2, 4), among=(1, *SHARED))
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_state_on_the_host_gives_the_bits_of_state_on_the_device(gpu_ranks: GpuRanks, clip: float | None) -> None:
+def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
+    world: int, run_ranks: Callable[..., list[Any]], clip: float | None
+) -> None:
     """Clipped, the norm's last bit depends on the buckets; over 4 ranks, so do the sums."""
-    sizes = {"data": 2, "z": 2} if gpu_ranks.count == 4 else {"data": gpu_ranks.count}
-    for found in gpu_ranks.run(compare_places, sizes, clip):
-        limit = 0.0 if clip is None and gpu_ranks.count <= 2 else 3e-3
+    sizes = {"data": 2, "z": 2} if world == 4 else {"data": world}
+    for found in run_ranks(compare_places, sizes, clip):
+        limit = 0.0 if clip is None and world <= 2 else 3e-3
         assert max(found.values()) <= limit, found
 
 
@@ -141,6 +146,6 @@ def check_others() -> None:
     assert half["losses"] == pytest.approx(device["losses"], rel=1e-2)
 
 
-def test_graphs_tiles_host_steps_and_fp16(gpu_ranks: GpuRanks) -> None:
-    if gpu_ranks.count == 1:
-        gpu_ranks.run(check_others)
+@ONE_RANK
+def test_graphs_tiles_host_steps_and_fp16(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(check_others)

@@ -176,13 +176,12 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, 
     def make(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, fused=is_cuda)
 
-    tile = StateOptions().tile
-    for name, size in ((f"tiles of {tile / 1e6:.1f}M numbers", tile), ("one tile", numbers)):
+    sizes = (1_800_000, 1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26)
+    for name, size in (*((f"tiles of {size / 1e6:.1f}M numbers", size) for size in sizes), ("one tile", numbers)):
         options = StateOptions("device", tile=size, bucket_size=max(1 << 24, -(-size // 64) * 64))
         store = _flat_store(numbers, device, tiled_update(make, tile=size), options)
-        if size == tile:
-            _time_step(store)
-            store.update._scratch = torch.empty(0)  # type: ignore[attr-defined]
+        _time_step(store)  # the first one makes the momentum
+        store.update._scratch = torch.empty(0)  # type: ignore[attr-defined]
         _free(device)
         spike = _spike(device, partial(_time_step, store))
         seconds = [_time_step(store) for _ in range(3 + setting.repeats)]
@@ -373,7 +372,7 @@ def _train_fsdp(
             _synchronize(device)
             began = time.perf_counter()
             for number in range(count):
-                model.set_requires_gradient_sync(number == count - 1)
+                model.set_requires_gradient_sync(number == count - 1)  # type: ignore[operator]
                 loss = model(tokens, targets, targets.numel() * count)
                 loss.backward()
             _synchronize(device)

@@ -139,6 +139,18 @@ def _join(weight, low, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.store(out + at, joined, mask=mask)
 
 
+@triton.jit
+def _scale(gradient, scale, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    tl.store(out + at, tl.load(gradient + at, mask=mask, other=0).to(tl.float32) * tl.load(scale), mask=mask)
+
+
+def launch_scale(gradient: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write `gradient`, of any dtype, times `scale` (fp32, 0-dim) to fp32 `out`."""
+    launch_kernel(_scale, triton.cdiv(gradient.numel(), BLOCK), gradient, scale, out, gradient.numel(), BLOCK=BLOCK)
+
+
 def launch_round(master: Tensor, weight: Tensor, low: Tensor | None) -> None:
     """Round fp32 `master` to bf16 `weight`, and keep the rest in int16 `low` if it is not None (`split`)."""
     launch_kernel(_round, triton.cdiv(master.numel(), BLOCK), master, weight, low, master.numel(), BLOCK=BLOCK)

@@ -202,7 +202,7 @@ class TiledUpdate(Update):
             own = {name: tensor[part] for name, tensor in state.items()}
             master = open_master(weight[part], own)
             parameter = nn.Parameter(master)
-            parameter.grad = self._scratch[: len(master)].copy_(gradient[part]).mul_(self._settings.scale)
+            parameter.grad = scaled(gradient[part], self._settings.scale, self._scratch[: len(master)])
             optimizer.param_groups[0]["params"] = [parameter]
             optimizer.state.clear()
             if before.has_state:
@@ -225,6 +225,16 @@ class TiledUpdate(Update):
             self._before[history].scalars = scalars
             self._before[history].has_state = True
         self._after = {}
+
+
+def scaled(gradient: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """`gradient` times `scale` in fp32, in `out`, which is returned."""
+    if gradient.is_cuda:
+        from stretto.optim.state.kernels import launch_scale
+
+        launch_scale(gradient, scale, out)
+        return out
+    return out.copy_(gradient).mul_(scale)
 
 
 def open_master(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
