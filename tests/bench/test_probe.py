@@ -4,7 +4,8 @@
 import pytest
 
 import stretto
-from stretto.bench.probe import hierarchies, members, probe
+from stretto.bench.probe import _assemble, hierarchies, members, probe
+from stretto.cluster import GPU, Cluster, HostLink
 from stretto.planner.compute import matmul_shapes
 
 
@@ -29,6 +30,32 @@ def test_a_models_own_products_are_measured_on_every_grid_that_can_run_it():
     assert {(512, 1152, 768), (512, 2304, 384)} <= set(shapes)
 
 
+@pytest.mark.parametrize(
+    ("link", "source"),
+    [
+        (HostLink(54e9, 53e9, 99e9), "Measured by stretto probe, 2 ranks"),
+        (None, "not measured: this machine has no GPU"),
+    ],
+)
+def test_what_is_measured_of_host_links_is_in_the_cluster_with_its_source(link, source, tmp_path):
+    transfers = [(kind, 1, 2, size, 1e-3) for kind in ("all_gather", "reduce_scatter") for size in (4, 4096)]
+    measured = {
+        "transfers": transfers,
+        "matmuls": [(32, 32, 32, "NN", 1e-6)],
+        "memory_bandwidth": 1e12,
+        "attention_flops": 1e12,
+        "slowdown": 0.1,
+        "host_link": link,
+    }
+    detected = Cluster(name="detected", gpus_per_node=2, gpu=GPU(name="a GPU"), host_memory=64e9)
+    cluster = _assemble(detected, 2, "fp32", measured)
+    assert cluster.host_link == (link or HostLink())
+    assert cluster.host_memory == 64e9
+    assert cluster.sources["host_link"].startswith(source)
+    cluster.save(tmp_path / "here.toml")
+    assert Cluster.load(tmp_path / "here.toml") == cluster
+
+
 @pytest.mark.exhaustive
 def test_a_probed_machine_can_be_planned_for(tmp_path):
     measured = probe(2, "fp32")
@@ -45,6 +72,9 @@ def test_a_probed_machine_can_be_planned_for(tmp_path):
     assert measured.gpu.empirical_flops.fp32 == pytest.approx(
         max(2 * row.m * row.n * row.k / row.seconds for row in measured.matmuls)
     )
+    assert measured.host_link == HostLink()
+    assert "no GPU" in measured.sources["host_link"]
+    assert measured.host_memory == Cluster.detect().host_memory
     measured.save(tmp_path / "here.toml")
     loaded = stretto.Cluster.load(tmp_path / "here.toml")
     assert loaded == measured

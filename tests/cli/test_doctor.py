@@ -10,6 +10,9 @@ import pytest
 import torch
 from tests.cli.commands import finish, start
 
+from stretto.cluster import host_memory
+from stretto.cluster.host_memory import HostMemoryLimit
+
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> str:
     for name, value in environment.items():
@@ -29,6 +32,8 @@ def test_what_works_here_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert found["torch"] == {"what": "torch", "state": "ok", "found": torch.__version__, "so": ""}
     assert found["GPUs"]["state"] == "missing"
     assert "gloo" in found["GPUs"]["so"]
+    assert f"{host_memory.host_memory_limit().bytes / 1e9:,.1f} GB (the " in found["host memory"]["found"]
+    assert "without a GPU a rank pins none" in found["host memory"]["found"]
     assert (found["cache"]["state"], found["cache"]["found"]) == ("ok", str(tmp_path / "cache"))
     if sys.platform == "linux":
         assert found["NVRTC"]["state"] == "ok"
@@ -50,3 +55,28 @@ def test_a_version_that_is_too_old_counts_as_missing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     found = importlib.import_module("stretto.cli.doctor")._package("torch", "nothing runs", (2, 11))
     assert (found.state, found.found) == ("missing", "2.9.1+cpu, which is older than 2.11")
+
+
+@pytest.mark.parametrize(("gpus", "words"), [(4, "each of 4 ranks may pin 25.0 GB"), (1, "a rank may pin 100.0 GB")])
+def test_host_memory_is_said_with_its_limit_and_what_a_rank_may_pin(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, words: str
+) -> None:
+    limit = HostMemoryLimit(128 * 10**9, "the cgroup limit /sys/fs/cgroup/memory.max")
+    monkeypatch.setattr(host_memory, "host_memory_limit", lambda: limit)
+    monkeypatch.setattr(
+        host_memory, "host_memory_available", lambda: HostMemoryLimit(100 * 10**9, "what is left of it")
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    (found,) = importlib.import_module("stretto.cli.doctor")._host_memory()
+    there = "128.0 GB (the cgroup limit /sys/fs/cgroup/memory.max), 100.0 GB left for optimizer state; "
+    assert (found.state, found.found) == ("ok", there + words)
+
+
+def test_a_system_that_does_not_report_its_memory_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> None:
+        raise OSError("this system does not report how much memory it has")
+
+    monkeypatch.setattr(host_memory, "host_memory_limit", unknown)
+    (found,) = importlib.import_module("stretto.cli.doctor")._host_memory()
+    assert (found.state, found.found) == ("missing", "this system does not report how much memory it has")
+    assert found.so

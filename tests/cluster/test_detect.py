@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stretto.cluster import Cluster, FlopRates
+from stretto.cluster import Cluster, FlopRates, HostLink
+from stretto.cluster.host_memory import host_memory_limit
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def test_without_gpus_each_usable_core_counts_as_one_with_its_share_of_memory(no
     assert 0 < cluster.gpu.memory * cluster.gpus_per_node <= installed
     assert cluster.gpu.peak_flops == FlopRates()
     assert cluster.in_node.bandwidth is cluster.inter_node_bandwidth is None
+    assert cluster.host_memory == pytest.approx(cluster.gpu.memory * cluster.gpus_per_node)
 
 
 def test_a_known_gpu_has_its_datasheets_figures_and_the_memory_that_it_reports(gpus):
@@ -48,6 +50,9 @@ def test_a_known_gpu_has_its_datasheets_figures_and_the_memory_that_it_reports(g
     assert cluster.gpu.memory_bandwidth == 4.8e12
     assert cluster.gpu.empirical_flops == FlopRates()
     assert "datasheet" in cluster.sources["gpu.peak_flops"]
+    assert cluster.host_memory == host_memory_limit().bytes
+    assert cluster.sources["host_memory"] == f"read from this machine: {host_memory_limit().source}"
+    assert cluster.host_link == HostLink()  # only a measurement finds it
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H300", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 NVL", "nvidia h200"])
@@ -121,6 +126,8 @@ def test_a_system_that_says_nothing_of_itself_is_one_unknown_core(no_gpus, monke
     monkeypatch.setattr("platform.machine", lambda: "")
     cluster = Cluster.detect()
     assert (cluster.gpus_per_node, cluster.gpu.name, cluster.gpu.memory) == (1, "CPU (one core)", None)
+    assert cluster.host_memory is None
+    assert "host_memory" not in cluster.sources
 
 
 def test_a_containers_memory_limit_is_what_its_cores_share(no_gpus, monkeypatch):
@@ -136,6 +143,8 @@ def test_a_containers_memory_limit_is_what_its_cores_share(no_gpus, monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     cluster = Cluster.detect()
     assert (cluster.gpus_per_node, cluster.gpu.name, cluster.gpu.memory) == (4, "A CPU (one core)", 2**28)
+    assert cluster.host_memory == 2**30
+    assert cluster.sources["host_memory"] == "read from this machine: the cgroup limit /sys/fs/cgroup/memory.max"
 
 
 def test_planning_on_a_preset_imports_no_gpu_library():

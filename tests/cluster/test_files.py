@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, NetworkLink, NodeLink
+from stretto.cluster import GPU, Cluster, FlopRates, HostLink, InNodeBandwidth, NetworkLink, NodeLink
 
 SMALLEST = 'name = "mine"\ngpus_per_node = 4\n[gpu]\nname = "NVIDIA H200"\n'
 
@@ -37,6 +37,8 @@ def test_the_smallest_file_leaves_everything_else_unknown(tmp_path):
     assert cluster.nodes is cluster.gpus is cluster.gpu.memory is cluster.inter_node_bandwidth is None
     assert cluster.gpu.peak_flops == FlopRates()
     assert cluster.in_node == NodeLink()
+    assert cluster.host_link == HostLink()
+    assert cluster.host_memory is None
     assert cluster.in_node_bandwidths == ()
 
 
@@ -61,6 +63,8 @@ def test_a_cluster_made_in_python_survives_saving_loading_and_pickling(tmp_path)
         nodes=3,
         nics_per_node=2,
         gpu=GPU(name="a GPU", memory=42505273344.0, peak_flops=FlopRates(bf16=1 / 3, fp8=989.4e12)),
+        host_memory=2.0**40,
+        host_link=HostLink(to_host_bandwidth=25.5e9),
         in_node=NodeLink(bandwidth=123456789.123, latency=1.3e-6),
         between_nodes=NetworkLink(bandwidth=1e24, latency=5e-324),
         in_node_bandwidths=(InNodeBandwidth(1, 2, 100e9), InNodeBandwidth(4, 2, 1.5e9)),
@@ -99,6 +103,24 @@ def test_the_case_1_database_is_looked_up_by_both_sizes(tmp_path):
     assert cluster.measured_in_node_bandwidth(1, 2) == 90e9
     assert cluster.measured_in_node_bandwidth(2, 2) == 70e9
     assert cluster.measured_in_node_bandwidth(1, 4) is None
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"])
+def test_a_gpu_on_pci_express_5_has_a_default_host_link_which_any_figure_of_the_file_replaces(tmp_path, name):
+    text = SMALLEST.replace("NVIDIA H200", name)
+    cluster = load(tmp_path, text)
+    assert cluster.host_link == HostLink()  # what is saved does not get the default
+    assert cluster.host_link_or_default == HostLink(55e9, 55e9, 101e9)
+    assert "host to GPU                      55 GB/s, default of this kind of GPU" in cluster.describe()
+    narrow = load(tmp_path, text + "[host_link]\nto_device_bandwidth = 12e9\n")
+    assert narrow.host_link_or_default == narrow.host_link == HostLink(to_device_bandwidth=12e9)
+    assert "host to GPU                      12 GB/s\n" in narrow.describe()
+    assert "default" not in narrow.describe()
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA H200 NVL", "NVIDIA GH200 120GB"])
+def test_other_gpus_have_no_default_host_link(tmp_path, name):
+    assert load(tmp_path, SMALLEST.replace("NVIDIA H200", name)).host_link_or_default == HostLink()
 
 
 # What is refused.
@@ -230,6 +252,13 @@ def test_a_row_of_the_case_1_database_must_fit_the_node(tmp_path, rows, complain
 def test_one_pair_of_gpus_is_never_faster_than_all_links_of_one(tmp_path):
     message = refusal(tmp_path, SMALLEST + "[in_node]\nbandwidth = 50e9\npair_bandwidth = 100e9\n")
     assert "in_node.pair_bandwidth = 1e+11: must be at most bandwidth; 5e+10 would do" in message
+
+
+def test_both_directions_of_a_host_link_are_never_faster_at_once_than_alone(tmp_path):
+    link = "[host_link]\nto_device_bandwidth = 20e9\nto_host_bandwidth = 30e9\nduplex_bandwidth = 51e9\n"
+    message = refusal(tmp_path, SMALLEST + link)
+    assert "host_link.duplex_bandwidth = 5.1e+10: must be at most both directions' bandwidths" in message
+    assert "5e+10 would do" in message
 
 
 def test_a_source_of_no_figure_is_refused_with_the_nearest(tmp_path):

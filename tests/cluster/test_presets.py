@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster import Cluster, InNodeBandwidth
+from stretto.cluster import Cluster, HostLink, InNodeBandwidth
 from stretto.cluster.detection import DATASHEETS
 from stretto.cluster.schema import dotted_keys
 
@@ -93,6 +93,23 @@ def test_dgx_h200_knows_what_was_measured_on_four_h200():
     assert cluster.measured_in_node_bandwidth(1, 4) == pytest.approx(all_gather, rel=1e-3)
     assert cluster.measured_in_node_bandwidth(2, 2) is None
     assert cluster.in_node_bandwidths == (InNodeBandwidth(preceding=1, size=4, bandwidth=325e9),)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb", "direction_gb", "both_gb"),
+    [
+        ("dgx-h200", 2000, 55, 101),
+        ("dgx-h100", 2000, 55, 101),
+        ("frontier", 512, 36, 72),
+        ("summit", 512, 50, 100),
+        ("alps", 4 * 120, 450, 900),
+    ],
+)
+def test_host_memory_and_its_link(name, memory_gb, direction_gb, both_gb):
+    cluster = Cluster.preset(name)
+    assert cluster.host_memory == memory_gb * 1e9
+    assert cluster.host_link == HostLink(direction_gb * 1e9, direction_gb * 1e9, both_gb * 1e9)
+    assert cluster.require("host_link.duplex_bandwidth") == both_gb * 1e9
 
 
 @pytest.mark.parametrize("name", NAMES)

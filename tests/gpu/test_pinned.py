@@ -4,12 +4,16 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from stretto.bench.harness import time_steps
+from stretto.bench.probe import _host_link
+from stretto.cluster import HostLink
 from stretto.memory.pinned import allocate_pinned
 
 Run = Callable[..., list[Any]]
@@ -58,6 +62,9 @@ def test_copies_return_before_they_end_and_freeing_waits_for_them(run_ranks: Run
 
 UNDER_A_LIMIT = """
 import ctypes, os, resource, torch
+from stretto.bench.harness import time_steps
+from stretto.bench.probe import _host_link
+from stretto.cluster import HostLink
 from stretto.memory.pinned import allocate_pinned
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
@@ -93,3 +100,16 @@ def ask_for_what_cuda_refuses() -> str:
 @pytest.mark.usefixtures("world")
 def test_what_cuda_refuses_is_an_error_of_its_own_and_of_nothing_after_it(run_ranks: Run) -> None:
     assert f"this process has pinned {1 << 20} bytes" in run_ranks(1, ask_for_what_cuda_refuses)[0]
+
+
+def probe_host_link() -> HostLink:
+    return _host_link(torch.device("cuda", torch.cuda.current_device()), partial(time_steps, warm_up=2, repeats=7))
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.alone
+def test_both_directions_of_a_host_link_are_measured_faster_at_once_than_one_alone(run_ranks: Run) -> None:
+    (link,) = run_ranks(1, probe_host_link)
+    print(link)
+    assert min(link.to_device_bandwidth, link.to_host_bandwidth) > 2e9
+    assert max(link.to_device_bandwidth, link.to_host_bandwidth) < link.duplex_bandwidth

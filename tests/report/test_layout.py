@@ -306,16 +306,25 @@ def test_labels_of_losses_are_clear_of_each_other(tmp_path: Path, drawn: list[Fi
     assert {line.get_label() for line in panels[0].lines if not line.get_label().startswith("_")} == set(curves)
 
 
-@pytest.mark.parametrize("rows", [("compute",), ("compute", "x"), ("compute", "x", "z", "other")])
+COPIES = ("host to device", "device to host")
+
+
+@pytest.mark.parametrize(
+    "rows", [("compute",), ("compute", "x"), ("compute", "x", "z", "other"), ("compute", "x", "z", *COPIES)]
+)
 def test_labels_of_a_timeline_are_clear_of_each_other(
     tmp_path: Path, drawn: list[Figure], rows: tuple[str, ...]
 ) -> None:
     spans = [Span(row, row, 0.1 * place, 0.1 * place + 0.15) for place, row in enumerate(rows)]
+    if COPIES[0] in rows:  # no other one overlaps with computation
+        spans.append(Span(COPIES[0], "a copy", 0.05, 0.1))
     steps = (TracedStep(4, 0.0, 0.3), TracedStep(5, 0.3, 0.6))
     plot_timeline(Timeline({"x": 2, "z": 2}, 0, steps, tuple(spans)), tmp_path / "timeline.png")
     assert find_faults(drawn[0]) == []
     named = {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()}
     kinds = {"computation", "communication that overlaps with computation", "exposed communication"}
+    if set(COPIES) & set(rows):
+        kinds |= {"copies between host and device that overlap with computation", "exposed copies"}
     assert named == ({"computation"} if len(rows) == 1 else kinds)
 
 

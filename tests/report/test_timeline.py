@@ -10,6 +10,7 @@ import pytest
 from tests.train import runs
 
 from stretto.report import Timeline, plot_timeline, read_timeline, write_report
+from stretto.train.observe import tracing
 from stretto.train.observe.timeline import merge, subtract, total
 
 GROUPS = {"7": "x", "9": "z", "0": "world"}
@@ -77,6 +78,35 @@ def test_copies_on_the_device_are_computation() -> None:
     copies = event("gpu_memcpy", "Memcpy DtoD", 0, 20), event("gpu_memset", "Memset", 20, 30)
     timeline = read_timeline(gpu_trace(*copies, nccl("7", 10, 40), product(90, 100)))
     assert milliseconds(timeline.exposed_by_axis) == {"x": 10}
+
+
+def test_copies_between_host_and_device_have_a_row_for_each_direction() -> None:
+    timeline = read_timeline(
+        gpu_trace(
+            product(0, 40),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 30, 60, stream=20),
+            event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 55, 65, stream=7),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 35, 50, stream=21),
+            nccl("9", 45, 70),
+        )
+    )
+    assert timeline.rows == ("compute", "z", "host to device", "device to host")
+    assert timeline.compute == pytest.approx(0.040)
+    assert milliseconds(timeline.host_copies) == {"host to device": 35, "device to host": 15}
+    assert milliseconds(timeline.exposed_host_copies) == {"host to device": 25, "device to host": 10}
+    assert milliseconds(timeline.exposed_by_axis) == {"z": 25}  # a copy beside it does not hide a collective
+    assert timeline.exposed_total == pytest.approx(0.025)
+    assert timeline.idle == pytest.approx(0.030)  # after the collective's end at 70 ms
+    assert timeline.summary()["host_copies"] == timeline.host_copies
+    line = "copies host to device 35.0 ms (25.0 exposed), device to host 15.0 ms (10.0 exposed)"
+    assert tracing._describe(timeline).endswith(line)
+
+
+def test_a_step_without_copies_between_host_and_device_has_no_rows_for_them() -> None:
+    timeline = read_timeline(gpu_trace(product(0, 40), event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 40, 60)))
+    assert timeline.rows == ("compute",)
+    assert milliseconds(timeline.host_copies) == milliseconds(timeline.exposed_host_copies) == {}
+    assert "copies" not in tracing._describe(timeline)
 
 
 def test_seconds_are_those_of_a_step_and_what_lies_outside_the_steps_is_left_out() -> None:
@@ -239,7 +269,15 @@ def test_a_summary_has_measured_beside_predicted(tmp_path: Path) -> None:
     ):
         assert line in text
     assert "over y" not in text
+    assert "copies" not in text
     assert png_size(tmp_path / "run" / "timeline.png")[0] >= 1500
+
+
+def test_a_summary_has_the_exposed_copies_of_each_direction_that_has_any(tmp_path: Path) -> None:
+    copy = event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 90, 105, stream=21)
+    text = report_of(tmp_path / "run", trace=gpu_trace(product(0, 95), copy, steps=((0, 110),)), predicted=None)
+    assert "| exposed copies device to host | 10.0 ms |" in text
+    assert "host to device" not in text
 
 
 def test_a_summary_has_what_was_measured_without_a_prediction_and_what_was_predicted_without_a_trace(

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from stretto.bench.harness import TORCH_DTYPES, machine_kind, run_ranks, time_steps
 from stretto.bench.settings import require_links
-from stretto.cluster import Cluster, InNodeBandwidth, Matmul, MeasuredCollective
+from stretto.cluster import Cluster, HostLink, InNodeBandwidth, Matmul, MeasuredCollective
+from stretto.memory.pinned import allocate_pinned
 from stretto.parallel import Grid
 from stretto.parallel.comm.collectives import start_all_reduce, start_gather_rows, start_scatter_rows
 
@@ -38,6 +39,8 @@ class ProbeEffort:
 
 
 _CROWDED_PRODUCTS = 64
+_HOST_COPY_BYTES = 64 << 20
+_HOST_COPIES = 8  # a timed step, in each direction: starting and ending it takes little of its time
 
 ON_GPU = ProbeEffort(
     message_bytes=tuple(2**n for n in (12, 15, 18, 21, 24, 27, 30)),
@@ -90,6 +93,7 @@ def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -
     effort = ON_GPU if device.type == "cuda" else ON_CPU
     timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
     measured: dict[str, Any] = {"transfers": list(_transfers(ranks, effort, device, timed))}
+    measured["host_link"] = _host_link(device, timed) if device.type == "cuda" else None
     crowding = _crowding(effort, dtype, device) if device.type == "cpu" else 1.0
     computed = partial(_time_crowded, timed, crowding)
     table = {(m, n, k) for m, n, k in itertools.product(effort.sides, repeat=3)} | set(shapes)
@@ -150,6 +154,37 @@ def _collective(kind: str, rows: int, group: dist.ProcessGroup, device: torch.de
             return lambda: start_scatter_rows(whole, part.numel(), group).wait()
         case _:
             return lambda: start_all_reduce(whole, group).wait()
+
+
+def _host_link(device: torch.device, timed: Callable[[Callable[[], Any]], float]) -> HostLink:
+    """Measure copies between pinned host memory and a GPU: in each direction alone, and in both, on two streams."""
+    sent, received = allocate_pinned(2 * _HOST_COPY_BYTES, device).split(_HOST_COPY_BYTES)
+    there, source = torch.zeros(2, _HOST_COPY_BYTES, dtype=torch.uint8, device=device)
+    side = torch.cuda.Stream(device)
+
+    def to_device() -> None:
+        for _ in range(_HOST_COPIES):
+            there.copy_(sent, non_blocking=True)
+
+    def to_host() -> None:
+        for _ in range(_HOST_COPIES):
+            received.copy_(source, non_blocking=True)
+
+    def both() -> None:
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            to_host()
+        to_device()
+        current.wait_stream(side)
+
+    num_bytes = _HOST_COPIES * _HOST_COPY_BYTES
+    there_alone, back_alone, together = (
+        num_bytes / timed(to_device),
+        num_bytes / timed(to_host),
+        num_bytes / timed(both),
+    )
+    return HostLink(there_alone, back_alone, min(2 * together, there_alone + back_alone))
 
 
 def _matmuls(
@@ -225,6 +260,8 @@ def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any
     source = f"Measured by stretto probe, {ranks} ranks on {kind['devices']}, {about}, {time.strftime('%Y-%m-%d')}"
     of_gpu = ("measured_memory_bandwidth", "attention_flops", "overlap_slowdown", "empirical_flops")
     keys = ["in_node_bandwidths", "transfers", "matmuls", "in_node", *(f"gpu.{figure}" for figure in of_gpu)]
+    sources = dict(detected.sources) | dict.fromkeys(keys, source)
+    sources["host_link"] = source if measured["host_link"] else "not measured: this machine has no GPU"
     # Without GPUs a rank is a process, and they share the machine's memory.
     share = 1.0 if torch.cuda.is_available() else detected.gpus_per_node / ranks
     return replace(
@@ -234,6 +271,7 @@ def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any
         in_node_bandwidths=tuple(in_node),
         transfers=transfers,
         matmuls=tuple(Matmul(m, n, k, dtype, layout, seconds) for m, n, k, layout, seconds in measured["matmuls"]),
+        host_link=measured["host_link"] or HostLink(),
         in_node=replace(detected.in_node, bandwidth=whole, pair_bandwidth=min(whole, by_pair[1, 2]), latency=latency),
         gpu=replace(
             detected.gpu,
@@ -243,5 +281,5 @@ def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any
             overlap_slowdown=measured["slowdown"],
             empirical_flops=replace(detected.gpu.empirical_flops, **{dtype: best}),
         ),
-        sources=dict(detected.sources) | dict.fromkeys(keys, source),
+        sources=sources,
     )

@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what works here: versions, GPUs, their links, compilers; and what will fall back.
+    """Say what works here: versions, GPUs, their links, host memory, compilers; and what will fall back.
 
     Starts no ranks and measures nothing: `stretto probe` does.
     """
@@ -111,6 +111,26 @@ def _links(count: int) -> Iterator[Finding]:
         )
 
 
+def _host_memory() -> Iterator[Finding]:
+    """How much optimizer state host memory could hold, and how much of that a rank could pin, one rank a GPU."""
+    import torch
+
+    from stretto.cluster.host_memory import host_memory_available, host_memory_limit
+
+    try:
+        limit, left = host_memory_limit(), host_memory_available()
+    except OSError as error:
+        yield Finding("host memory", "missing", str(error), "whether optimizer state fits into it is not checked")
+        return
+    there = f"{limit.bytes / 1e9:,.1f} GB ({limit.source}), {left.bytes / 1e9:,.1f} GB left for optimizer state"
+    if ranks := torch.cuda.device_count():
+        each = f"each of {ranks} ranks" if ranks > 1 else "a rank"
+        there += f"; {each} may pin {left.bytes / ranks / 1e9:,.1f} GB"
+    else:
+        there += "; without a GPU a rank pins none"
+    yield Finding("host memory", "ok", there)
+
+
 def _compilers() -> Iterator[Finding]:
     from stretto.collectives.executor.cuda.nvrtc import compile_source
 
@@ -156,4 +176,4 @@ def _extras() -> Iterator[Finding]:
         yield _package(name, without)
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _gpus, _compilers, _places, _extras)
+LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _gpus, _host_memory, _compilers, _places, _extras)

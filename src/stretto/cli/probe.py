@@ -26,7 +26,8 @@ def probe(
     """Measure this machine's links and matrix products into a cluster file, for `stretto plan`.
 
     Every group of ranks that a grid can make inside the node, with small and large messages, all groups at once; a
-    table of matrix products; attention; memory. On GPUs over NCCL, without them over gloo between processes.
+    table of matrix products; attention; memory; copies between pinned host memory and each GPU, in either direction and
+    in both. On GPUs over NCCL, without them over gloo between processes.
     """
     with refusing_bad_input(as_json=as_json):
         if dtype not in (None, "bf16", "fp16", "fp32", "fp64"):

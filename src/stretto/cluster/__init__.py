@@ -3,19 +3,30 @@
 
 Modules: `cluster` (the class `Cluster`), `model` (its parts), `schema` (checks values, reads and writes TOML), `files`
 (bounded reading of files and presets), `detection` (the machine at hand, datasheets of known GPUs), `description` (a
-table for people).
+table for people), `host_memory` (this machine's host memory, its limits and what is left), `local_ranks` (which ranks
+of a job are on this machine).
 """
 
 from stretto.axes import name_grid
 from stretto.cluster.cluster import Cluster
 from stretto.cluster.files import check_depth, read_bounded
-from stretto.cluster.model import GPU, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
+from stretto.cluster.model import (
+    GPU,
+    FlopRates,
+    HostLink,
+    InNodeBandwidth,
+    Matmul,
+    MeasuredCollective,
+    NetworkLink,
+    NodeLink,
+)
 from stretto.deprecated import alias
 
 __all__ = [
     "GPU",
     "Cluster",
     "FlopRates",
+    "HostLink",
     "InNodeBandwidth",
     "Matmul",
     "MeasuredCollective",

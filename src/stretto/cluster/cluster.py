@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stretto.cluster import detection, files
 from stretto.cluster.description import describe
-from stretto.cluster.model import GPU, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
+from stretto.cluster.model import GPU, HostLink, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
 from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, suggest, to_toml
 
 _PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generation
@@ -27,10 +27,12 @@ class Cluster:
     nodes: int | None = field(default=None, metadata=figure(Kind.COUNT))  # None: not limited
     gpus_per_node: int = field(metadata=figure(Kind.COUNT))
     nics_per_node: int | None = field(default=None, metadata=figure(Kind.COUNT))
+    host_memory: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes a node"))
     in_node_bandwidths: tuple[InNodeBandwidth, ...] = field(default=(), metadata=figure(Kind.ROWS, of=InNodeBandwidth))
     matmuls: tuple[Matmul, ...] = field(default=(), metadata=figure(Kind.ROWS, of=Matmul))
     transfers: tuple[MeasuredCollective, ...] = field(default=(), metadata=figure(Kind.ROWS, of=MeasuredCollective))
     gpu: GPU = field(metadata=figure(Kind.TABLE, of=GPU))
+    host_link: HostLink = field(default=HostLink(), metadata=figure(Kind.TABLE, of=HostLink))
     in_node: NodeLink = field(default=NodeLink(), metadata=figure(Kind.TABLE, of=NodeLink))
     between_nodes: NetworkLink = field(default=NetworkLink(), metadata=figure(Kind.TABLE, of=NetworkLink))
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, metadata=figure(Kind.NOTES))
@@ -78,11 +80,15 @@ class Cluster:
         """Detect the machine that this process runs on, as one node: its CUDA or ROCm GPUs, else its CPU.
 
         A CPU counts as one GPU for each core that the process may use, with an equal share of the memory. Memory is
-        read from the machine, and peak FLOP/s come from a known GPU's datasheet; links stay unknown, since only a
-        measurement finds them. Initializes CUDA in this process, so do not fork after it.
+        read from the machine (the host's is at most its cgroup's limit), and peak FLOP/s come from a known GPU's
+        datasheet; links stay unknown, since only a measurement finds them. Initializes CUDA in this process, so do not
+        fork after it.
         """
         count, gpu, sources = detection.detect()
-        return cls(name="detected", nodes=1, gpus_per_node=count, gpu=gpu, sources=sources)
+        memory, source = detection.find_host_memory()
+        if memory is not None:
+            sources["host_memory"] = source
+        return cls(name="detected", nodes=1, gpus_per_node=count, gpu=gpu, host_memory=memory, sources=sources)
 
     def save(self, path: str | Path) -> None:
         """Write a file that `load` reads back as an equal cluster. Raises OSError where it cannot be written."""
@@ -97,6 +103,14 @@ class Cluster:
         """Whether NVLink connects a node's GPUs, judging by name and bandwidth: more than PCI Express has."""
         is_nvidia = self.gpu.name.startswith(("NVIDIA", "Tesla"))
         return is_nvidia and (self.in_node.bandwidth or self.in_node.pair_bandwidth or 0) > _PCI_EXPRESS
+
+    @property
+    def host_link_or_default(self) -> HostLink:
+        """`host_link`; where it has no figure, the default of the GPU's kind (docs/cluster.md), if that has one."""
+        datasheet = detection.DATASHEETS.get(self.gpu.name)
+        if self.host_link != HostLink() or datasheet is None:
+            return self.host_link
+        return datasheet.host_link
 
     @property
     def gpus(self) -> int | None:

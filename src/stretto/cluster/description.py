@@ -51,6 +51,8 @@ def _rows(cluster: "Cluster") -> Iterator[tuple[str, str]]:
         yield "slower beside a collective", f"{gpu.overlap_slowdown:.2g} s a second"
     if cluster.matmuls or cluster.transfers:
         yield "tables", f"{len(cluster.matmuls)} matrix products, {len(cluster.transfers)} collectives"
+    yield "host memory a node", _scaled(cluster.host_memory, "B")
+    yield from _host_link_rows(cluster)
     yield "in a node, one GPU to all", _scaled(inside.bandwidth, "B/s a direction")
     yield "in a node, GPU to GPU", _scaled(inside.pair_bandwidth, "B/s a direction")
     yield "in a node, latency", _scaled(inside.latency, "s")
@@ -60,6 +62,14 @@ def _rows(cluster: "Cluster") -> Iterator[tuple[str, str]]:
     yield "between nodes, a NIC", _scaled(between.bandwidth, "B/s a direction")
     yield "between nodes, a node", _scaled(cluster.inter_node_bandwidth, "B/s a direction")
     yield "between nodes, latency", _scaled(between.latency, "s")
+
+
+def _host_link_rows(cluster: "Cluster") -> Iterator[tuple[str, str]]:
+    link = cluster.host_link_or_default
+    note = "" if link == cluster.host_link else ", default of this kind of GPU"
+    yield "host to GPU", _scaled(link.to_device_bandwidth, f"B/s{note}")
+    yield "GPU to host", _scaled(link.to_host_bandwidth, f"B/s{note}")
+    yield "host and GPU, both ways at once", _scaled(link.duplex_bandwidth, f"B/s together{note}")
 
 
 def _rates(rates: FlopRates) -> str:

@@ -4,11 +4,11 @@
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.cluster.host_memory import host_memory_limit
-from stretto.cluster.model import GPU, FlopRates
+from stretto.cluster.model import GPU, FlopRates, HostLink
 from stretto.cluster.schema import LONGEST_TEXT
 
 Detected = tuple[int, GPU, dict[str, str]]
@@ -73,7 +73,7 @@ def _detect_gpus() -> Detected | None:
 
 
 def _detect_cpu() -> Detected:
-    cores, memory = _usable_cores(), _usable_memory()
+    cores, (memory, _) = _usable_cores(), find_host_memory()
     gpu = GPU(name=f"{_cpu_name()} (one core)", memory=None if memory is None else memory / cores)
     sources = {
         "gpus_per_node": "the cores that this process may use, one rank each",
@@ -88,12 +88,13 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _usable_memory() -> float | None:
-    """Bytes of memory that may be used here, or None where this system does not report it."""
+def find_host_memory() -> tuple[float | None, str]:
+    """Bytes of memory that may be used here, and what limits them; None where this system does not report it."""
     try:
-        return float(host_memory_limit().bytes)
+        limit = host_memory_limit()
     except OSError:
-        return None
+        return None, ""
+    return float(limit.bytes), f"read from this machine: {limit.source}"
 
 
 def _cpu_name() -> str:
@@ -118,11 +119,15 @@ def _printable(name: str) -> str:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Figures of one GPU: dense peak FLOP/s, memory bandwidth in bytes/s, and the document that states them."""
+    """Figures of one GPU: dense peak FLOP/s, memory bandwidth in bytes/s, and the document that states them.
+
+    host_link: the default for clusters that do not say theirs; not from a datasheet, but measured.
+    """
 
     peak_flops: FlopRates
     memory_bandwidth: float | None
     source: str
+    host_link: HostLink = field(default_factory=HostLink)
 
 
 _V100 = FlopRates(fp64=7.8e12, fp32=15.7e12, fp16=125e12)
@@ -137,6 +142,8 @@ _V100_SOURCE = "NVIDIA V100 datasheet"
 _A100_SOURCE = "NVIDIA A100 datasheet"
 _H100_SOURCE = "NVIDIA H100 datasheet; rates printed with sparsity are halved"
 _GH200_SOURCE = "NVIDIA GH200 datasheet (the 96 GB HBM3 part); rates printed with sparsity are halved"
+# Measured of an H200 with 128 GiB of host memory, 2026-11; the other parts have the same 16 lanes of PCI Express 5.
+_PCI_EXPRESS_5 = HostLink(to_device_bandwidth=55e9, to_host_bandwidth=55e9, duplex_bandwidth=101e9)
 DATASHEETS = {
     "Tesla V100-SXM2-16GB": Datasheet(_V100, 900e9, _V100_SOURCE),
     "Tesla V100-SXM2-32GB": Datasheet(_V100, 900e9, _V100_SOURCE),
@@ -148,9 +155,11 @@ DATASHEETS = {
     "NVIDIA A100-PCIE-40GB": Datasheet(_A100, 1555e9, _A100_SOURCE),
     "NVIDIA A100-SXM4-80GB": Datasheet(_A100, 2039e9, _A100_SOURCE),
     "NVIDIA A100 80GB PCIe": Datasheet(_A100, 1935e9, _A100_SOURCE),
-    "NVIDIA H100 80GB HBM3": Datasheet(_H100_SXM, 3.35e12, _H100_SOURCE),
-    "NVIDIA H100 PCIe": Datasheet(_H100_PCIE, 2e12, _H100_SOURCE),
-    "NVIDIA H200": Datasheet(_H100_SXM, 4.8e12, "NVIDIA H200 datasheet; rates printed with sparsity are halved"),
+    "NVIDIA H100 80GB HBM3": Datasheet(_H100_SXM, 3.35e12, _H100_SOURCE, _PCI_EXPRESS_5),
+    "NVIDIA H100 PCIe": Datasheet(_H100_PCIE, 2e12, _H100_SOURCE, _PCI_EXPRESS_5),
+    "NVIDIA H200": Datasheet(
+        _H100_SXM, 4.8e12, "NVIDIA H200 datasheet; rates printed with sparsity are halved", _PCI_EXPRESS_5
+    ),
     "NVIDIA GH200 120GB": Datasheet(_H100_SXM, 4e12, _GH200_SOURCE),
     "NVIDIA GH200 480GB": Datasheet(_H100_SXM, 4e12, _GH200_SOURCE),
     "NVIDIA L40S": Datasheet(_L40S, 864e9, "NVIDIA L40S datasheet"),

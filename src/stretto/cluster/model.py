@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a cluster: GPU, links, measurements. Values only; `cluster.py` combines them.
 
-Bandwidths are bytes/s in one direction, never bits and never both directions added. `None` means that the figure is
-unknown.
+Bandwidths are bytes/s in one direction, never bits and never both directions added, but for a host link's
+`duplex_bandwidth`. `None` means that the figure is unknown.
 """
 
 from dataclasses import dataclass, field
@@ -79,6 +79,33 @@ class NodeLink:
         if self.bandwidth and self.pair_bandwidth and self.pair_bandwidth > self.bandwidth:
             rule = f"must be at most bandwidth; {self.bandwidth:g} would do"
             raise ValueError(f"pair_bandwidth = {self.pair_bandwidth:g}: {rule}")
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """The link between one GPU and its node's memory, as large copies of pinned memory use it.
+
+    Of one direction while the other is idle, and of both at once, added (`duplex_bandwidth`): PCI Express has lanes for
+    each direction, but the host's memory and requests for reading it take a part when both are busy.
+    """
+
+    to_device_bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, host to GPU, the other direction idle")
+    )
+    to_host_bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, GPU to host, the other direction idle")
+    )
+    duplex_bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, both directions at once, added")
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.to_device_bandwidth and self.to_host_bandwidth and self.duplex_bandwidth:
+            both = self.to_device_bandwidth + self.to_host_bandwidth
+            if self.duplex_bandwidth > both:
+                rule = f"must be at most both directions' bandwidths together; {both:g} would do"
+                raise ValueError(f"duplex_bandwidth = {self.duplex_bandwidth:g}: {rule}")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def allocate_pinned(num_bytes: int, device: torch.device) -> Tensor:
     the last tensor that views it, once the device has done all that was enqueued. Forked processes do not have it.
 
     device: a CUDA device, or the CPU, for which it is ordinary memory. Raises ValueError for a size that is negative or
-    exceeds what is left of this machine's memory, RuntimeError where CUDA does not register it.
+    exceeds what is left of this machine's memory, RuntimeError where CUDA does not register it. What other ranks
+    allocate at the same time is not known here: whoever calls it on all ranks checks the sum.
     """
     if num_bytes < 0:
         raise ValueError(f"pinned memory of {num_bytes} bytes: must be 0 or more")

@@ -196,6 +196,9 @@ def _measured(run: RunRecord) -> str:
         name = f"exposed communication over {'several axes' if axis == OTHER else axis}"
         if exposed.get(axis) or expected.get(axis):
             rows[name] = (_milliseconds(exposed.get(axis)), _milliseconds(expected.get(axis)))
+    for direction, seconds in measured.get("exposed_host_copies", {}).items():
+        if measured["host_copies"][direction]:
+            rows[f"exposed copies {direction}"] = (_milliseconds(seconds), "")
     rows["exposed communication, together"] = (
         _milliseconds(measured.get("exposed_total")),
         _milliseconds(sum(expected.values()) if expected else None),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots a timeline: a row for computation and one for each axis's communication, with exposed parts marked."""
+"""Plots a timeline: rows for computation, each axis's communication and host copies, with exposed parts marked."""
 
 from pathlib import Path
 
@@ -7,15 +7,17 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import blended_transform_factory
 
 from stretto.cluster import name_grid
-from stretto.report.style import BLUE, EXPOSED, INK, SMALL, Look, drawing
-from stretto.train.observe.timeline import COMPUTE, OTHER, Intervals, Timeline, subtract
+from stretto.report.style import BLUE, EXPOSED, INK, ORANGE, SKY, SMALL, Look, drawing
+from stretto.train.observe.timeline import COMPUTE, HOST_COPIES, OTHER, Intervals, Timeline, subtract
 
 KINDS = {
     "computation": Look(BLUE, "o"),
     "communication that overlaps with computation": Look("#b3b3b3", "s"),
     "exposed communication": EXPOSED,
+    "copies between host and device that overlap with computation": Look(SKY, "D"),
+    "exposed copies": Look(ORANGE, "^", (0, (5, 1.5)), "...."),
 }
-"""What the bars are. Blue, grey and vermilion differ in lightness, and exposed parts are also hatched."""
+"""What the bars are. The kinds of a row differ in lightness, and exposed parts are also hatched."""
 
 MILLISECONDS = 1e3
 
@@ -25,17 +27,20 @@ def plot_timeline(timeline: Timeline, file: Path) -> None:
     rows = timeline.rows
     with drawing(file, 10, 0.9 + 0.5 * len(rows)) as picture:
         axes = picture.panels(1, 1)[0, 0]
-        computation, overlapped, exposed = KINDS
+        computation, *communication, copies_overlapped, copies_exposed = KINDS
+        totals = timeline.communication | timeline.host_copies
+        exposed_totals = timeline.exposed_by_axis | timeline.exposed_host_copies
         labels = list(KINDS)  # each kind is labelled where it is first drawn, so that the legend has what there is
         for place, row in enumerate(rows):
             if row == COMPUTE:
                 _draw(axes, timeline.busy(row), place, computation, labels)
                 text = f"{_ms(timeline.compute)} ms a step"
             else:
+                overlapped, exposed = (copies_overlapped, copies_exposed) if row in HOST_COPIES else communication
                 alone = timeline.exposed(row)
                 _draw(axes, subtract(timeline.busy(row), alone), place, overlapped, labels)
                 _draw(axes, alone, place, exposed, labels)
-                text = f"{_ms(timeline.communication[row])} ms a step,\n{_ms(timeline.exposed_by_axis[row])} exposed"
+                text = f"{_ms(totals[row])} ms a step,\n{_ms(exposed_totals[row])} exposed"
             axes.text(1.01, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=SMALL)
         _mark_steps(axes, timeline)
         axes.set_xlim(0, timeline.steps[-1].end * MILLISECONDS)
@@ -48,6 +53,8 @@ def plot_timeline(timeline: Timeline, file: Path) -> None:
         picture.title = _title(timeline)
         picture.caption = (
             "Exposed: only communication runs. White in all rows: neither computation nor communication runs."
+            if not set(rows) & set(HOST_COPIES)
+            else "Exposed: no computation runs meanwhile. White in all rows: nothing runs."
         )
 
 

@@ -4,10 +4,11 @@
 A trace is Chrome's (Perfetto's) JSON, as torch.profiler writes it, with a key "stretto" that `observe.tracing` adds:
 {"groups": {a process group's name: its axis}, "rank": this one, "grid": {axis: size}}.
 
-On a GPU, kernels and copies are computation, and NCCL's kernels are communication over their group's axis. A
-collective's kernel also waits for slower ranks, so their delay counts as communication. On a CPU there are no kernels:
-operators (aten) are computation, and the work of gloo's threads is communication; before the first step each axis
-communicates alone under its own mark, which identifies its threads.
+On a GPU, kernels and copies within it are computation, and NCCL's kernels are communication over their group's axis.
+Copies between the host and the GPU are neither, and have a row for each direction. A collective's kernel also waits for
+slower ranks, so their delay counts as communication. On a CPU there are no kernels: operators (aten) are computation,
+and the work of gloo's threads is communication; before the first step each axis communicates alone under its own mark,
+which identifies its threads.
 """
 
 import json
@@ -26,13 +27,15 @@ Intervals = tuple[Interval, ...]
 TRACE_FILE = "trace.json"
 COMPUTE = "compute"
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
-ROWS = (COMPUTE, *INNER_TO_OUTER, OTHER)
+TO_DEVICE, TO_HOST = HOST_COPIES = ("host to device", "device to host")
+ROWS = (COMPUTE, *INNER_TO_OUTER, OTHER, *HOST_COPIES)
 # Copy engines communicate only over z; these kernels start their copies, wait for them, and sum what they brought.
 COPY_ENGINE_AXIS = "z"
 COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
 
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
 _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
+_COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Timeline:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Computation and the axes that communicate, in the order in which a plot draws them."""
+        """Computation, the axes that communicate, and host copies, in the order in which a plot draws them."""
         there = {span.row for span in self.spans}
         return tuple(row for row in ROWS if row in there or row == COMPUTE)
 
@@ -74,7 +77,7 @@ class Timeline:
         return self._busy.get(row, ())
 
     def exposed(self, row: str) -> Intervals:
-        """The times at which an axis's collective runs and no computation does."""
+        """The times at which a collective of an axis, or a copy of a direction, runs and no computation does."""
         return subtract(self.busy(row), self.busy(COMPUTE))
 
     @property
@@ -103,9 +106,19 @@ class Timeline:
         return self._a_step(merge(part for row in self._communication_rows for part in self.exposed(row)))
 
     @property
+    def host_copies(self) -> dict[str, float]:
+        """Seconds per step in which copies between host and device run, by direction."""
+        return {row: self._a_step(self.busy(row)) for row in HOST_COPIES}
+
+    @property
+    def exposed_host_copies(self) -> dict[str, float]:
+        """Seconds per step in which copies between host and device run and no computation does, by direction."""
+        return {row: self._a_step(self.exposed(row)) for row in HOST_COPIES}
+
+    @property
     def idle(self) -> float:
-        """Seconds per step in which neither computation nor communication runs."""
-        return self.step_time - self.compute - self.exposed_total
+        """Seconds per step in which nothing runs: no computation, communication or copy."""
+        return self.step_time - self._a_step(merge(part for row in self.rows for part in self.busy(row)))
 
     def summary(self) -> dict[str, Any]:
         """The numbers for `summary.json`, in seconds per step."""
@@ -116,6 +129,8 @@ class Timeline:
             "communication": self.communication,
             "exposed": self.exposed_by_axis,
             "exposed_total": self.exposed_total,
+            "host_copies": self.host_copies,
+            "exposed_host_copies": self.exposed_host_copies,
             "idle": self.idle,
         }
 
@@ -195,7 +210,9 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             about = event.get("args", {})
             row = COMPUTE
-            if is_by_copy_engine(event, copying):
+            if event.get("cat") == "gpu_memcpy" and (direction := _COPY_DIRECTION.search(event["name"])):
+                row = {"HtoD": TO_DEVICE, "DtoH": TO_HOST}[direction[0]]
+            elif is_by_copy_engine(event, copying):
                 row = COPY_ENGINE_AXIS
             elif event["name"].startswith("nccl") or "Collective name" in about:
                 row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)

@@ -140,9 +140,16 @@ def _describe(timeline: Timeline) -> str:
     which = f"steps {first} and {last}" if first != last else f"step {first}"
     exposed = [f"{axis} {seconds * 1e3:.1f}" for axis, seconds in timeline.exposed_by_axis.items() if seconds]
     by_axis = f" ({', '.join(exposed)})" if exposed else ""
+    alone = timeline.exposed_host_copies
+    copies = [
+        f"{row} {seconds * 1e3:.1f} ms ({alone[row] * 1e3:.1f} exposed)"
+        for row, seconds in timeline.host_copies.items()
+        if seconds
+    ]
     return (
         f"traced {which}: {timeline.step_time * 1e3:.1f} ms a step, "
         f"of which exposed communication {timeline.exposed_total * 1e3:.1f} ms{by_axis}"
+        + (f"; copies {', '.join(copies)}" if copies else "")
     )
 
 
