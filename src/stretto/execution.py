@@ -74,9 +74,8 @@ class Recomputation(NamedTuple):
             return cls(mode)
         found = re.fullmatch(r"every:([1-9]\d{0,5})", mode) if isinstance(mode, str) else None
         if found is None:
-            raise ValueError(
-                f"recompute is {mode!r}, but must be one of {', '.join(RECOMPUTATION_KINDS)}, every:2, every:3 ..."
-            )
+            known = ", ".join(RECOMPUTATION_KINDS)
+            raise ValueError(f"recompute is {mode!r}, but must be one of {known}, or every:k (every:2, say)")
         return cls("every", int(found[1]))
 
     @property

@@ -55,7 +55,7 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full") -> None:
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if is_pretrained_model(model) and enable is not None:
         enable({"use_reentrant": False})
-        _run_layers_by(model, blocks, recompute)
+        _run_layers_by(model, recompute)
         _gather_in_recomputation(model)
         return
     for block, run in zip(blocks, _make_runners(recompute, len(blocks)), strict=True):
@@ -67,17 +67,24 @@ def check_blocks(model: nn.Module, recompute: str) -> list[nn.Module]:
 
     Of transformers' layers, every:k takes those that checkpoint themselves one by one.
     """
+    mode, name = Recomputation.parse(recompute), type(model).__name__
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no nn.ModuleList, so its blocks are not known")
-    blocks = max(lists, key=len)
-    mode = Recomputation.parse(recompute)
-    mode.check_blocks(len(blocks))
-    if mode.kind == "every" and is_pretrained_model(model) and not all(map(_checkpoints_itself, blocks)):
+        raise ValueError(f"{name} has no nn.ModuleList, so its blocks are not known")
+    if is_pretrained_model(model) and not getattr(model, "supports_gradient_checkpointing", True):
         raise ValueError(
-            f"recompute is {recompute!r}, but the code of {type(model).__name__} checkpoints its layers in a loop "
-            "of its own, which computes each again by itself; recompute='full' would do"
+            f"recompute is {recompute!r}, but {name} does not support activation checkpointing, as transformers says "
+            "(supports_gradient_checkpointing); recompute='none' would do"
         )
+    if is_pretrained_model(model) and mode.kind == "every":
+        lists = [layers for layers in lists if layers and all(map(_checkpoints_itself, layers))]
+        if not lists:
+            raise ValueError(
+                f"recompute is {recompute!r}, but the code of {name} checkpoints its layers in a loop of its own, "
+                "which computes each again by itself; recompute='full' would do"
+            )
+    blocks = max(lists, key=len)
+    mode.check_blocks(len(blocks))
     return blocks
 
 
@@ -99,14 +106,18 @@ def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
     return [torch.compiler.disable(runner, recursive=False) for runner in runners]
 
 
-def _run_layers_by(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
+def _run_layers_by(model: nn.Module, recompute: str) -> None:
     """Have the modules of a transformers model that checkpoint themselves run by the mode's functions."""
-    runners = dict(zip(map(id, blocks), _make_runners(recompute, len(blocks)), strict=True))
-    # Layers outside of the blocks, as an encoder's beside a longer decoder: each is computed again by itself.
-    (other,) = _make_runners("full" if Recomputation.parse(recompute).kind == "every" else recompute, 1)
+    runners: dict[int, _Runner] = {}
+    is_segmented = Recomputation.parse(recompute).kind == "every"
+    for layers in model.modules() if is_segmented else ():
+        if isinstance(layers, nn.ModuleList) and all(map(_checkpoints_itself, layers)):
+            runners |= zip(map(id, layers), _make_runners(recompute, len(layers)), strict=True)
+    # Layers that no segment has are computed again by themselves.
+    (alone,) = _make_runners("full" if is_segmented else recompute, 1)
     for module in model.modules():
         if getattr(module, "_gradient_checkpointing_func", None) is not None:
-            module._gradient_checkpointing_func = runners.get(id(module), other)  # type: ignore[assignment]
+            module._gradient_checkpointing_func = runners.get(id(module), alone)  # type: ignore[assignment]
 
 
 def _gather_in_recomputation(model: nn.Module) -> None:

@@ -148,7 +148,14 @@ class LinearPlan:
 
                 gathered.rows = keep_output("gathered tokens", gather)
             x = gathered.rows
-        return keep_output(name, lambda: self._make_output(x, product, matrix, bias)), x
+
+        def make() -> Tensor:
+            y = self._make_output(x, product, matrix, bias)
+            # Autograd lets nobody write to a view that a Function made, as Falcon's code does to its MLP's output. What
+            # is kept must be this tensor: only its version shows that code has written to it.
+            return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+        return keep_output(name, make), x
 
     def _make_output(self, x: Tensor, product: Tensor | None, matrix: Tensor, bias: Tensor | None) -> Tensor:
         """The output of x, of which `product` is the product with `matrix` if a kernel has made it already."""
@@ -248,8 +255,7 @@ class _Linear3D(torch.autograd.Function):
         y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
         ctx.save_for_backward(x, weight.rows if plan.keep_gathered else None)
-        # Autograd lets nobody write to a view that a Function made, as Falcon's code does to its MLP's output.
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return y
 
     @staticmethod
     @once_differentiable
