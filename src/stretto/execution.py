@@ -5,9 +5,10 @@ Below the options are the fixed sizes by which `parallelize` splits work, since 
 from the same numbers.
 """
 
+import re
 import warnings
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 
 @dataclass(frozen=True)
@@ -116,30 +117,133 @@ class StateOptions:
 BUCKET_ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
+class Recomputation(NamedTuple):
+    """What blocks compute again in the backward pass: `kind` is the mode without its number (docs/memory.md).
+
+    blocks: how many blocks are computed again together, from the input of the first.
+    """
+
+    kind: str
+    blocks: int = 1
+
+    @classmethod
+    def parse(cls, mode: str) -> "Recomputation":
+        """Read "none", "full", "every:k", "products", "communication" or "host". ValueError for anything else."""
+        if mode in RECOMPUTATION_KINDS:
+            return cls(mode)
+        found = re.fullmatch(r"every:([1-9]\d{0,5})", mode) if isinstance(mode, str) else None
+        if found is None:
+            known = ", ".join(RECOMPUTATION_KINDS)
+            raise ValueError(f"recompute is {mode!r}, but must be one of {known}, or every:k (every:2, say)")
+        return cls("every", int(found[1]))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is computed again."""
+        return self.kind != "none"
+
+    @property
+    def sums_again(self) -> bool:
+        """Whether recomputation sums linears' outputs over ranks again."""
+        return self.kind in ("full", "every", "host")
+
+    @property
+    def exchanges_again(self) -> bool:
+        """Whether recomputation gathers sharded tokens, and the statistics of norms over y, again."""
+        return self.sums_again or self.kind == "products"
+
+    def keeps_product(self, ranks: int) -> bool:
+        """Whether a linear's output, summed over so many ranks, is kept, and so not computed again."""
+        return self.kind == "products" or (self.kind == "communication" and ranks > 1)
+
+    def check_blocks(self, blocks: int) -> None:
+        """Raise ValueError if a model of so many blocks has no segment of the mode's length."""
+        if self.blocks > blocks:
+            raise ValueError(
+                f"recompute is 'every:{self.blocks}', but the model has {blocks} blocks; every:{blocks} would do"
+            )
+
+
+RECOMPUTATION_KINDS = ("none", "full", "products", "communication", "host")  # and every:k
+
+
+def resolve_recompute(recompute: str | None, checkpoint_activations: bool | None) -> str:
+    """Return the mode that `recompute` and its older name mean together: checkpoint_activations=True is "full".
+
+    None is an option that was not given. Raises ValueError for unknown modes, and for two that contradict each other.
+    """
+    given = None if checkpoint_activations is None else "full" if checkpoint_activations else "none"
+    mode = recompute if recompute is not None else given or "none"
+    kind = Recomputation.parse(mode).kind
+    if given is not None and (given == "none") != (kind == "none"):
+        raise ValueError(
+            f"recompute is {mode!r} and checkpoint_activations is {checkpoint_activations}, which contradict each "
+            f"other; recompute={mode!r} alone would do"
+        )
+    return mode
+
+
+@dataclass(frozen=True, init=False)
 class ExecutionOptions:
     """How a step executes, beside its grid, micro-batch and dtypes.
 
     overlap: which collectives overlap with computation.
     keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
-    checkpoint_activations: keep the inputs of blocks alone, and run their forward passes again in the backward pass.
+    recompute: what blocks compute again in the backward pass, in place of keeping it: "none", "full", "every:k",
+        "products", "communication" or "host" (docs/memory.md). checkpoint_activations=True is "full".
     shard_sequence: between blocks, keep only this x rank's part of the tokens.
     tune_matmuls: time every linear's products in each layout of the operands, and use the fastest.
     accumulate_unsharded: with several micro-batches, add up weights' gradients whole, and reduce-scatter them over z
         once a step; False reduce-scatters those of each micro-batch, and keeps shards alone.
+
+    Raises ValueError for an unknown mode of recomputation.
     """
 
-    overlap: Overlap = field(default_factory=Overlap)
-    keep_gathered: bool = True
-    checkpoint_activations: bool = False
-    shard_sequence: bool = False
-    tune_matmuls: bool = False
-    accumulate_unsharded: bool = False
+    overlap: Overlap
+    keep_gathered: bool
+    recompute: str
+    shard_sequence: bool
+    tune_matmuls: bool
+    accumulate_unsharded: bool
+
+    def __init__(
+        self,
+        overlap: Overlap | None = None,
+        keep_gathered: bool = True,
+        recompute: str | None = None,
+        shard_sequence: bool = False,
+        tune_matmuls: bool = False,
+        accumulate_unsharded: bool = False,
+        *,
+        checkpoint_activations: bool | None = None,
+    ) -> None:
+        values = {
+            "overlap": Overlap() if overlap is None else overlap,
+            "keep_gathered": keep_gathered,
+            "recompute": resolve_recompute(recompute, checkpoint_activations),
+            "shard_sequence": shard_sequence,
+            "tune_matmuls": tune_matmuls,
+            "accumulate_unsharded": accumulate_unsharded,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """`recompute`, parsed."""
+        return Recomputation.parse(self.recompute)
+
+    @property
+    def checkpoint_activations(self) -> bool:
+        """Whether blocks compute anything again."""
+        return self.recomputation.is_on
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
         """The same with other values by name; `overlap` may be a bool (`Overlap.parse`). TypeError for no option."""
         if "overlap" in changes:
             changes["overlap"] = Overlap.parse(changes["overlap"])
+        if changes.get("checkpoint_activations") is not None:
+            changes["recompute"] = resolve_recompute(changes.get("recompute"), changes.pop("checkpoint_activations"))
         return replace(self, **changes)
 
 
@@ -148,6 +252,7 @@ class ExecutionKeywords(TypedDict, total=False):
 
     overlap: Overlap | bool
     keep_gathered: bool
+    recompute: str
     checkpoint_activations: bool
     shard_sequence: bool
     tune_matmuls: bool

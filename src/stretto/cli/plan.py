@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.console import Json, refusing_bad_input
+from stretto.execution import resolve_recompute
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
@@ -39,9 +40,16 @@ def plan(
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank takes at once (default: searched).")] = None,
-    checkpointing: Annotated[
-        bool | None, typer.Option(help="Activation checkpointing (default: where it is needed).")
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            help="none, full, every:k, products, communication or host, as train.recompute (default: none or full)."
+        ),
     ] = None,
+    checkpointing: Annotated[bool | None, typer.Option(help="The same as --recompute full, or none.")] = None,
+    modes: Annotated[
+        bool, typer.Option("--modes", help="What each mode of --recompute takes on the first grid.")
+    ] = False,
     keep_gathered: Annotated[
         bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: searched).")
     ] = None,
@@ -84,19 +92,24 @@ def plan(
 
         machine = Cluster.find(cluster)
 
+        mode = None if recompute is checkpointing is None else resolve_recompute(recompute, checkpointing)
         plans = search(
-            asked.pop("model"),
+            asked["model"],
             machine,
             cost=cost,  # type: ignore[arg-type]
             micro_batch=micro_batch,
-            checkpoint_activations=checkpointing,
+            recompute=mode,
             keep_gathered=keep_gathered,
             shard_sequence=None if shard_sequence else False,
             overlaps=overlap,
-            **asked,
+            **{name: value for name, value in asked.items() if name != "model"},
         )
+        if modes:
+            plans = _in_each_mode(plans[0], asked, machine, cost, overlap)
     if as_json:
         print(json.dumps([plan.as_dict() for plan in plans]), flush=True)
+    elif modes:
+        _print_modes(plans, cost)
     else:
         _print_table(plans, machine, cost, top)
 
@@ -142,6 +155,66 @@ def _from_config(path: Path) -> dict[str, Any]:
     }
 
 
+def _in_each_mode(
+    best: "GridPlan", asked: dict[str, Any], cluster: "Cluster", cost: str, overlaps: bool
+) -> "list[GridPlan]":
+    """Predict the best plan's grid and micro-batch in each mode of recomputation."""
+    from stretto.planner import predict, read_architecture
+
+    layers = read_architecture(asked["model"], asked["seq_len"]).layers
+    segments = [f"every:{length}" for length in (2, 4, 8) if length <= layers]
+    return [
+        predict(
+            asked["model"],
+            cluster,
+            grid=best.grid,
+            micro_batch=best.micro_batch,
+            cost=cost,  # type: ignore[arg-type]
+            overlaps=overlaps,
+            recompute=mode,
+            keep_gathered=best.keep_gathered,
+            shard_sequence=best.shard_sequence,
+            **{name: value for name, value in asked.items() if name not in ("model", "gpus")},
+        )
+        for mode in ("none", "full", *segments, "products", "communication", "host")
+    ]
+
+
+def _print_modes(plans: "list[GridPlan]", cost: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from stretto.axes import name_grid
+
+    first = plans[0]
+    table = Table(
+        title=f"Modes of recomputation on {name_grid(first.grid)}, micro-batches of {first.micro_batch}",
+        box=box.SIMPLE_HEAD,
+    )
+    headings = ("recompute", "step", "computation", "communication", "memory", "kept", "of it on hosts", "fits")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "recompute" else "right", no_wrap=True)
+    for plan in plans:
+        table.add_row(
+            plan.recompute,
+            f"{plan.step_time:.4g} s",
+            "-" if plan.compute_time is None else f"{plan.compute_time:.4g} s",
+            f"{plan.communication['total']:.4g} s",
+            _memory(plan.peak_memory),
+            _memory(plan.kept_activations),
+            _memory(plan.host_memory),
+            "yes" if plan.fits else "no",
+        )
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    console.print("communication: all that a rank sends in a step, hidden or not", highlight=False, soft_wrap=True)
+    console.print("kept: activations of all blocks, between the passes of a micro-batch", highlight=False)
+    if cost == "paper":
+        console.print("the paper's model counts no recomputation: --cost full does", highlight=False)
+
+
 def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int) -> None:
     from rich import box
     from rich.console import Console
@@ -180,8 +253,10 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
         highlight=False,
         soft_wrap=True,
     )
-    if any(plan.checkpoint_activations for plan in plans[:top]):
-        console.print("* with activation checkpointing", highlight=False)
+    modes = {plan.recompute for plan in plans[:top] if plan.checkpoint_activations}
+    if modes:  # a search has one beside "none"
+        (mode,) = modes
+        console.print("* with activation checkpointing" + ("" if mode == "full" else f": {mode}"), highlight=False)
     if any(plan.shard_sequence for plan in plans[:top]):
         console.print("+ with train.shard_sequence", highlight=False)
     if cost == "paper":

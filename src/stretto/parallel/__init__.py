@@ -14,15 +14,17 @@ from stretto.lazy import attach
 
 if TYPE_CHECKING:
     from stretto.execution import Overlap
-    from stretto.parallel.api import checkpoint_activations, parallelize, validate
+    from stretto.parallel.api import parallelize, validate
     from stretto.parallel.capture import CapturedStep
     from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
     from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
     from stretto.parallel.comm.gradient_reducer import no_sync
+    from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.grid import Grid
     from stretto.parallel.layers.dropout import micro_batch_of
     from stretto.parallel.layers.loss import mean_over_batch
     from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
+    from stretto.parallel.recomputation import checkpoint_activations
     from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
     from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
     from stretto.parallel.roles.plan import Role
@@ -56,12 +58,13 @@ __all__ = [
     "no_sync",
     "parallelize",
     "place_tables",
+    "recomputation_contexts",
+    "run_once",
     "validate",
 ]
 
 _HOMES = {
     "Overlap": "stretto.execution",
-    "checkpoint_activations": "stretto.parallel.api",
     "parallelize": "stretto.parallel.api",
     "validate": "stretto.parallel.api",
     "CapturedStep": "stretto.parallel.capture",
@@ -72,6 +75,8 @@ _HOMES = {
     "clip_scale": "stretto.parallel.comm.gradient_norm",
     "gradient_norm": "stretto.parallel.comm.gradient_norm",
     "no_sync": "stretto.parallel.comm.gradient_reducer",
+    "recomputation_contexts": "stretto.parallel.comm.kept_outputs",
+    "run_once": "stretto.parallel.comm.kept_outputs",
     "Grid": "stretto.parallel.grid",
     "micro_batch_of": "stretto.parallel.layers.dropout",
     "mean_over_batch": "stretto.parallel.layers.loss",
@@ -80,6 +85,7 @@ _HOMES = {
     "Split": "stretto.parallel.layout",
     "gather": "stretto.parallel.layout",
     "layout_of": "stretto.parallel.layout",
+    "checkpoint_activations": "stretto.parallel.recomputation",
     "TablePlacement": "stretto.parallel.recsys.placement",
     "TableSize": "stretto.parallel.recsys.placement",
     "place_tables": "stretto.parallel.recsys.placement",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`parallelize`: shards an nn.Module over a grid, in place, under its own names; and `checkpoint_activations`."""
+"""`parallelize`: shards an nn.Module over a grid, in place, under its own names."""
 
 import dataclasses
 import functools
@@ -12,11 +12,10 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from stretto.axes import LOSS, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
-from stretto.parallel.blocks import BlockBuilder, find_blocks, gather_in_recomputation, warn_of_replication
+from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
@@ -24,12 +23,12 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.replicated import keep_whole
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.precision import Precision
+from stretto.parallel.recomputation import check_blocks, checkpoint_activations
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
@@ -87,7 +86,9 @@ def parallelize(
         before colwise linears and reduce-scatters after rowwise ones, which on GPUs run within the products
         (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
         (`takes_sharded_sequence`: inside attention, shapes come from what linears return), as `stretto.models.GPT`.
-    checkpoint_activations: checkpoint every block of the model, as the function of this name does.
+    recompute: what blocks compute again in the backward pass ("none"), which saves memory (docs/memory.md): "full" all;
+        "every:k" all, k blocks together; "products" what is no product with a weight; "communication" what was not
+        sent; "host" all, from inputs that wait in host memory. checkpoint_activations=True is "full".
     accumulate_unsharded: with `no_sync`, add up weights' gradients whole and reduce-scatter them over z once a step,
         with the last micro-batch (True), in place of once a micro-batch (default), which keeps shards alone.
 
@@ -109,8 +110,8 @@ def parallelize(
             "mean over the global batch, whose gradients are summed"
         )
     grid.gradients.add("sum")
-    if options.checkpoint_activations:
-        _find_blocks(model)
+    if options.recomputation.is_on:
+        check_blocks(model, options.recompute)
     if options.shard_sequence:
         check_takes_sharded_sequence(model)
         if plan.replicated:
@@ -140,8 +141,7 @@ def parallelize(
     _finish(model, builder)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(_explain_sizes, always_call=True)
-    if options.checkpoint_activations:
-        checkpoint_activations(model)
+    checkpoint_activations(model, options.recompute)
     return model
 
 
@@ -193,8 +193,8 @@ def _shard_by_blocks(
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
-    if options.checkpoint_activations:
-        _find_blocks(model)
+    if options.recomputation.is_on:
+        check_blocks(model, options.recompute)
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
     _check_ranks_agree(model, grid, drops=drops and copies > 1)
@@ -206,15 +206,14 @@ def _shard_by_blocks(
     sharded = BlockBuilder(model, builder, blocks.names, scale=scale)
     buffers = builder.buffers()
     grid.gradients.add(gradients)
-    sharded.install(frees=not options.keep_gathered and not options.checkpoint_activations)
+    sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         _take_means_over_batch(model, means, only_with_labels=True)
     _finish(model, builder)
-    if options.checkpoint_activations:
-        checkpoint_activations(model)
+    checkpoint_activations(model, options.recompute)
     return model
 
 
@@ -241,34 +240,6 @@ def validate(
 ) -> None:
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
     _plan_or_blocks(model, sizes, roles, local_attributes, blocks)
-
-
-def checkpoint_activations(model: nn.Module) -> None:
-    """Checkpoint every block of the model: each child of its longest nn.ModuleList. Names do not change.
-
-    Weights gathered over z are freed after use, and gathered again when a block is recomputed. Raises ValueError if
-    there are no blocks.
-    """
-    for module in model.modules():
-        if isinstance(module, ParallelLinear):
-            module.plan.shard.gatherer.stop_keeping()
-    # gradient_checkpointing_enable is the name before transformers 5.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
-    if huggingface.is_pretrained_model(model) and enable is not None:
-        enable({"use_reentrant": False})
-        gather_in_recomputation(model)
-        return
-    for block in _find_blocks(model):
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def _find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The longest nn.ModuleList of a model. ValueError if it has none."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{type(model).__name__} has no nn.ModuleList, so its blocks are not known")
-    return max(lists, key=len)
 
 
 _TARGETS = ("targets", "labels")  # what a model's forward calls them

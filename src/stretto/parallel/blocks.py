@@ -8,10 +8,7 @@ whole forward pass. Ranks along x and y all compute the same.
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -83,39 +80,6 @@ def warn_of_replication(model: nn.Module, grid: Grid, reason: str) -> None:
             f"share a batch computes all of it: {copies} times the work of a grid with x = y = 1",
             stacklevel=4,
         )
-
-
-def gather_in_recomputation(model: nn.Module) -> None:
-    """Have the layers of a transformers model that checkpoint themselves gather their block when they are recomputed.
-
-    They do so within their own forward, whose wrapper, which gathers the block, is not called again then.
-    """
-    shards: dict[str, BlockShard] = {}
-    for name, module in model.named_modules():
-        shard = getattr(vars(module).get("forward"), "block_shard", None)
-        if isinstance(shard, BlockShard):
-            shards[name] = shard
-    for name, module in model.named_modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        held = [shard for block, shard in shards.items() if block and f"{name}.".startswith(f"{block}.")]
-        if checkpoint is None or not (held or list(shards) == [""]):
-            continue
-        own = {id(parameter) for parameter in shards[""].parameters} if "" in shards else set()
-        if any(id(parameter) in own for parameter in module.parameters()):  # such as one that several blocks share
-            held.append(shards[""])
-        module._gradient_checkpointing_func = partial(_checkpoint_gathered, checkpoint, held)
-
-
-def _checkpoint_gathered(
-    checkpoint: Callable[..., Any], held: Sequence[BlockShard], function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    def run(*inputs: Any, **options: Any) -> Any:
-        with ExitStack() as stack:
-            for shard in held:
-                stack.enter_context(shard.running())
-            return function(*inputs, **options)
-
-    return checkpoint(run, *args, **kwargs)
 
 
 class BlockBuilder:

@@ -131,8 +131,10 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     casts, casts_back = _casts(workload, config, grid)
     copies, copies_back = _copies(workload, config, device.cluster)
     layers = model.layers * micro_batches
-    if config.options.checkpoint_activations:
-        backward += forward
+    recomputation = config.options.recomputation
+    if recomputation.is_on:
+        kept = [recomputation.keeps_product(grid[linear.input_axis]) for linear in model.linears]
+        backward += forward - sum(output for output, is_kept in zip(outputs, kept, strict=True) if is_kept)
     parameters = _parameters(workload, grid)
     return Compute(
         forward=layers * forward + device.traffic((casts + copies) * micro_batches),
@@ -190,7 +192,7 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     has_nvlink = has_nvlink_over_z(cluster, config.grid)
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
     gathered = model.parameters - model.layers * of_block - outside
-    is_gathered_again = options.checkpoint_activations or not options.keep_gathered
+    is_gathered_again = options.recomputation.is_on or not options.keep_gathered
     again = model.layers * model.block_parameters * is_gathered_again
     return 2 * gathered * element, 2 * (again + 2 * model.parameters) * element
 

@@ -112,9 +112,11 @@ class _Step:
         # How often a weight's gradient goes over z in a step.
         self.scatters = 1 if config.options.accumulate_unsharded else self.micro_batches
         tokens = workload.tokens / grid.replicas / self.micro_batches
-        # Activation checkpointing runs the forward pass, and so its sums, a second time.
-        self.forward_passes = 2 if config.options.checkpoint_activations else 1
-        self.gathers = 2 if config.options.checkpoint_activations or not config.options.keep_gathered else 1
+        # Recomputation runs the forward pass a second time, and what of its communication its mode does not keep.
+        recomputation = config.options.recomputation
+        self.forward_sums = 2 if recomputation.sums_again else 1
+        self.forward_exchanges = 2 if recomputation.exchanges_again else 1
+        self.gathers = 2 if recomputation.is_on or not config.options.keep_gathered else 1
         self.sums: list[_Sum] = []
         linears = () if model.is_sharded_by_blocks else model.linears
         traffics = [linear_traffic(linear, grid, tokens) for linear in linears]
@@ -144,7 +146,7 @@ class _Step:
     def _whole_sums(self, place: int, linear: Linear, traffic: LinearTraffic, tokens: float) -> Iterator[_Sum]:
         """Partial sums of the output, of large ones half under the product of the other half, and of the input's
         gradient, under the weight's."""
-        element, passes = self.workload.element, self.forward_passes
+        element, passes = self.workload.element, self.forward_sums
         parts = 2 if _is_halved(linear, self.config.grid, tokens * element) else 1
         each = self._collective("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
         time = self.calls * passes * parts * each
@@ -159,7 +161,8 @@ class _Step:
         A rowwise linear scatters its output and gathers its gradient; a colwise one gathers its input, if the linear
         before it has not (gate and up take the same), and scatters its gradient.
         """
-        element, passes, work = self.workload.element, self.forward_passes, self.work
+        element, work, sums = self.workload.element, self.work, self.forward_sums
+        passes = sums if linear.is_rowwise else self.forward_exchanges
         gathers_input = place == 0 or self.workload.model.linears[place - 1].is_rowwise
         if linear.is_rowwise:
             of_x, of_y, kinds = traffic.output, traffic.gradient, ("reduce_scatter", "all_gather")
@@ -170,7 +173,7 @@ class _Step:
             yield self._within(passes * forward, passes * work.outputs[place], is_forward=True)
         yield self._within(backward, work.input_gradients[place], is_forward=False)
         is_output = not linear.is_rowwise
-        time = self.calls * (passes if is_output else 1) * self._collective("all_reduce", "y", of_y * element)
+        time = self.calls * (sums if is_output else 1) * self._collective("all_reduce", "y", of_y * element)
         yield _Sum("y", time, 0.0, is_forward=is_output)
 
     def _within(self, time: float, product: float, *, is_forward: bool) -> _Sum:
@@ -256,7 +259,7 @@ class _Step:
             over_x += self._collective("all_gather", "x", (x - 1) * tokens * outputs * element)
         logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element) if outputs else 0.0
         of_statistics = 2 * (y - 1) / y * tokens / self.config.token_parts * 8
-        norms = (1 + self.forward_passes) * (2 * model.layers + 1)
+        norms = (1 + self.forward_exchanges) * (2 * model.layers + 1)
         over_y = logits + norms * self._collective("all_reduce", "y", of_statistics)
         return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)
 

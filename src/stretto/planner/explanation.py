@@ -41,8 +41,9 @@ def explain(
 
 
 def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
+    mode = config.options.recompute
     ways = {
-        "activation checkpointing": config.options.checkpoint_activations,
+        "activation checkpointing" if mode == "full" else f"recompute={mode}": mode != "none",
         "shard_sequence": config.options.shard_sequence,
     }
     used = " and ".join(way for way, is_used in ways.items() if is_used)
@@ -74,7 +75,7 @@ def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, 
     needed = sum(memory.values())
     largest = max(memory, key=lambda part: memory[part])
     remedies = []
-    if not config.options.checkpoint_activations:
+    if not config.options.recomputation.is_on:
         remedies.append("activation checkpointing")
     if config.options.keep_gathered and memory["gathered_weights"] > 0.1 * needed:
         remedies.append("freeing gathered weights (keep_gathered=false)")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from stretto.axes import GridSizes
 
-_STATISTIC = 2
+STATISTIC = 2
 """Elements that a statistic in fp32 takes, where activations have 16 bits."""
 
 
@@ -96,8 +96,8 @@ class NormLayer(BlockLayer):
     def kept(self, grid: GridSizes, token_parts: int) -> float:
         # Outputs of both, gathered for the linears, and inputs; and of each token two statistics in fp32. Plain ones
         # keep the input in fp32 instead, and the output before its weight, too.
-        plain = 2 * _STATISTIC * self.hidden if self.is_plain else 0
-        return 2 * (1 + 1 / token_parts) * self.hidden / grid.y + plain + 2 * 2 * _STATISTIC / token_parts
+        plain = 2 * STATISTIC * self.hidden if self.is_plain else 0
+        return 2 * (1 + 1 / token_parts) * self.hidden / grid.y + plain + 2 * 2 * STATISTIC / token_parts
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         hidden = self.hidden / grid.y / token_parts
@@ -150,7 +150,7 @@ class AttentionLayer(BlockLayer):
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
         # Queries, keys, values, and the result; and of each head a sum of exponentials in fp32.
-        kept = (2 * self.queries + 2 * self.keys + _STATISTIC * self.heads) / grid.x
+        kept = (2 * self.queries + 2 * self.keys + STATISTIC * self.heads) / grid.x
         if self.is_rotary:  # rotated copies; the values' views keep the whole product of qkv alive
             kept += (self.queries + self.keys) / grid.x
         if self.fuses_qkv and self.kv_heads < self.heads and not self.is_rotary:

@@ -4,18 +4,19 @@
 Moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes its
 slice of logits. Then the last block's backward pass adds gradients of its activations, while all other blocks'
 activations are still there. At the end of the backward pass the activations are gone and all gradients are there. With
-activation checkpointing, a block that is computed again stands beside the inputs of all others. Components are given at
-the worst moment, so that their sum is the peak of what is allocated.
+recomputation, a block that is computed again stands beside what is kept of all others (`recomputed_blocks`). Components
+are given at the worst moment, so that their sum is the peak of what is allocated.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stretto.axes import GridSizes
-from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT
+from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT, Recomputation
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
+from stretto.planner.layers import STATISTIC
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
@@ -47,6 +48,54 @@ def activations_of_a_block(model: Architecture, grid: GridSizes, token_parts: in
     token_parts: over how many ranks of x activations between blocks are sharded.
     """
     return sum(layer.kept(grid, token_parts) for layer in model.block), model.hidden / grid.y / token_parts
+
+
+@dataclass(frozen=True)
+class RecomputedBlocks:
+    """What a mode of recomputation keeps of a model's blocks. Numbers are of elements, a token.
+
+    between: all blocks, from their forward passes to the backward pass. on_host: of all blocks, in host memory.
+    again: what stands beside `between` once blocks have been computed again. blocks: how many of them are, at once.
+    """
+
+    between: float
+    on_host: float
+    again: float
+    blocks: int
+
+
+def recomputed_blocks(
+    model: Architecture, grid: GridSizes, recomputation: Recomputation, token_parts: int = 1
+) -> RecomputedBlocks:
+    """What a mode keeps: `RecomputedBlocks`, by these formulas for each of L blocks.
+
+    none: all that its layers keep, A. full: its input, I. every:k: I of one in k. host: I in host memory, and on the
+    GPU that of two blocks, one in use and one on its way. products: I, and every linear's output. communication: I, the
+    output of every linear that is summed over ranks, what is gathered of sharded tokens, and two fp32 statistics of
+    each norm over y. Of what is kept, outputs that A has too are not there twice.
+    """
+    kept, own_input = activations_of_a_block(model, grid, token_parts)
+    layers, together = model.layers, recomputation.blocks
+    match recomputation.kind:
+        case "none":
+            return RecomputedBlocks(layers * kept, 0.0, 0.0, 1)
+        case "every":
+            return RecomputedBlocks(-(-layers // together) * own_input, 0.0, together * kept, together)
+        case "host":
+            return RecomputedBlocks(min(2, layers) * own_input, layers * own_input, kept, 1)
+    only_summed = recomputation.kind == "communication"
+    linears = [linear for linear in model.linears if recomputation.keeps_product(grid[linear.input_axis])]
+    colwise, rowwise = (
+        sum(linear.outputs / grid[linear.output_axis] for linear in linears if linear.is_rowwise == is_rowwise)
+        for is_rowwise in (False, True)
+    )
+    exchanged = 0.0
+    if only_summed and token_parts > 1:  # the inputs of attention and MLP
+        exchanged += 2 * model.hidden / grid.y
+    if only_summed and grid.y > 1:
+        exchanged += 2 * 2 * STATISTIC / token_parts
+    of_block = own_input + colwise + rowwise / token_parts + exchanged
+    return RecomputedBlocks(layers * of_block, 0.0, kept - colwise - exchanged, 1)
 
 
 def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_weight: bool) -> float:
@@ -97,27 +146,24 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     largest = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
-    kept, own_input = activations_of_a_block(model, grid, config.token_parts)
+    kept, _ = activations_of_a_block(model, grid, config.token_parts)
+    recomputes = config.options.recomputation.is_on
+    blocks = recomputed_blocks(model, grid, config.options.recomputation, config.token_parts)
     uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1
     keeps_gathered_weights = (
-        uses_copy_engines
-        and config.options.overlap.hides_any
-        and config.options.keep_gathered
-        and not config.options.checkpoint_activations
+        uses_copy_engines and config.options.overlap.hides_any and config.options.keep_gathered and not recomputes
     )
     gathered_at_once = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
     gathered_in_backward = (
-        block_weights * (model.layers if keeps_gathered_weights else 1)
+        block_weights * (model.layers if keeps_gathered_weights else blocks.blocks)
         if config.options.keep_gathered
         else gathered_at_once
     )
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
     ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.element if uses_copy_engines else 0.0
-    if config.options.checkpoint_activations:
-        activations, gathered = model.layers * own_input * tokens, gathered_at_once
-    else:
-        activations = model.layers * kept * tokens
-        gathered = model.layers * block_weights if config.options.keep_gathered else gathered_at_once
+    activations = blocks.between * tokens
+    keeps_gathered = config.options.keep_gathered and not recomputes
+    gathered = model.layers * block_weights if keeps_gathered else gathered_at_once
     # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
     parts = config.token_parts
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
@@ -172,12 +218,12 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
                 "temporary": (widest + max(2 * largest, table)) * element + ring,
             }
         )
-    if config.options.checkpoint_activations:
+    if recomputes:
         moments.append(
-            {  # the last block, computed again
+            {  # the last block, or blocks, computed again
                 "gradients": max(earlier, of_head),
                 "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
-                "activations": (activations + kept * tokens) * element,
+                "activations": (activations + blocks.again * tokens) * element,
                 "logits": 0.0,
                 "temporary": (widest + 2 * largest + scattered) * element + ring,
             }
@@ -191,7 +237,7 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     has_nvlink: as in `memory`.
     """
     model, options = workload.model, config.options
-    keeps = options.keep_gathered and not options.checkpoint_activations
+    keeps = options.keep_gathered and not options.recomputation.is_on
     if not (keeps and has_nvlink and options.overlap.copy_engines and options.overlap.hides_any and config.grid.z > 1):
         return 0, 0
     least = LEAST_COPIED_BYTES / workload.element
@@ -213,7 +259,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     grid = model.splitting_sizes(config.grid)
     layers, parameters = model.layers, local_parameters(model, grid)
     tokens = config.micro_batch * workload.seq_len
-    is_sent, recomputes = grid.z > 1, options.checkpoint_activations
+    is_sent, recomputes = grid.z > 1, options.recomputation.is_on
     keeps = options.keep_gathered and not recomputes
     # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
     is_copied = is_sent or element < workload.master
@@ -222,7 +268,10 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     block = (model.block_parameters - by_engines) * is_copied
     outside = (model.outside_parameters - outside_by_engines) * is_copied
     largest = max(linear.weights for linear in model.linears)
-    again = block if is_sent or recomputes else largest * is_copied  # what is cast alone is cast at each use
+    recomputed = recomputed_blocks(model, grid, options.recomputation)
+    again = (
+        block * recomputed.blocks if is_sent or recomputes else largest * is_copied
+    )  # what is cast alone is cast at each use
     message = model.block_parameters * is_sent  # of gradients
     in_flight = message * (1 + 1 / grid.z)  # and the shard that it becomes
     gathered_message = block * is_sent
@@ -232,8 +281,9 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
     earlier = shards + unsharded if config.micro_batches(workload) > 1 else 0.0
     of_block = model.block_parameters / grid.z * workload.master
-    kept, own_input = activations_of_a_block(model, grid)
-    kept_by_each, hidden = own_input if recomputes else kept, model.hidden
+    kept, _ = activations_of_a_block(model, grid)
+    kept_by_each, hidden = recomputed.between / layers, model.hidden
+    in_use = recomputed.again if recomputes else kept  # of the block, or blocks, whose backward pass runs
     growth = max(layer.growth(grid) for layer in model.block)
     moments = []
 
@@ -263,7 +313,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
             gathered = again + gathered_message + following
             note(gathered, earlier_blocks + kept_by_each + hidden, reduced=reduced, temporary=head + sent)
         gathered = number * block if keeps else again + following
-        note(gathered, earlier_blocks + kept + growth, reduced=reduced, temporary=head + sent + 2 * largest)
+        note(gathered, earlier_blocks + in_use + growth, reduced=reduced, temporary=head + sent + 2 * largest)
         # All of its gradients are there, and as a message, too.
         gathered, whole = (number - 1) * block if keeps else following, message + in_flight if is_sent else 2 * largest
         reduced += of_block if sent else 0.0
@@ -294,6 +344,14 @@ def outside_of_allocator(capacity: float) -> float:
 def most_allocated(capacity: float) -> float:
     """Bytes that may be allocated at the peak of a plan that fits a device of so many."""
     return (USABLE * capacity - outside_of_allocator(capacity)) / RESERVED
+
+
+def kept_activations(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
+    """Bytes of what all blocks keep between the passes of a micro-batch, and how many of them are in host memory."""
+    grid = workload.model.splitting_sizes(config.grid)
+    blocks = recomputed_blocks(workload.model, grid, config.options.recomputation, config.token_parts)
+    num_bytes = config.micro_batch * workload.seq_len * workload.element
+    return (blocks.on_host or blocks.between) * num_bytes, blocks.on_host * num_bytes
 
 
 def largest_micro_batch(

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
-from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap
+from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, Recomputation, resolve_recompute
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import Rates, bandwidths, has_nvlink_over_z
@@ -17,7 +17,7 @@ from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
 from stretto.planner.grids import divisors, every_grid, why_impossible
-from stretto.planner.memory import largest_micro_batch, memory, most_allocated, peak, reserved
+from stretto.planner.memory import kept_activations, largest_micro_batch, memory, most_allocated, peak, reserved
 from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
 MAX_GPUS = 1 << 20
@@ -30,9 +30,10 @@ class GridPlan:
 
     `terms` are the step's parts by name, in seconds: their sum is `step_time`. `bandwidth` is bytes/s by axis,
     `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs most, by component at the peak:
-    their sum, `peak_memory`, is what is allocated, and torch's allocator reserves `reserved_memory` for it. `why`
-    says why it is not the first, or not possible. `notes`, of the model and so the same for every plan, say what
-    `parallelize` has against it, and what is taken for granted.
+    their sum, `peak_memory`, is what is allocated, and torch's allocator reserves `reserved_memory` for it.
+    `kept_activations` is bytes of what all blocks keep between the passes, `host_memory` those of it that are in pinned
+    host memory (recompute="host"). `why` says why it is not the first, or not possible. `notes`, of the model and so
+    the same for every plan, say what `parallelize` has against it, and what is taken for granted.
     """
 
     grid: Mapping[str, int]
@@ -51,6 +52,9 @@ class GridPlan:
     is_possible: bool
     why: str
     notes: tuple[str, ...] = ()
+    recompute: str = "none"
+    kept_activations: float = 0.0
+    host_memory: float = 0.0
 
     @property
     def peak_memory(self) -> float:
@@ -70,8 +74,8 @@ class GridPlan:
 class SearchKeywords(TypedDict, total=False):
     """What `plan` searches, as keyword arguments.
 
-    checkpoint_activations, keep_gathered: fixed where given; searched where not or None (the paper's model keeps
-        weights gathered: Algorithm 3).
+    recompute, keep_gathered: fixed where given; searched where not or None, recompute among "none" and "full" (the
+        paper's model keeps weights gathered: Algorithm 3). checkpoint_activations=True is recompute="full".
     shard_sequence: of the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try
         it beside what is usual.
     overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
@@ -79,6 +83,7 @@ class SearchKeywords(TypedDict, total=False):
         model, time are counted where there are several micro-batches.
     """
 
+    recompute: str | None
     checkpoint_activations: bool | None
     keep_gathered: bool | None
     shard_sequence: bool | None
@@ -98,9 +103,12 @@ class PredictKeywords(ExecutionKeywords, total=False):
 
 @dataclass(frozen=True)
 class _SearchSpace:
-    """The execution options among which each grid's best are searched: `SearchKeywords`, None for both values."""
+    """The execution options among which each grid's best are searched: `SearchKeywords`, None for both values.
 
-    checkpoint_activations: bool | None = None
+    recompute: None for "none" and "full".
+    """
+
+    recompute: str | None = None
     keep_gathered: bool | None = None
     shard_sequence: bool | None = False
     overlaps: bool = True
@@ -108,14 +116,14 @@ class _SearchSpace:
 
     def list_options(self, grid: GridSizes, cost: CostModel) -> list[ExecutionOptions]:
         keeps = [self.keep_gathered] if self.keep_gathered is not None else [True] if cost == "paper" else [True, False]
-        checkpoints = [False, True] if self.checkpoint_activations is None else [self.checkpoint_activations]
+        modes = ["none", "full"] if self.recompute is None else [self.recompute]
         shardings = [False, True] if self.shard_sequence is None else [self.shard_sequence]
         return [
             ExecutionOptions(
-                Overlap.parse(self.overlaps), keep, checkpoint, shards, accumulate_unsharded=self.accumulate_unsharded
+                Overlap.parse(self.overlaps), keep, mode, shards, accumulate_unsharded=self.accumulate_unsharded
             )
             for keep in keeps
-            for checkpoint in checkpoints
+            for mode in modes
             for shards in (shardings if grid.x > 1 else [False])
         ]
 
@@ -135,7 +143,7 @@ class _Candidate:
         computes nothing twice."""
         config, sizes = self.config, self.config.grid
         order = (
-            config.options.checkpoint_activations,
+            config.options.recomputation.is_on,
             not config.options.keep_gathered,
             config.options.shard_sequence,
             -config.micro_batch,
@@ -178,7 +186,7 @@ def plan(
     cost: "full" predicts whole steps: computation and communication, with latency and what overlap hides. "paper"
         counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: fixed where given, otherwise searched.
-    search: checkpoint_activations, keep_gathered, shard_sequence and overlaps (`SearchKeywords`).
+    search: recompute, keep_gathered, shard_sequence and overlaps (`SearchKeywords`).
 
     Returns a plan for every factorization; the impossible ones, last, say why. Raises ValueError for bad input, a
     cluster without a figure that is needed, or when no grid at all can hold the model's sizes and the batch.
@@ -194,7 +202,14 @@ def plan(
     except ValueError as error:
         raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
     limit = most_allocated(machine.require("gpu.memory"))
-    space = _SearchSpace(**search)
+    given, alias = search.get("recompute"), search.get("checkpoint_activations")
+    mode = None if given is None and alias is None else resolve_recompute(given, alias)
+    if mode is not None:
+        Recomputation.parse(mode).check_blocks(architecture.layers)
+    others: dict[str, Any] = {
+        name: value for name, value in search.items() if name not in ("recompute", "checkpoint_activations")
+    }
+    space = _SearchSpace(mode, **others)
     _check_sharding(space.shard_sequence is not False, architecture, cost)
 
     grids = [(grid, why_impossible(architecture, grid, batch)) for grid in every_grid(ranks)]
@@ -241,6 +256,7 @@ def predict(
     workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
     options = _change(options or ExecutionOptions(), **changes)
     _check_sharding(options.shard_sequence, workload.model, cost)
+    options.recomputation.check_blocks(workload.model.layers)
     sizes = GridSizes(**grid)
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
@@ -322,10 +338,14 @@ def _to_plan(
 ) -> GridPlan:
     model = workload.model
     config, cost = candidate.config, candidate.cost
+    kept, on_host = kept_activations(workload, config)
     return GridPlan(
         grid=config.grid.sizes(),
         micro_batch=config.micro_batch,
         checkpoint_activations=config.options.checkpoint_activations,
+        recompute=config.options.recompute,
+        kept_activations=kept,
+        host_memory=on_host,
         keep_gathered=config.options.keep_gathered,
         shard_sequence=config.options.shard_sequence,
         bandwidth=cost.bandwidth,

@@ -32,6 +32,7 @@ from stretto.parallel.comm.collectives import (
     scatter_rows,
     start_all_reduce,
 )
+from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
@@ -127,25 +128,50 @@ class LinearPlan:
     def make_output(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, gathered: GatheredInput | None
     ) -> tuple[Tensor, Tensor]:
-        """The output of x times `matrix` [in, out]; and x of all tokens, which the weight's gradient needs."""
-        match self.input_edge, self.output_edge:
-            case ShardedTokens() as entering, leaving:
-                assert gathered is not None
-                if gathered.rows is None:
-                    y, gathered.rows = entering.gather_and_multiply(x, matrix.t())
-                else:
-                    y = gathered.rows @ matrix
-                x, y = gathered.rows, all_reduce(own(y), leaving.group)
-            case _, ShardedTokens() as leaving:
-                y = leaving.multiply_and_scatter(x, matrix.t())
-            case _, leaving:
-                # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.
-                if bias is not None and leaving.group.size() == 1:
-                    return F.linear(x, matrix.t(), bias), x
-                y = self._multiply_and_sum(x, matrix)
+        """The output of x times `matrix` [in, out]; and x of all tokens, which the weight's gradient needs.
+
+        What it makes may be kept for recomputation (`stretto.parallel.comm.kept_outputs`).
+        """
+        name = "product" if self.output_reduce_group.size() == 1 else "summed product"
+        product: Tensor | None = None
+        if isinstance(self.input_edge, ShardedTokens):
+            assert gathered is not None
+            if gathered.rows is None:
+                entering, part, gathers_alone = self.input_edge, x, is_given_back(name)
+
+                def gather() -> Tensor:
+                    nonlocal product
+                    if gathers_alone:
+                        return entering.gather(part)
+                    product, rows = entering.gather_and_multiply(part, matrix.t())
+                    return rows
+
+                gathered.rows = keep_output("gathered tokens", gather)
+            x = gathered.rows
+
+        def make() -> Tensor:
+            y = self._make_output(x, product, matrix, bias)
+            # Autograd lets nobody write to a view that a Function made, as Falcon's code does to its MLP's output. What
+            # is kept must be this tensor: only its version shows that code has written to it.
+            return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+        return keep_output(name, make), x
+
+    def _make_output(self, x: Tensor, product: Tensor | None, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """The output of x, of which `product` is the product with `matrix` if a kernel has made it already."""
+        leaving = self.output_edge
+        if isinstance(leaving, ShardedTokens):
+            y = leaving.multiply_and_scatter(x, matrix.t())
+        elif isinstance(self.input_edge, ShardedTokens):
+            y = all_reduce(own(x @ matrix if product is None else product), leaving.group)
+        # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.
+        elif bias is not None and leaving.group.size() == 1:
+            return F.linear(x, matrix.t(), bias)
+        else:
+            y = self._multiply_and_sum(x, matrix)
         if bias is not None:
             y += bias
-        return y, x
+        return y
 
     def start_input_gradient(self, gradient: Tensor, matrix: Tensor) -> tuple[Pending, Tensor]:
         """Begin to make the input's gradient from the output's and `matrix` [in, out]; and the latter of all tokens."""
@@ -229,8 +255,7 @@ class _Linear3D(torch.autograd.Function):
         y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
         ctx.save_for_backward(x, weight.rows if plan.keep_gathered else None)
-        # Autograd lets nobody write to a view that a Function made, as Falcon's code does to its MLP's output.
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return y
 
     @staticmethod
     @once_differentiable

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
@@ -52,7 +53,7 @@ class _SplitNorm(torch.autograd.Function):
         group: Any,
     ) -> Tensor:
         wide = x.to(statistics_dtype(x))
-        mean, variance = _moments(wide, is_centred, group)
+        mean, variance = keep_output("norm statistics", lambda: _moments(wide, is_centred, group))
         rstd = torch.rsqrt(variance + eps)
         y = (wide - mean) * rstd
         if weight is not None:

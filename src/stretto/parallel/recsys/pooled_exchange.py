@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.parallel.comm.collectives import all_to_all, collective
+from stretto.parallel.comm.kept_outputs import keep_output
 
 Implementation = Literal["auto", "kernel", "library"]
 OPERATOR = "embedding_all_to_all"  # of stretto.ops
@@ -154,10 +155,14 @@ class _ExchangePooled(torch.autograd.Function):
         ctx.dims, ctx.group, ctx.own_dim = dims, group, pooled.shape[1]
         world = group.size()
         batch = len(pooled) // world
-        arrived = pooled.new_empty(batch * sum(dims))
-        all_to_all(arrived, pooled.reshape(-1), [batch * dim for dim in dims], [batch * pooled.shape[1]] * world, group)
-        parts = arrived.split([batch * dim for dim in dims])
-        return torch.cat([part.view(batch, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
+
+        def exchange() -> Tensor:
+            arrived, receives = pooled.new_empty(batch * sum(dims)), [batch * dim for dim in dims]
+            all_to_all(arrived, pooled.reshape(-1), receives, [batch * pooled.shape[1]] * world, group)
+            parts = arrived.split(receives)
+            return torch.cat([part.view(batch, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
+
+        return keep_output("pooled exchange", exchange)
 
     @staticmethod
     @once_differentiable

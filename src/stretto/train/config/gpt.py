@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
 from stretto.axes import OUTER_TO_INNER, GridSizes
-from stretto.execution import ExecutionOptions, Overlap, StateOptions
+from stretto.execution import ExecutionOptions, Overlap, Recomputation, StateOptions
 from stretto.planner.grids import divisors, every_grid
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
@@ -149,6 +149,15 @@ class DataConfig(Section):
     )  # fmt: skip
 
 
+def _check_recompute(mode: str) -> str:
+    """Refuse unknown modes of recomputation."""
+    try:
+        Recomputation.parse(mode)
+    except ValueError as error:
+        raise ValueError(f"train.{error}") from None
+    return mode
+
+
 class RunConfig(RunOptions):
     """How to train."""
 
@@ -167,9 +176,11 @@ class RunConfig(RunOptions):
     clip: Annotated[float | None, CanBeNone] = option(
         1.0, "clip gradients to this global norm; `none` does not clip", gt=0
     )
-    checkpoint_activations: bool = option(
-        False, "activation checkpointing: recompute each block in the backward pass instead of storing its activations"
-    )
+    recompute: Annotated[str, AfterValidator(_check_recompute)] = option(
+        "none", "activation checkpointing: what blocks compute again in the backward pass instead of storing it: "
+        "`none`, `full`, `every:k`, `products`, `communication` or `host` ([memory.md](memory.md))",
+    )  # fmt: skip
+    checkpoint_activations: bool = option(False, '`train.recompute = "full"`, if that does not say otherwise')
     keep_gathered: bool = option(
         True, "keep the weights that were all-gathered over z for the backward pass instead of gathering them again"
     )
@@ -242,6 +253,11 @@ class RunConfig(RunOptions):
             step_on=self.step_on,
         )
 
+    @property
+    def recompute_mode(self) -> str:
+        """What `recompute` and `checkpoint_activations` mean together."""
+        return "full" if self.checkpoint_activations and self.recompute == "none" else self.recompute
+
 
 class OverlapConfig(Section):
     """Which collectives overlap with computation. None of these options changes a result."""
@@ -289,7 +305,7 @@ class TrainConfig(JobConfig):
         return ExecutionOptions(
             overlap=Overlap(**dict(self.overlap)),
             keep_gathered=self.train.keep_gathered,
-            checkpoint_activations=self.train.checkpoint_activations,
+            recompute=self.train.recompute_mode,
             shard_sequence=self.train.shard_sequence,
             tune_matmuls=self.train.tune_matmuls,
             accumulate_unsharded=self.train.accumulate_unsharded,
@@ -359,9 +375,10 @@ def _contradictions(config: TrainConfig) -> list[str]:
             "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "
             "train.cuda_graph=false would do"
         )
-    if run.cuda_graph and run.checkpoint_activations:
+    if run.cuda_graph and run.recompute_mode != "none":
+        name = "checkpoint_activations" if run.checkpoint_activations else "recompute"
         problems.append(
-            "train.cuda_graph and train.checkpoint_activations are both on, but a block that is run again asks for the "
+            f"train.cuda_graph and train.{name} are both on, but a block that is run again asks for the "
             "state of random numbers, which a graph does not have; train.cuda_graph=false would do"
         )
     if run.cuda_graph and config.model.dropout:

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recomputation (activation checkpointing): which activations of its blocks a model keeps for the backward pass.
+
+`checkpoint_activations` has each block, a child of the model's longest nn.ModuleList, run by a function in the place of
+torch's `checkpoint`. The modes differ in that function:
+
+    full                     torch's checkpoint: the block's input is kept
+    products, communication  torch's checkpoint, in contexts that keep outputs (`stretto.parallel.comm.kept_outputs`)
+    host                     torch's checkpoint, in saved-tensor hooks that move the input to pinned host memory
+    every:k                  `_Segment`: k blocks are computed again together, from the input of the first
+
+In every mode weights that were gathered over z are gathered again for the recomputation. transformers' layers
+checkpoint themselves: there the function takes the place of their `_gradient_checkpointing_func`.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+
+from stretto.execution import Recomputation
+from stretto.parallel.comm.kept_outputs import recomputation_contexts
+from stretto.parallel.layers.block_shard import BlockShard
+from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.roles.huggingface import is_pretrained_model
+
+# Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
+_Runner = Callable[..., Any]
+
+
+def checkpoint_activations(model: nn.Module, recompute: str = "full") -> None:
+    """Recompute every block of the model in the backward pass: each child of its longest nn.ModuleList.
+
+    recompute: a mode of `parallelize(recompute=...)` ("none" leaves the model as it is). Names do not change. Weights
+    gathered over z are freed after use, and gathered again when a block is recomputed. Raises ValueError for an unknown
+    mode, if there are no blocks, or if they cannot be computed again together.
+    """
+    mode = Recomputation.parse(recompute)
+    if not mode.is_on:
+        return
+    blocks = check_blocks(model, recompute)
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            module.plan.shard.gatherer.stop_keeping()
+    # gradient_checkpointing_enable is the name before transformers 5.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if is_pretrained_model(model) and enable is not None:
+        enable({"use_reentrant": False})
+        _run_layers_by(model, recompute)
+        _gather_in_recomputation(model)
+        return
+    for block, run in zip(blocks, _make_runners(recompute, len(blocks)), strict=True):
+        block.forward = partial(run, block.forward)
+
+
+def check_blocks(model: nn.Module, recompute: str) -> list[nn.Module]:
+    """Find the blocks that are recomputed in this mode. Raises ValueError as `checkpoint_activations` does.
+
+    Of transformers' layers, every:k takes those that checkpoint themselves one by one.
+    """
+    mode, name = Recomputation.parse(recompute), type(model).__name__
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{name} has no nn.ModuleList, so its blocks are not known")
+    if is_pretrained_model(model) and not getattr(model, "supports_gradient_checkpointing", True):
+        raise ValueError(
+            f"recompute is {recompute!r}, but {name} does not support activation checkpointing, as transformers says "
+            "(supports_gradient_checkpointing); recompute='none' would do"
+        )
+    if is_pretrained_model(model) and mode.kind == "every":
+        lists = [layers for layers in lists if layers and all(map(_checkpoints_itself, layers))]
+        if not lists:
+            raise ValueError(
+                f"recompute is {recompute!r}, but the code of {name} checkpoints its layers in a loop of its own, "
+                "which computes each again by itself; recompute='full' would do"
+            )
+    blocks = max(lists, key=len)
+    mode.check_blocks(len(blocks))
+    return blocks
+
+
+def _checkpoints_itself(layer: nn.Module) -> bool:
+    """Whether this is a transformers layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+
+
+def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
+    """What runs each block. A compiler does not trace it; what it calls may be compiled."""
+    mode, contexts = Recomputation.parse(recompute), partial(recomputation_contexts, recompute)
+    run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    runners: list[_Runner] = [run] * blocks
+    if mode.kind == "every":
+        loop = _SegmentedLoop(mode.blocks, blocks, contexts)
+        runners = [partial(loop.run, number) for number in range(blocks)]
+    elif mode.kind == "host":
+        runners = [_InputsOnHost(run).run] * blocks
+    return [torch.compiler.disable(runner, recursive=False) for runner in runners]
+
+
+def _run_layers_by(model: nn.Module, recompute: str) -> None:
+    """Have the modules of a transformers model that checkpoint themselves run by the mode's functions."""
+    runners: dict[int, _Runner] = {}
+    is_segmented = Recomputation.parse(recompute).kind == "every"
+    for layers in model.modules() if is_segmented else ():
+        if isinstance(layers, nn.ModuleList) and all(map(_checkpoints_itself, layers)):
+            runners |= zip(map(id, layers), _make_runners(recompute, len(layers)), strict=True)
+    # Layers that no segment has are computed again by themselves.
+    (alone,) = _make_runners("full" if is_segmented else recompute, 1)
+    for module in model.modules():
+        if getattr(module, "_gradient_checkpointing_func", None) is not None:
+            module._gradient_checkpointing_func = runners.get(id(module), alone)  # type: ignore[assignment]
+
+
+def _gather_in_recomputation(model: nn.Module) -> None:
+    """Have the layers of a transformers model that checkpoint themselves gather their block when they are recomputed.
+
+    They do so within their own forward, whose wrapper, which gathers the block, is not called again then.
+    """
+    shards: dict[str, BlockShard] = {}
+    for name, module in model.named_modules():
+        shard = getattr(vars(module).get("forward"), "block_shard", None)
+        if isinstance(shard, BlockShard):
+            shards[name] = shard
+    for name, module in model.named_modules():
+        run = getattr(module, "_gradient_checkpointing_func", None)
+        held = [shard for block, shard in shards.items() if block and f"{name}.".startswith(f"{block}.")]
+        if run is None or not (held or list(shards) == [""]):
+            continue
+        own = {id(parameter) for parameter in shards[""].parameters} if "" in shards else set()
+        if any(id(parameter) in own for parameter in module.parameters()):  # such as one that several blocks share
+            held.append(shards[""])
+        module._gradient_checkpointing_func = partial(_checkpoint_gathered, run, held)
+
+
+def _checkpoint_gathered(
+    run: _Runner, held: Sequence[BlockShard], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    function, args, kwargs = _without_partial(function, args, kwargs)
+
+    def call(*inputs: Any, **options: Any) -> Any:
+        with ExitStack() as stack:
+            for shard in held:
+                stack.enter_context(shard.running())
+            return function(*inputs, **options)
+
+    return run(call, *args, **kwargs)
+
+
+def _without_partial(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The same call with a functools.partial's arguments among its own: transformers' layers pass some in one."""
+    if not isinstance(function, partial):
+        return function, args, kwargs
+    return function.func, (*function.args, *args), {**function.keywords, **kwargs}
+
+
+class _SegmentedLoop:
+    """Runs the blocks of a model's loop, of which each run of `length` is a segment."""
+
+    def __init__(self, length: int, blocks: int, contexts: Callable[[], Any]) -> None:
+        self._length = length
+        self._blocks = blocks
+        self._contexts = contexts
+        self._open: _Segment | None = None
+
+    def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run block `number`. ValueError if it goes on with a segment, and was not given what the last one returned."""
+        function, args, kwargs = _without_partial(function, args, kwargs)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        segment, self._open = self._open, None
+        if number % self._length == 0:
+            segment = _Segment(self._contexts())
+        elif segment is None or segment.next_block != number or not segment.continues_with(args, kwargs):
+            raise ValueError(
+                f"recompute='every:{self._length}' computes blocks {number - 1} and {number} again together, but block "
+                f"{number} was not given what block {number - 1} returned; recompute='full' would do"
+            )
+        segment.next_block = number + 1
+        output = segment.run(function, args, kwargs)
+        if segment.next_block % self._length and segment.next_block < self._blocks:
+            self._open = segment
+        else:
+            segment.last_output = ()
+        return output
+
+
+@dataclass(frozen=True)
+class _FromLast:
+    """In the place of an argument: a tensor that the block before returned, by its number among the tensors."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Input:
+    """In the place of a tensor argument: the tensor without its graph, and its version."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Input":
+        return cls(tensor.detach().requires_grad_(tensor.requires_grad), tensor._version)
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "an input of a block was overwritten in place after the block had run, so that the block cannot be "
+                "computed again: write to a copy, or parallelize with recompute='none'"
+            )
+        return self.tensor
+
+
+class _Call:
+    """One block's call in a segment: its function, its arguments, and the state of random numbers and autocast."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, last_output: Sequence[Tensor]) -> None:
+        self.function = function
+        leaves, self.structure = tree_flatten((args, kwargs))
+        places = {id(tensor): number for number, tensor in enumerate(last_output)}
+
+        def keep(leaf: Any) -> Any:
+            if id(leaf) in places:
+                return _FromLast(places[id(leaf)])
+            return _Input.of(leaf) if isinstance(leaf, Tensor) else leaf
+
+        self.leaves = list(map(keep, leaves))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.device = next((each.device.type for each in tensors if each.device.type != "cpu"), "cpu")
+        self.random_state = torch.get_rng_state()
+        self.device_states = get_device_states(*tensors) if self.device != "cpu" else ([], [])
+        self.autocasts = [
+            partial(
+                torch.autocast,
+                kind,
+                dtype=torch.get_autocast_dtype(kind),
+                enabled=torch.is_autocast_enabled(kind),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            for kind in dict.fromkeys((self.device, "cpu"))
+        ]
+
+    def run_again(self, last_output: Sequence[Tensor]) -> Any:
+        """Run the block as it ran before. last_output: what the block before has returned, now that it ran again."""
+
+        def find(leaf: Any) -> Any:
+            if isinstance(leaf, _FromLast):
+                return last_output[leaf.number]
+            return leaf.get() if isinstance(leaf, _Input) else leaf
+
+        args, kwargs = tree_unflatten(list(map(find, self.leaves)), self.structure)
+        devices, states = self.device_states
+        device_type = "cuda" if self.device == "cpu" else self.device
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices, device_type=device_type))
+            torch.set_rng_state(self.random_state)
+            if devices:
+                set_device_states(devices, states, device_type=device_type)
+            for autocast in self.autocasts:
+                stack.enter_context(autocast())
+            return self.function(*args, **kwargs)
+
+
+class _Enough(BaseException):
+    """All that autograd has saved is there again: the rest of the segment need not run."""
+
+
+class _Segment:
+    """Blocks that are computed again together, as torch's checkpoint does with one: saved tensors are their numbers."""
+
+    def __init__(self, contexts: tuple[Any, Any]) -> None:
+        self.next_block = 0
+        self.last_output: Sequence[Tensor] = ()
+        self._forward, self._again = contexts
+        self._calls: list[_Call] = []
+        self._saved = 0
+        self._found: dict[int, Tensor] = {}
+
+    def continues_with(self, args: Any, kwargs: Any) -> bool:
+        """Whether these arguments have a tensor that the last block returned."""
+        own = {id(tensor) for tensor in self.last_output}
+        return any(id(leaf) in own for leaf in tree_leaves((args, kwargs)))
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the segment's next block."""
+        self._calls.append(_Call(function, args, kwargs, self.last_output))
+        with saved_tensors_hooks(self._pack, self._unpack), self._forward:
+            output = function(*args, **kwargs)
+        self.last_output = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        return output
+
+    def _pack(self, _: Tensor) -> int:
+        self._saved += 1
+        return self._saved - 1
+
+    def _unpack(self, number: int) -> Tensor:
+        if number not in self._found:  # a second backward pass through the same graph computes all again
+            self._compute_again()
+        return self._found.pop(number)
+
+    def _compute_again(self) -> None:
+        self._found.clear()
+
+        def collect(tensor: Tensor) -> Tensor:
+            self._found[len(self._found)] = tensor.detach()
+            if len(self._found) == self._saved:
+                raise _Enough
+            return tensor
+
+        try:
+            with saved_tensors_hooks(collect, lambda tensor: tensor), self._again, torch.enable_grad():
+                output: Sequence[Tensor] = ()
+                for call in self._calls:
+                    output = [leaf for leaf in tree_leaves(call.run_again(output)) if isinstance(leaf, Tensor)]
+        except _Enough:
+            return
+        raise RuntimeError(
+            f"blocks that were computed again saved {len(self._found)} tensors for the backward pass, and "
+            f"{self._saved} in their forward pass: they must run the same code again"
+        )
+
+
+class _HostInputs:
+    """One block's inputs in host memory, and on the device again once the backward pass needs them, or soon will.
+
+    before: those of the block before, which the backward pass needs next.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], stream: "torch.cuda.Stream | None", before: "_HostInputs | None"
+    ) -> None:
+        self._stream = stream
+        self._before = (lambda: None) if before is None else weakref.ref(before)
+        self._need_gradients = [tensor.requires_grad for tensor in tensors]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._fetched: list[Tensor] | None = None
+        with torch.no_grad():
+            if stream is None:
+                self._host = [tensor.clone() for tensor in tensors]
+                return
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                self._host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+                for host, tensor in zip(self._host, tensors, strict=True):
+                    host.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(stream)
+                self._done = stream.record_event()
+
+    def wait(self) -> None:
+        """Have the current stream wait until what was started last has been copied."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def start_fetching(self) -> None:
+        """Begin to copy the inputs to the device."""
+        if self._fetched is not None:
+            return
+        if self._stream is None:
+            self._fetched = [host.clone() for host in self._host]
+            return
+        with torch.cuda.stream(self._stream):
+            self._fetched = [host.to(self._device, non_blocking=True) for host in self._host]
+            self._done = self._stream.record_event()
+
+    def get(self) -> list[Tensor]:
+        """The inputs on the device, which the current stream may use; those of the block before are fetched next."""
+        self.start_fetching()
+        self.wait()
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None
+        for tensor, needs_gradient in zip(fetched, self._need_gradients, strict=True):
+            tensor.requires_grad_(needs_gradient)
+            if self._stream is not None:
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+        before = self._before()
+        if before is not None:
+            before.start_fetching()
+        return fetched
+
+
+class _InputsOnHost:
+    """Runs blocks whose inputs are in pinned host memory from the forward to the backward pass.
+
+    Both ways are copies on a side stream. A block's forward pass ends when its input has left, so that no more than
+    one block's is on its way. Tensors that need no gradient stay where they are, but for a block's first one: blocks
+    share them.
+    """
+
+    def __init__(self, checkpoint: _Runner) -> None:
+        self._checkpoint = checkpoint
+        self._last: Callable[[], _HostInputs | None] = lambda: None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a block. RuntimeError if it overwrites its input in place, which is copied meanwhile."""
+        function, args, kwargs = _without_partial(function, args, kwargs)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        floating = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        moved = [place for place in floating if place == floating[0] or leaves[place].requires_grad]
+        tensors = [leaves[place] for place in moved]
+        inputs = _HostInputs(tensors, self._stream_of(tensors), self._last())
+        self._last = weakref.ref(inputs)
+        given = [tensors]  # to the forward pass, and not kept after it
+
+        def call(*others: Any) -> Any:
+            found = list(others)
+            for place, tensor in zip(moved, given.pop() if given else inputs.get(), strict=True):
+                found[place] = tensor
+            args, kwargs = tree_unflatten(found, structure)
+            return function(*args, **kwargs)
+
+        versions = [tensor._version for tensor in tensors]
+        for place in moved:  # an empty tensor tells `checkpoint` on which device random numbers are drawn
+            leaves[place] = leaves[place].new_empty(0)
+        output = self._checkpoint(call, *leaves)
+        inputs.wait()
+        if versions != [tensor._version for tensor in tensors]:
+            raise RuntimeError(
+                "a block has overwritten its input in place, which recompute='host' copies to the host meanwhile: "
+                "recompute='full' keeps it on the device"
+            )
+        return output
+
+    def _stream_of(self, tensors: Sequence[Tensor]) -> "torch.cuda.Stream | None":
+        """The side stream of the tensors' GPU; None on a CPU."""
+        if not tensors or not tensors[0].is_cuda:
+            return None
+        device = tensors[0].device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
