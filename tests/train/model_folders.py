@@ -48,6 +48,7 @@ def write_folder(
     sizes |= {"tie_word_embeddings": tied, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
     sizes |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if kind == "gpt2" else {}
     sizes |= {"dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32} if kind == "opt" else {}
+    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8} if kind == "gpt_oss" else {}
     model = hugging_face.causal_lm(kind, **{**sizes, **config})
     with torch.no_grad():
         for parameter in model.parameters():

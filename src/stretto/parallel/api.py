@@ -24,7 +24,7 @@ from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
-from stretto.parallel.layers.replicated import keep_whole
+from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.precision import Precision
@@ -125,16 +125,20 @@ def parallelize(
     # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     shared = builder.shared_places(plan)
-    replicated = builder.build_replicated(plan)
+    plain = builder.build_plain(plan)
     buffers = builder.buffers()
     attributes = _local_attributes(model, plan, grid)
     for name, module in built.items():
         _replace(model, name, module)
     for owner, key, parameter in shared:
         place_shared(owner, key, parameter)
-    for part in plan.replicated:
-        parameters = {name: replicated[name] for name in part.parameters}
-        keep_whole(model, part, parameters, precision=precision, gradients=builder.gradient_reducer)
+    for part in plan.plain:
+        places = place_plain(model, {name: plain[name] for name in part.parameters}, builder.gradient_reducer)
+        if part.role.role == "gathered":
+            frees = not options.keep_gathered and not options.checkpoint_activations
+            gather_for_forward(model, part, builder.block_shard(part.whose, places, scale=1.0, frees=frees), grid)
+        else:
+            read_as_tensors(model, part, places, precision, grid)
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
     _install_loss(model, plan, grid, sharded_loss)
@@ -308,7 +312,7 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
             return
         is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
         if grid.size(LOSS) > 1:
-            _refuse_losses_of_one_rank(model, loss)
+            huggingface.refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
         _replace(model, names[0], loss)
     else:  # the model returns whole logits, or a loss of its own
@@ -362,19 +366,6 @@ def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signatu
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
-
-
-def _refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> None:
-    """Raise if the model returns a loss that its own code has computed: the mean over this rank's rows alone."""
-    if loss is not None:
-        model.register_forward_pre_hook(lambda *_: setattr(loss, "was_computed", False))
-
-    def after(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-        if isinstance(first, Tensor) and not first.dim() and not (loss is not None and loss.was_computed):
-            raise ValueError(huggingface.refusal_of_loss(model))
-
-    model.register_forward_hook(after)
 
 
 @torch.compiler.disable

@@ -13,14 +13,12 @@ from collections.abc import Collection, Iterator, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from stretto.axes import LOSS, REPLICAS
 from stretto.parallel.builder import Builder
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.block_shard import BlockShard, ParameterPlace
-from stretto.parallel.layers.replicated import keep_through_conversions
+from stretto.parallel.layers.block_shard import BlockShard
+from stretto.parallel.layers.plain_parts import keep_through_conversions
 from stretto.parallel.layers.sharded_module import place_shared
-from stretto.parallel.layout import Split
-from stretto.parallel.roles.plan import ParameterSharding
+from stretto.parallel.roles.plan import Role
 from stretto.suggestions import did_you_mean
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -94,7 +92,7 @@ class BlockBuilder:
         self.scale = scale
         self._whose = self._assign(blocks)
         self._first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-        self._made = {name: self._build(name, parameter) for name, parameter in model.named_parameters()}
+        self._made = {name: builder.plain_parameter(name, Role("gathered")) for name, _ in model.named_parameters()}
 
     def _assign(self, blocks: Collection[str]) -> dict[int, str]:
         """Each parameter's block, by its id: one that several blocks hold is the model's own."""
@@ -104,53 +102,25 @@ class BlockBuilder:
             whose[id(parameter)] = block if whose.get(id(parameter), block) == block else ""
         return whose
 
-    def _build(self, name: str, original: nn.Parameter) -> nn.Parameter:
-        owner_name, _, key = name.rpartition(".")
-        owner = self.model.get_submodule(owner_name)
-        source = self.builder.initializer.real(owner_name, owner)
-        sharding = ParameterSharding((), (LOSS,))
-        if self._is_sharded(original):
-            sharding = ParameterSharding((Split(0, "z"),), (REPLICAS,), is_weight=True)
-        return self.builder.parameter(original, getattr(source, key), sharding)
-
-    def _is_sharded(self, parameter: nn.Parameter) -> bool:
-        return parameter.dim() > 0 and parameter.numel() > 0 and self.builder.grid.size("z") > 1
-
     def install(self, *, frees: bool) -> None:
         """Put the parameters in place, and have each block gather its own; frees: again for the backward pass."""
-        places: dict[str, list[tuple[nn.Module, str, str]]] = {}
-        originals = list(self.model.named_parameters(remove_duplicate=False))
-        sharded = {name: self._is_sharded(parameter) for name, parameter in originals}
-        seen: set[tuple[int, str]] = set()
-        for name, original in originals:
+        places: dict[str, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+        for name, original in list(self.model.named_parameters(remove_duplicate=False)):
             owner_name, _, key = name.rpartition(".")
             owner = self.model.get_submodule(owner_name)
-            if (id(owner), key) in seen:
+            held = places.setdefault(self._whose[id(original)], {})
+            if (id(owner), key) in held:
                 continue
-            seen.add((id(owner), key))
+            held[id(owner), key] = (owner, key)
             first = self._first[id(original)]
-            places.setdefault(self._whose[id(original)], []).append((owner, key, first))
             if name == first:
                 owner._parameters[key] = self._made[name]
                 keep_through_conversions(owner, key, self.builder.gradient_reducer)
             else:
                 place_shared(owner, key, self._made[first])
-        for block, held in places.items():
-            names = list(dict.fromkeys(first for _, _, first in held))
-            names.sort(key=lambda name: not sharded[name])  # those that are sharded come first
-            index = {name: place for place, name in enumerate(names)}
-            cut = [name for name in names if sharded[name]]
+        for block, of_block in places.items():
             module = self.model.get_submodule(block)
-            shard = BlockShard(
-                block or type(self.model).__name__,
-                [self._made[name] for name in cut],
-                [self._made[name] for name in names[len(cut) :]],
-                [ParameterPlace(owner, key, index[first]) for owner, key, first in held],
-                self.builder.grid.group("z"),
-                self.builder.precision,
-                self.builder.gatherer,
-                self.builder.gradient_reducer,
-                scale=self.scale,
-                frees=frees and bool(block),  # the model's own are needed first in the backward pass
-            )
+            name = block or type(self.model).__name__
+            # The model's own are needed first in the backward pass.
+            shard = self.builder.block_shard(name, [*of_block.values()], scale=self.scale, frees=frees and bool(block))
             module.forward = shard.wrap(module.forward)

@@ -2,6 +2,7 @@
 """Builds the parallel counterpart of each submodule and parameter of a model, without touching the model."""
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace as Namespace
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,14 @@ from stretto.parallel.comm.copy_engine_gather import (
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightPrefetcher
 from stretto.parallel.grid import Grid
+from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.layers.replicated import REPLICATED, warn_of_replicated_parts
+from stretto.parallel.layers.plain_parts import warn_of_replicated_parts
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
@@ -31,7 +33,14 @@ from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import embedding_scale, norm_kind
-from stretto.parallel.roles.plan import ParameterSharding, Role, ShardingPlan, linear_axes, sharding_of
+from stretto.parallel.roles.plan import (
+    ParameterSharding,
+    Role,
+    ShardingPlan,
+    gathered_sharding,
+    linear_axes,
+    sharding_of,
+)
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
@@ -82,17 +91,19 @@ class Builder:
                 made[id(original)] = self._build(name, original, role).train(original.training)
         return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
 
-    def build_replicated(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
-        """Build what replaces each parameter that every rank has whole, by its name."""
-        if self.grid.size("x") > 1:
-            warn_of_replicated_parts(self.model, plan)
-        made: dict[str, nn.Parameter] = {}
-        for name in (name for part in plan.replicated for name in part.parameters):
-            owner_name, _, key = name.rpartition(".")
-            owner = self.model.get_submodule(owner_name)
-            source = self.initializer.real(owner_name, owner)
-            made[name] = self.parameter(owner.get_parameter(key), getattr(source, key), REPLICATED)
-        return made
+    def build_plain(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
+        """Build what replaces each parameter that the model's own code reads, by its name."""
+        warn_of_replicated_parts(self.model, plan, self.grid)
+        return {name: self.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
+
+    def plain_parameter(self, name: str, role: Role) -> nn.Parameter:
+        """Build what replaces a parameter whose module stays as it is."""
+        owner_name, _, key = name.rpartition(".")
+        owner = self.model.get_submodule(owner_name)
+        original, source = owner.get_parameter(key), self.initializer.real(owner_name, owner)
+        is_gathered = role.role == "gathered"
+        sharding = gathered_sharding(original, self.grid.sizes) if is_gathered else sharding_of(role, key)
+        return self.parameter(original, getattr(source, key), sharding)
 
     def shared_places(self, plan: ShardingPlan) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """Where a module without a role holds a parameter of `build_all`, under which name, and that parameter."""
@@ -223,6 +234,15 @@ class Builder:
             self.gradient_reducer.watch(parameter, sharding.sum_axes, is_weight=sharding.is_weight)
             self._made[id(original)] = parameter
         return self._made[id(original)]
+
+    def block_shard(
+        self, name: str, places: Sequence[tuple[nn.Module, str]], *, scale: float, frees: bool
+    ) -> BlockShard:
+        """What gathers the parameters in these places, all at once, for the forward pass of the module that is called
+        `name`."""
+        gatherer, gradients = self.gatherer, self.gradient_reducer
+        group = self.grid.group("z")
+        return BlockShard(name, places, group, self.precision, gatherer, gradients, scale=scale, frees=frees)
 
     def _first(self, vocab: int) -> int:
         """The first row of the vocabulary on this x rank."""

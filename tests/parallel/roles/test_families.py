@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each Hugging Face family of the table trains on grids, with no roles given, as the plain model does on one rank."""
 
+import re
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,6 +34,8 @@ _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _BLOOM = {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}
 _FALCON = {"hidden_dropout": 0.0, "alibi": False, "bias": True}
 _GEMMA = _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+_GPT_OSS = _GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+_GPT_OSS |= {"attention_bias": True}
 _T5 = {
     "d_model": 32,
     "d_kv": 8,
@@ -44,6 +47,7 @@ _T5 = {
 }
 
 X2, X2_Z2, DATA2_X2, Y2, X2_Y2 = (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)
+DATA2_Z2 = (2, 1, 1, 2)
 GRIDS_WITHOUT_Y = (X2, X2_Z2, DATA2_X2)
 
 
@@ -80,6 +84,7 @@ CASES = {
     ),
     "stablelm": Family("stablelm", _GROUPED, ALL),
     "stablelm, norms of heads": Family("stablelm", _GROUPED | {"qk_layernorm": True}, GRIDS_WITHOUT_Y),
+    "gpt-oss": Family("gpt_oss", _GPT_OSS, (X2_Z2, X2_Y2, DATA2_X2, DATA2_Z2, Y2)),
     "gpt-j": Family("gptj", {"rotary_dim": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, ALL),
 }
 
@@ -208,6 +213,15 @@ def test_replicated_attention_is_warned_of_with_what_it_costs(ranks):
     assert not any("replicated" in each for each in ranks(4).run(warnings_of, "olmo 2", X2_Z2)[0])
 
 
+def test_experts_that_every_rank_of_x_computes_are_warned_of_with_what_they_cost(ranks):
+    found, others = ranks(4).run(warnings_of, "gpt-oss", X2_Z2)[:2]
+    assert others == []
+    (said,) = [each for each in found if "of the parameters of" in each]
+    assert re.match(r"\d\d% of the parameters of GptOssForCausalLM are gathered \(model\.layers\.\*\.mlp\)", said)
+    assert "each of the x * y = 2 ranks that share a batch computes all of them" in said
+    assert not any("of the parameters" in each for each in ranks(4).run(warnings_of, "gpt-oss", DATA2_Z2)[0])
+
+
 @pytest.mark.parametrize("sizes", [Y2, X2_Y2])
 def test_a_grid_that_replicated_parts_do_not_allow_shards_by_blocks(ranks, sizes):
     found = ranks(prod(sizes)).run(warnings_of, "opt", sizes)[0]
@@ -224,6 +238,44 @@ def test_heads_that_x_does_not_divide_are_refused_with_the_roles_that_were_tried
     refusal = refusal_of("olmo 2", {"x": 4})
     assert "2 KV heads cannot be split over x=4" in refusal
     assert "'model.layers.*.self_attn.k_proj': 'colwise'" in refusal
+
+
+def test_sinks_go_with_heads_which_the_number_of_kv_heads_bounds():
+    assert "k_proj: 2 KV heads cannot be split over x=4" in refusal_of("gpt-oss", {"x": 4})
+    by_features = dict.fromkeys((f"model.layers.*.self_attn.{part}_proj" for part in "qkv"), "colwise")
+    refusal = refusal_of("gpt-oss", {"x": 8}, roles=by_features)
+    assert "sinks: 4 attention heads cannot be split over x=8; the nearest number of attention heads that" in refusal
+    assert "'model.layers.*.self_attn.sinks': 'inner_parameter'" in refusal
+
+
+def balanced_loss_said(sizes: tuple[int, int, int, int], *, is_option: bool) -> tuple[list[str], str]:
+    """What is warned of, and raised, where a model is to add a load-balancing loss to that of its labels."""
+    family = CASES["gpt-oss"]
+    model, inputs = build(family), inputs_of(family)
+    model.config.output_router_logits = is_option
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(model, grid)
+    rows = {name: value[my_rows(grid, BATCH)] for name, value in inputs.items()}
+    try:
+        model(**rows) if is_option else model(**rows, output_router_logits=True)
+    except ValueError as error:
+        return [str(each.message) for each in caught], str(error)
+    return [str(each.message) for each in caught], ""
+
+
+def test_a_load_balancing_loss_is_not_summed_over_ranks(ranks):
+    """It would be as many times too large as ranks have other rows: blocks average it, and a call is refused."""
+    warned, raised = ranks(2).run(balanced_loss_said, (1, 1, 1, 2), is_option=True)[0]
+    assert (raised, [each for each in warned if "of the parameters" in each]) == ("", [])
+    warned, raised = ranks(4).run(balanced_loss_said, X2_Z2, is_option=True)[0]
+    assert raised == ""
+    assert "is sharded over z alone (output_router_logits is set: " in warned[0]
+    _, raised = ranks(4).run(balanced_loss_said, X2_Z2, is_option=False)[0]
+    assert raised.startswith("output_router_logits is set: ")
+    _, raised = ranks(2).run(balanced_loss_said, X2, is_option=False)[0]
+    assert raised == ""
 
 
 def test_roles_that_the_user_gives_win_over_the_familys():

@@ -50,6 +50,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mistral", False, []),
         ("qwen3", True, []),
         ("gpt_neox", False, []),  # transformers renames its head when it reads the file
+        ("gpt_oss", False, ["train.micro_batch=2"]),  # attention sinks, experts
+        ("gpt_oss", False, ["train.checkpoint_activations=true", "train.keep_gathered=false"]),
     ],
 )
 def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
@@ -174,6 +176,30 @@ def test_a_run_resumes_on_another_grid_and_only_with_its_own_model(ranks: MakeRa
         preflight(model_folders.configure(tmp_path / "another", other, *resume))
     with pytest.raises(ValueError, match="is of kind 'huggingface' there and 'gpt' here"):
         preflight(runs.configure(tmp_path / "gpt", *resume))
+
+
+def test_sinks_and_experts_resume_on_another_grid_and_are_exported_whole(ranks: MakeRanks, tmp_path: Path) -> None:
+    folder = model_folders.write_folder(tmp_path / "model", kind="gpt_oss")
+    options = ("train.steps=4", "train.checkpoint_every=2")
+    whole = model_folders.configure(tmp_path / "whole", folder, *X2_Z2, *options)
+    model_folders.train_on_grid(ranks, whole)
+    middle = checkpoint_path(whole.out, 2)
+    resumed = model_folders.configure(tmp_path / "resumed", folder, "grid.data=2", *options, f"train.resume={middle}")
+    preflight(resumed)
+    model_folders.train_on_grid(ranks, resumed)
+    losses = [line["loss"] for line in runs.metrics_of(resumed.out)]
+    assert losses == pytest.approx([line["loss"] for line in runs.metrics_of(whole.out)[2:]], abs=1e-5)
+    for run in (whole, resumed):
+        export_folder(run.out, run.out.parent / f"{run.out.name}-exported")
+    start, one, other = (
+        load_file(tmp_path / name / SINGLE) for name in ("model", "whole-exported", "resumed-exported")
+    )
+    assert one.keys() == other.keys() == start.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: name + text)
+    for name in (f"model.layers.{layer}.self_attn.sinks" for layer in range(2)):
+        assert one[name].shape == (8,)
+        assert bool((one[name] != start[name]).all()), "a head's sink was not trained"
 
 
 def edit_config(folder: Path, **entries: object) -> None:

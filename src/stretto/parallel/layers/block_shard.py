@@ -132,18 +132,15 @@ class _BlockMessage:
 class BlockShard:
     """Gathers a block's parameters for its forward pass, and reduces their gradients.
 
-    parameters: sharded over z by dim 0, in one order on all ranks. whole: others, which every rank has whole: those
-    of no dims, and all of them where z has one rank. places: where the block's modules hold each. scale: of all
-    gradients. frees: gather (and cast) the parameters again for the backward pass, in place of keeping them (FSDP2's
-    reshard_after_forward).
+    places: where the block's modules hold its parameters, owners and names, in one order on all ranks. Parameters are
+    sharded over z by dim 0, or whole on every rank (`gathered_sharding`). scale: of all gradients. frees: gather (and
+    cast) the parameters again for the backward pass, in place of keeping them (FSDP2's reshard_after_forward).
     """
 
     def __init__(
         self,
         name: str,
-        parameters: Sequence[nn.Parameter],
-        whole: Sequence[nn.Parameter],
-        places: Sequence[ParameterPlace],
+        places: Sequence[tuple[nn.Module, str]],
         group: dist.ProcessGroup,
         precision: Precision,
         gatherer: WeightGatherer,
@@ -159,9 +156,12 @@ class BlockShard:
         self.gradients = gradients
         self.scale = scale
         self.frees = frees
-        self.places = tuple(places)
-        self.parameters = (*parameters, *whole)
+        held = list(dict.fromkeys(owner.get_parameter(key) for owner, key in places))
+        parameters = [parameter for parameter in held if layout_of(parameter).splits]
+        self.parameters = (*parameters, *(parameter for parameter in held if not layout_of(parameter).splits))
         self._sharded = len(parameters)
+        number = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self.places = tuple(ParameterPlace(owner, key, number[owner.get_parameter(key)]) for owner, key in places)
         self._is_running = False
         self._again: list[Tensor] | None = None
         self._copied: dict[int, WeightToGather] = {}

@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 from stretto.axes import LOSS
 from stretto.execution import LOGITS_SLICE
 from stretto.parallel.comm.autograd import is_asked_for
-from stretto.parallel.comm.collectives import all_reduce, gather_rows
+from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import check_ids
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.norm import statistics_dtype
+from stretto.parallel.layers.sharded_module import gather_features
 from stretto.parallel.layout import local
 from stretto.parallel.roles.formulas import IGNORED_TARGET
 
@@ -52,21 +53,7 @@ class ParallelHead(ParallelLinear):
             self.check_input(x)
             self.passed_through = x
             return x
-        return _GatherFeatures.apply(super().forward(x), self.vocab, self.first_row, self.grid.group("x"))
-
-
-class _GatherFeatures(torch.autograd.Function):
-    """[..., vocab / X] -> [..., vocab]. Every rank then computes the same, so each keeps its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, vocab: int, first_row: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.part = slice(first_row, first_row + logits.shape[-1])
-        return gather_rows(logits.movedim(-1, 0).contiguous(), vocab, group).movedim(0, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[..., ctx.part].contiguous(), None, None, None
+        return gather_features(super().forward(x), self.vocab, self.grid.group("x"))
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -5,9 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layout import layout_of, note_layout, shard_like
 from stretto.parallel.low_precision_weights import copy_of
@@ -150,3 +153,45 @@ def check_features(x: Tensor, axis: str, name: str) -> None:
             "and that of the module before it (a 'colwise' linear takes them over y and gives them over x, a 'rowwise' "
             "one the reverse; norm, dropout and head take them over y)"
         )
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """[..., part] -> [..., features]. Every rank then computes the same, so each keeps its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+        first = -(-features // group.size()) * group.rank()
+        ctx.part = slice(first, first + part.shape[-1])
+        return gather_rows(part.movedim(-1, 0).contiguous(), features, group).movedim(0, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[..., ctx.part].contiguous(), None, None
+
+
+class _CutFeatures(torch.autograd.Function):
+    """[..., features] -> [..., part], of features that every rank has computed: the reverse of `_GatherFeatures`."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.features = group, whole.shape[-1]
+        size = whole.shape[-1] // group.size()
+        return whole.narrow(-1, group.rank() * size, size).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows = gather_rows(gradient.movedim(-1, 0).contiguous(), ctx.features, ctx.group)
+        return rows.movedim(0, -1).contiguous(), None
+
+
+def gather_features(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+    """All features [..., features] of which each rank has a part, as torch.chunk cuts them; all ranks then compute the
+    same."""
+    return _GatherFeatures.apply(part, features, group)
+
+
+def cut_features(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of features that all ranks have computed alike, and whose number the group divides."""
+    return _CutFeatures.apply(whole, group)

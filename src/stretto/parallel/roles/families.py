@@ -21,12 +21,12 @@ class FamilyPlan:
     local_attributes: Mapping[str, str] = field(default_factory=dict)
 
     def without(self, known: Mapping[str, str]) -> "FamilyPlan":
-        """The same without replicated modules in which the user has split a linear (known: roles by name)."""
+        """The same without whole modules in which the user has split a linear (known: roles by name)."""
         split = [wildcard(name) for name, role in known.items() if role in ("colwise", "rowwise")]
         kept = {
             pattern: role
             for pattern, role in self.roles.items()
-            if role != "replicated" or not any(name.startswith(f"{pattern}.") for name in split)
+            if role not in ("replicated", "gathered") or not any(name.startswith(f"{pattern}.") for name in split)
         }
         return FamilyPlan(kept, self.local_attributes)
 
@@ -202,6 +202,15 @@ def _phi3(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer))
 
 
+def _gpt_oss(config: Any, x: int) -> FamilyPlan:
+    layer: Roles = {
+        **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
+        "self_attn.sinks": {"role": "inner_parameter", "unit_name": "attention heads"},  # a number for each
+        "mlp": "gathered",  # the router and all experts
+    }
+    return FamilyPlan(_under("layers.*.", layer))
+
+
 def _olmo2(config: Any, x: int) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
@@ -237,6 +246,7 @@ FAMILIES: dict[str, Callable[[Any, int], FamilyPlan]] = {
     "bloom": _bloom,
     "falcon": _falcon,
     "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
     "gptj": _gptj,
     "olmo2": _olmo2,
     "olmo3": _olmo2,

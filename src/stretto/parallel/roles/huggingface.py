@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.axes import LOSS, group_sizes
 from stretto.parallel.layers.loss import IGNORED_TARGET, ParallelLoss
 from stretto.parallel.roles.families import HEADS, family_plan, wildcard
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
+
+_REFUSAL_OF_ROUTER_LOSS = (
+    "output_router_logits is set: the model's own code adds to its loss a load-balancing loss of this rank's rows "
+    "alone, whose gradients would be summed over the ranks. Set config.output_router_logits=False, or call "
+    "parallelize(..., blocks=[...]), which averages gradients"
+)
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -59,6 +66,8 @@ def plan_of(
     base, prefix = _base(model)
     _refuse_attention_dropout(model)
     _refuse_config_dropout(model)
+    if getattr(config, "output_router_logits", False) is True and group_sizes(sizes)[LOSS] > 1:
+        raise UnknownRolesError(_REFUSAL_OF_ROUTER_LOSS)
     attributes: Mapping[str, str] = {}
     beside: Mapping[str, Any] = {}
     if (family := family_plan(config, sizes["x"])) is not None:
@@ -294,13 +303,42 @@ def computes_masked_loss(model: nn.Module) -> bool:
     return is_theirs and inspect.isfunction(forward) and "CrossEntropyLoss" in forward.__code__.co_names
 
 
-def refusal_of_loss(model: nn.Module) -> str:
-    """The message that refuses a loss that the model has computed by itself."""
-    return (
-        f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
-        "transformers' losses of causal and masked language models. Call it without labels, and compute the loss from "
-        "its logits with stretto.parallel.mean_over_batch"
-    )
+def refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> None:
+    """Have the model raise ValueError where its own code computes a loss: it would be of this rank's rows alone.
+
+    loss: the one that stands in the place of the model's.
+    """
+
+    def before(*_: object) -> None:
+        if loss is not None:
+            loss.was_computed = False
+
+    def after(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        if isinstance(first, Tensor) and not first.dim() and not (loss is not None and loss.was_computed):
+            raise ValueError(
+                f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
+                "transformers' losses of causal and masked language models. Call it without labels, and compute the "
+                "loss from its logits with stretto.parallel.mean_over_batch"
+            )
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after)
+    if hasattr(model.config, "output_router_logits"):
+        _refuse_router_loss(model)
+
+
+def _refuse_router_loss(model: nn.Module) -> None:
+    signature = inspect.signature(model.forward)
+
+    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        asks: Any = given.get("output_router_logits")
+        asks = model.config.output_router_logits if asks is None else asks  # type: ignore[union-attr]
+        if asks and given.get("labels") is not None:
+            raise ValueError(_REFUSAL_OF_ROUTER_LOSS)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _loss_function(loss: ParallelLoss, *, is_shifted: bool) -> Callable[..., Tensor]:

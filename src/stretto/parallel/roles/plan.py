@@ -31,7 +31,13 @@ KINDS = {
     "dropout": "dropout of hidden activations (features over y)",
     "inner_dropout": "dropout between a colwise and a rowwise linear (features over x)",
     "replicated": "any module, or parameter of a module's own, between blocks, that every rank has whole (y=1)",
+    "gathered": "any module that takes and makes hidden features: z shards its parameters, which are gathered for its "
+    "forward pass, and all ranks of x and y compute it whole (experts, say)",
+    "inner_parameter": "parameter of a module's own, between a colwise and a rowwise linear: x splits its dim 0 (one "
+    "number for each attention head, say)",
 }
+# Roles of modules that stay as they are, and of parameters that their code reads as plain tensors.
+PLAIN = ("replicated", "gathered", "inner_parameter")
 
 
 # Names of roles before this release, which still work and warn.
@@ -82,26 +88,38 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """Parameters, by name, that every rank has whole: all of the submodule `whose`, or some of its own ones."""
+class PlainPart:
+    """Parameters, by name, that a model's own code reads as plain tensors: all of the submodule `whose`, or some of its
+    own ones. `role`: one of replicated, gathered and inner_parameter."""
 
     whose: str
     parameters: tuple[str, ...]
     is_module: bool
+    role: Role
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return (self.whose or "the model") if self.is_module else self.parameters[0]
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
     """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds.
 
-    `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is.
-    `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
+    `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is. `plain`: what is
+    not replaced. `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
     """
 
     roles: dict[str, Role]
     local_attributes: dict[str, str | None]
-    replicated: tuple["Replicated", ...] = ()
+    plain: tuple[PlainPart, ...] = ()
     of_own_plan: frozenset[str] = frozenset()
+
+    @property
+    def replicated(self) -> tuple[PlainPart, ...]:
+        """The parts that every rank of x computes whole."""
+        return tuple(part for part in self.plain if part.role.role != "inner_parameter")
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
@@ -125,21 +143,22 @@ def read_plan(
     found: dict[str, Role] = {}
     own_parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern, value in (roles or {}).items():
-        names = _matching(pattern, modules)
-        if not names and Role.parse(value).role == "replicated":
-            names = _matching(pattern, own_parameters)
+        role = Role.parse(value)
+        names = _with_role(role, pattern, modules, own_parameters)
         if not names:
-            raise ValueError(f"no submodule is named {pattern!r}{did_you_mean(pattern, modules)}")
-        found.update(dict.fromkeys(names, Role.parse(value)))
+            kind, known = ("parameter", own_parameters) if role.role == "inner_parameter" else ("submodule", modules)
+            raise ValueError(f"no {kind} is named {pattern!r}{did_you_mean(pattern, known)}")
+        found.update(dict.fromkeys(names, role))
     own, own_attributes = _own_plan(model, found, sizes)
     of_own_plan: set[str] = set()
     for pattern, value in own.items():
-        for name in _matching(pattern, modules):
+        role = Role.parse(value)
+        for name in _with_role(role, pattern, modules, own_parameters):
             if name not in found:
-                found[name] = Role.parse(value)
+                found[name] = role
                 of_own_plan.add(name)
-    for name, role in huggingface.norms_beside(model, found).items():
-        found.setdefault(name, Role(role))
+    for name, kind in huggingface.norms_beside(model, found).items():
+        found.setdefault(name, Role(kind))
     attributes: dict[str, str | None] = {}
     for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
         owner, _, attribute = pattern.rpartition(".")
@@ -151,31 +170,46 @@ def read_plan(
         if not names and pattern in (local_attributes or {}):
             raise ValueError(f"no submodule has the attribute {pattern!r}")
         attributes.update(dict.fromkeys(names, axis))
-    replicated = {name for name, role in found.items() if role.role == "replicated"}
-    found = {name: role for name, role in found.items() if name not in replicated}
-    parts = _replicated_parts(replicated, modules, own_parameters, found)
-    _refuse_unknown(model, found, replicated)
+    plain = {name: role for name, role in found.items() if role.role in PLAIN}
+    found = {name: role for name, role in found.items() if name not in plain}
+    parts = _plain_parts(plain, modules, own_parameters, found)
+    _refuse_unknown(model, found, plain)
     return ShardingPlan(
         {name: found[name] for name in modules if name in found}, attributes, parts, frozenset(of_own_plan)
     )
 
 
-def _replicated_parts(
-    replicated: Collection[str],
+def _with_role(
+    role: Role, pattern: str, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    """The submodules whose names match the pattern; parameters, where the role is for these."""
+    if role.role == "inner_parameter":
+        return _matching(pattern, parameters)
+    return _matching(pattern, modules) or (_matching(pattern, parameters) if role.role == "replicated" else [])
+
+
+def _plain_parts(
+    plain: Mapping[str, Role],
     modules: Mapping[str, nn.Module],
     parameters: Mapping[str, nn.Parameter],
     found: Mapping[str, Role],
-) -> tuple[Replicated, ...]:
-    """The parameters of replicated modules, except submodules with roles of their own, and replicated parameters."""
-    parts: dict[tuple[str, bool], list[str]] = {}
+) -> tuple[PlainPart, ...]:
+    """The parameters of modules that stay as they are, except submodules with roles of their own, and those that have
+    such a role themselves."""
+    parts: dict[tuple[str, bool, Role], list[str]] = {}
     for name in parameters:
         owner = name.rpartition(".")[0]
-        whose = next((part for part in _from_inside(owner) if part in replicated and part in modules), None)
+        whose = next((part for part in _from_inside(owner) if part in plain and part in modules), None)
+        if name in plain and plain[name].role == "inner_parameter" and whose is not None:
+            raise ValueError(
+                f"{name} has the role 'inner_parameter', but it is within {whose}, of which every rank of x has all: "
+                f"leave out one of the two roles"
+            )
         if owner not in found and whose is not None:
-            parts.setdefault((whose, True), []).append(name)
-        elif name in replicated:
-            parts.setdefault((owner, False), []).append(name)
-    return tuple(Replicated(whose, tuple(names), is_module) for (whose, is_module), names in parts.items())
+            parts.setdefault((whose, True, plain[whose]), []).append(name)
+        elif name in plain:
+            parts.setdefault((owner, False, plain[name]), []).append(name)
+    return tuple(PlainPart(whose, tuple(names), is_module, role) for (whose, is_module, role), names in parts.items())
 
 
 def _from_inside(name: str) -> list[str]:
@@ -198,17 +232,17 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if expression.fullmatch(name)]
 
 
-def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], replicated: Collection[str]) -> None:
+def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collection[str]) -> None:
     unknown = []
     of_roles = {id(parameter) for name in found for parameter in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules(remove_duplicate=False):
-        is_whole = any(part in replicated for part in _from_inside(name))
+        is_whole = any(part in plain for part in _from_inside(name))
         names = [  # a parameter that is another module's too, which has a role, is sharded as it is there
             f"{name}.{key}".removeprefix(".")
             for key, parameter in module.named_parameters(recurse=False)
             if name in found or id(parameter) not in of_roles
         ]
-        owns = not is_whole and any(own not in replicated for own in names)
+        owns = not is_whole and any(own not in plain for own in names)
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         normalizes = looks_like_norm and not is_whole and not names
@@ -248,6 +282,13 @@ def linear_axes(role: Role) -> tuple[str, str]:
     return ("y", "x") if role.role == "rowwise" else ("x", "y")
 
 
+def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> ParameterSharding:
+    """How a parameter is sharded whose module gathers it over z: by its dim 0, where it has one and z several ranks."""
+    if parameter.dim() > 0 and parameter.numel() > 0 and sizes["z"] > 1:
+        return ParameterSharding((Split(0, "z"),), (REPLICAS,), is_weight=True)
+    return ParameterSharding((), (LOSS,))
+
+
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
     """How a module of this role shards its `part`, "weight" or "bias". `is_transposed`: it is stored [in, out]."""
     match role.role:
@@ -268,5 +309,9 @@ def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> Parame
             return ParameterSharding((Split(0, "x"),), (LOSS,))
         case "head_norm":  # it sees only the heads of its x rank
             return ParameterSharding((), (LOSS, "x"))
+        case "inner_parameter":  # as a colwise linear's bias
+            return ParameterSharding((Split(0, "x", role.segments),), (LOSS,))
+        case "replicated":  # ranks of x have the same activations, and so the same gradients
+            return ParameterSharding((), (LOSS,))
         case _:
             raise AssertionError(f"a {role.role} has no parameters")

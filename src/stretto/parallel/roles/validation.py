@@ -9,7 +9,7 @@ from torch import nn
 from stretto.axes import LOSS, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
-from stretto.parallel.roles.plan import Role, ShardingPlan, sharding_of
+from stretto.parallel.roles.plan import PLAIN, PlainPart, Role, ShardingPlan, sharding_of
 from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
 
@@ -30,7 +30,7 @@ def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]
         _validate(model, plan, sizes)
     except ValueError as error:
         roles = {name: role.role for name, role in plan.roles.items()}
-        roles |= {part.whose: "replicated" for part in plan.replicated if part.is_module}
+        roles |= {part.whose if part.is_module else part.parameters[0]: part.role.role for part in plan.plain}
         if tried := huggingface.roles_tried(model, roles):
             raise type(error)(f"{error}{tried}") from None
         raise
@@ -48,7 +48,7 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     for name, role in plan.roles.items():
         _check_module(name, modules[name], role, sizes, hidden)
     _check_shared(modules, plan, sizes)
-    _check_replicated(model, modules, plan, sizes)
+    _check_plain(model, modules, plan, sizes)
     _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
     if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
@@ -135,32 +135,71 @@ def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _check_replicated(
+def _check_plain(
     model: nn.Module, modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]
 ) -> None:
-    """Raise ValueError for replicated parts on a grid that splits their features, ties, or rows for statistics."""
-    of_cut = {
-        id(parameter): f"{name}.{part}"
-        for name, role in plan.roles.items()
-        if role.role != "loss"
-        for part, parameter in modules[name].named_parameters(recurse=False)
-    }
-    for part in plan.replicated:
-        if sizes["y"] > 1:
-            named = (part.whose or "the model") if part.is_module else part.parameters[0]
-            raise UnknownRolesError(
-                f"{named} has the role 'replicated': every rank has all of its features, but y={sizes['y']} splits "
-                "hidden ones. Choose y=1"
-            )
+    """Raise ValueError for parts that stay as they are on a grid that splits what they compute with, and for ties."""
+    held: dict[int, tuple[str, str]] = {}
+    for name, role in plan.roles.items():
+        if role.role != "loss":
+            for key, parameter in modules[name].named_parameters(recurse=False):
+                held[id(parameter)] = (f"{name}.{key}", role.role)
+    for part in plan.plain:
+        kind = part.role.role
         for name in part.parameters:
-            if (other := of_cut.get(id(model.get_parameter(name)))) is not None:
-                raise ValueError(f"{name} and {other} are one parameter, and only the first is replicated")
+            other, other_kind = held.setdefault(id(model.get_parameter(name)), (name, kind))
+            if other_kind != kind:
+                raise ValueError(
+                    f"{name} and {other} are one parameter, and only the first is {kind}"
+                    if other_kind not in PLAIN
+                    else f"{name} and {other} are one parameter, but their roles are {kind!r} and {other_kind!r}"
+                )
+        match kind:
+            case "inner_parameter":
+                _check_inner_parameters(model, part, sizes)
+            case "gathered":
+                _check_gathered(modules, part, plan, sizes)
+            case _ if sizes["y"] > 1:
+                raise UnknownRolesError(
+                    f"{part.label} has the role 'replicated': every rank has all of its features, but y={sizes['y']} "
+                    "splits hidden ones. Choose y=1"
+                )
         batch_norms = [m for m in modules[part.whose].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if batch_norms and part.is_module and group_sizes(sizes)[LOSS] > 1:
             raise ValueError(
                 f"{part.whose} has a {type(batch_norms[0]).__name__}, which would take its statistics from one rank's "
                 "rows: choose data=1 and z=1, or another norm"
             )
+
+
+def _check_inner_parameters(model: nn.Module, part: PlainPart, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for parameters whose dim 0 is not units that x divides."""
+    role = part.role
+    for name in part.parameters:
+        rows = model.get_parameter(name).shape[:1]
+        if not rows or rows[0] % (role.segments * role.unit):
+            raise ValueError(
+                f"{name}: a parameter of shape {list(model.get_parameter(name).shape)} is not {role.segments} segments "
+                f"of whole units of {role.unit} along its dim 0"
+            )
+        check_divides(rows[0] // role.segments // role.unit, sizes["x"], "x", name, role.unit_name)
+
+
+def _check_gathered(
+    modules: Mapping[str, nn.Module], part: PlainPart, plan: ShardingPlan, sizes: Mapping[str, int]
+) -> None:
+    """Raise ValueError for a module that is not called, or within which y splits features."""
+    if type(modules[part.whose]).forward is nn.Module.forward:
+        raise ValueError(
+            f"{part.label} ({type(modules[part.whose]).__name__}) has the role 'gathered', but no forward of its own, "
+            "before which its parameters could be gathered: give the role to the module that holds it"
+        )
+    inner = next((name for name in plan.roles if name.startswith(f"{part.whose}.")), None)
+    if inner is not None and sizes["x"] * sizes["y"] > 1:
+        raise ValueError(
+            f"{inner} has the role {plan.roles[inner].role!r}, but is within {part.label}, which every rank computes "
+            "whole: leave out one of the two roles"
+        )
 
 
 def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules and parameters that every rank has whole, beside those that are cut."""
+"""Modules that stay as they are, and parameters that a model's own code reads: whole on every rank, sharded over z and
+gathered, or split over x by heads."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +76,85 @@ IMAGES = torch.randn(8, 3, 4, 4, generator=GENERATOR, dtype=torch.float64)
 LABELS = torch.arange(8) % CLASSES
 
 
+class AttentionWithSinks(nn.Module):
+    """Attention with a sink for each head, a bias for each feature that its code adds, and a scale for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 48), nn.Linear(16, 8)
+        self.sinks, self.bias = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(48))
+        self.scale = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.qkv(x) + self.bias).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
+        logits = q @ k.transpose(-1, -2)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        attended = torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1] @ v
+        return self.out((attended * self.scale[None, :, None]).transpose(1, 2).flatten(2))
+
+
+class Experts(nn.Module):
+    """Two of three experts for each token, weighted by a router; returns the routing, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(8, 3)
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 6)), nn.Parameter(torch.randn(3, 6, 8))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        best, chosen = self.route(x).topk(2, dim=-1)
+        weights = torch.zeros_like(x[..., :3]).scatter(-1, chosen, best.softmax(-1))
+        made = torch.einsum("bsh,ehf->bsef", x, self.up).tanh()
+        return self.gain * torch.einsum("bsef,efh,bse->bsh", made, self.down, weights), weights
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp_norm, self.mlp = (
+            nn.LayerNorm(8),
+            AttentionWithSinks(),
+            nn.LayerNorm(8),
+            Experts(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))[0]
+
+
+class MixtureOfExperts(nn.Module):
+    """Takes images as tokens, of which the last decides the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList(ExpertBlock() for _ in range(2))
+        self.classify = nn.Linear(8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images.flatten(1, 2)[:, :, 0].mul(4).long() % 16)
+        for block in self.blocks:
+            x = block(x)
+        return self.classify(x[:, -1])
+
+
+EXPERT_ROLES: dict[str, str | dict[str, object]] = {
+    "embed": "embedding",
+    "blocks.*.norm": "norm",
+    "blocks.*.mlp_norm": "norm",
+    "blocks.*.attention.qkv": {"role": "colwise", "segments": 3, "unit": 4, "unit_name": "heads"},
+    "blocks.*.attention.bias": {"role": "inner_parameter", "segments": 3, "unit": 4, "unit_name": "heads"},
+    "blocks.*.attention.sinks": {"role": "inner_parameter", "unit_name": "heads"},
+    "blocks.*.attention.scale": {"role": "inner_parameter", "unit_name": "heads"},
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp": "gathered",
+    "classify": "head",
+}
+
+
 def train(model: nn.Module, grid: Grid | None) -> list[float]:
     """Gradient norms of three steps, after which things have been done that a user might do."""
     rows = slice(None) if grid is None else my_rows(grid, len(IMAGES))
@@ -96,17 +178,17 @@ def train(model: nn.Module, grid: Grid | None) -> list[float]:
     return norms
 
 
-def trained(sizes: Sizes) -> dict[str, float]:
+def trained(sizes: Sizes, make: type[nn.Module], roles: dict[str, Any], **options: Any) -> dict[str, float]:
     """How far training on a grid is from plain training, and what a state dict of the plain model puts back."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
-    plain, model = VisionTransformer().double(), parallelize(VisionTransformer().double(), grid, roles=ROLES)
+    plain, model = make().double(), parallelize(make().double(), grid, roles=roles, **options)
     expected, found = train(plain, None), train(model, grid)
     far = {
         f"norm {step}": distance(ours, theirs) for step, (ours, theirs) in enumerate(zip(found, expected, strict=True))
     }
     far |= {name: distance(gather(p), plain.get_parameter(name).detach()) for name, p in model.named_parameters()}
-    model.load_state_dict(VisionTransformer().state_dict())
-    fresh = VisionTransformer().double()
+    model.load_state_dict(make().state_dict())
+    fresh = make().double()
     for name, parameter in model.named_parameters():
         far[f"{name} loaded"] = 0.0 if torch.equal(gather(parameter), fresh.get_parameter(name)) else 1.0
     return {name: value for name, value in far.items() if not value < 1e-5}
@@ -114,7 +196,67 @@ def trained(sizes: Sizes) -> dict[str, float]:
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_a_vision_transformer_trains_as_on_one_rank(ranks, sizes):
-    assert ranks(4).run(trained, sizes) == [{}] * 4
+    assert ranks(4).run(trained, sizes, VisionTransformer, ROLES) == [{}] * 4
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 2, 2, 1), {}),
+        ((1, 2, 1, 2), {"keep_gathered": False}),
+        ((2, 2, 1, 1), {}),
+        ((2, 1, 1, 2), {"accumulate_unsharded": True}),
+        ((1, 1, 2, 2), {}),
+        ((1, 1, 1, 4), {}),
+    ],
+    ids=str,
+)
+def test_experts_and_attention_with_sinks_train_as_on_one_rank(ranks, sizes, options):
+    assert ranks(4).run(trained, sizes, MixtureOfExperts, EXPERT_ROLES, **options) == [{}] * 4
+
+
+def shapes_here(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """What this rank has of the parameters of a block that no module of Stretto holds."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model = parallelize(MixtureOfExperts(), grid, roles=EXPERT_ROLES)
+    block = dict(model.blocks[0].named_parameters())
+    return {name: tuple(block[name].to_local().shape) for name in block if "norm" not in name and "weight" not in name}
+
+
+def test_x_splits_inner_parameters_by_heads_and_z_shards_gathered_modules(ranks):
+    first, *_, last = ranks(4).run(shapes_here, (1, 2, 1, 2))
+    of_attention = {"attention.sinks": (2,), "attention.bias": (24,), "attention.scale": (2, 4)}
+    of_attention |= {"attention.qkv.bias": (24,), "attention.out.bias": (8,)}
+    gain = {"mlp.gain": ()}
+    assert first == of_attention | gain | {"mlp.up": (2, 8, 6), "mlp.down": (2, 6, 8), "mlp.route.bias": (2,)}
+    assert last == of_attention | gain | {"mlp.up": (1, 8, 6), "mlp.down": (1, 6, 8), "mlp.route.bias": (1,)}
+
+
+class TakesKeywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Sums(TakesKeywords):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return (x * self.scale).sum(-1)
+
+
+def said_of_features(kind: type[nn.Module]) -> str:
+    model = parallelize(kind(), Grid(y=2), roles={"": "gathered"})
+    with pytest.raises(ValueError) as caught:
+        model(torch.ones(2, 4)) if kind is Sums else model(x=torch.ones(2, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(TakesKeywords, "first argument is no tensor"), (Sums, "choose y=1")])
+def test_a_gathered_module_of_other_than_hidden_features_is_refused_where_y_splits_them(ranks, kind, message):
+    assert all(message in said for said in ranks(2).run(said_of_features, kind))
 
 
 def tied_distance(sizes: Sizes) -> float:
@@ -189,6 +331,15 @@ def test_adapters_get_the_gradients_of_plain_training(ranks):
         (VisionTransformer(), {k: v for k, v in ROLES.items() if k != "token"}, {}, r"are: the model itself"),
         (nn.Sequential(nn.BatchNorm1d(8)), {"0": "replicated"}, {"data": 2}, r"0 has a BatchNorm1d.*one rank's rows"),
         (nn.Sequential(nn.Dropout(0.1)), {"0": "replicated"}, {}, r"submodules are: 0 \(Dropout\)"),
+        (nn.Sequential(nn.BatchNorm1d(8)), {"0": "gathered"}, {"z": 2}, r"0 has a BatchNorm1d.*one rank's rows"),
+        (nn.Sequential(nn.Dropout(0.1)), {"0": "gathered"}, {}, r"submodules are: 0 \(Dropout\)"),
+        (nn.ParameterList([torch.ones(4)]), {"0": "inner_parameter"}, {"x": 3}, r"^0: 4 .* over x=3; .* choose x=2"),
+        (MixtureOfExperts(), EXPERT_ROLES | {"blocks": "gathered"}, {"x": 2}, r"'inner_parameter', but it is within"),
+        (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.mlp.route": "rowwise"}, {"x": 2}, r"is within blocks.0.mlp, wh"),
+        (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.mlp.gain": "inner_parameter"}, {}, r"but it is within"),
+        (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.sink": "inner_parameter"}, {}, r"no parameter is named"),
+        (nn.ParameterList([torch.ones(())]), {"0": "inner_parameter"}, {}, r"shape \[\] is not 1 segments"),
+        (nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])), {"0": "gathered"}, {}, r"but no forward of its own"),
     ],
 )
 def test_what_cannot_be_whole_is_refused(model, roles, sizes, message):
@@ -201,6 +352,13 @@ def test_a_parameter_that_is_cut_elsewhere_is_refused() -> None:
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match="are one parameter"):
         validate(model, {"x": 2}, roles={"0": "colwise", "1": "replicated"})
+
+
+def test_a_parameter_of_two_such_roles_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"are one parameter, but their roles are 'replicated' and 'gathered'"):
+        validate(model, {"z": 2}, roles={"0": "gathered", "1": "replicated"})
 
 
 def said_within_a_block() -> str:

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that stay as they are, and parameters that a model's own code reads as plain tensors.
+
+Roles: "replicated" (a convolution, a class token, an adapter: every rank has it whole), "gathered" (experts: z shards
+it, and every rank computes it whole) and "inner_parameter" (attention sinks: x splits it by heads).
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.block_shard import BlockShard
+from stretto.parallel.layers.sharded_module import (
+    check_features,
+    cut_features,
+    gather_features,
+    note_features,
+    whole_as_shards,
+)
+from stretto.parallel.layout import layout_of, local, note_layout
+from stretto.parallel.precision import Precision
+from stretto.parallel.roles.families import wildcard
+from stretto.parallel.roles.plan import PlainPart, ShardingPlan
+
+_MUCH = 0.05  # part of a model's parameters above which a warning says that they are replicated
+
+
+def warn_of_replicated_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
+    """Warn where the roles of a family have every rank of x compute much of the model, and say what that costs.
+
+    Rank 0 alone warns.
+    """
+    copies = grid.size("x") * grid.size("y")
+    if copies == 1 or dist.get_rank() != 0:
+        return
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for role, costs in (
+        (
+            "replicated",
+            "each rank of x holds and computes all of them, and z does not shard them. blocks=[...] shards all "
+            "parameters over z, and has each rank of x compute the whole model",
+        ),
+        (
+            "gathered",
+            f"each of the x * y = {copies} ranks that share a batch computes all of them, {copies} times the work of a "
+            "grid with x = y = 1, and z alone shards them",
+        ),
+    ):
+        own = [part for part in plan.plain if part.role.role == role and part.whose in plan.of_own_plan]
+        count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
+        if count > _MUCH * whole:
+            names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
+            warnings.warn(
+                f"{count / whole:.0%} of the parameters of {type(model).__name__} are {role} ({names}): {costs}",
+                stacklevel=4,
+            )
+
+
+def place_plain(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], gradients: GradientReducer
+) -> list[tuple[nn.Module, str]]:
+    """Put parameters, by their names within `model`, in place; returns where: their owners and names there."""
+    places = []
+    for name, parameter in parameters.items():
+        owner_name, _, key = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        owner._parameters[key] = parameter
+        places.append((owner, key))
+        keep_through_conversions(owner, key, gradients)
+    return places
+
+
+def read_as_tensors(
+    model: nn.Module, part: PlainPart, places: Sequence[tuple[nn.Module, str]], precision: Precision, grid: Grid
+) -> None:
+    """Let the code that reads the parameters in these places see plain tensors: what this rank has of each.
+
+    While the submodule's forward runs, each is replaced by a tensor in the compute dtype, through which its gradient
+    flows to the parameter.
+    """
+    reader = _reader_of(model, part.whose)
+    reader.forward = _reading(reader, part.whose, places, precision, grid, casts=part.is_module)
+
+
+def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, grid: Grid) -> None:
+    """Have a module compute with all of its parameters, gathered over z, and on whole hidden features.
+
+    Where y splits these, its first argument is gathered, and what it returns (of several things the first) is cut.
+    """
+    module = model.get_submodule(part.whose)
+    forward, group = shard.wrap(module.forward), grid.group("y")
+    checks = grid.size("x") * grid.size("y") > 1
+
+    @functools.wraps(forward)
+    def on_whole_features(*args: Any, **kwargs: Any) -> Any:
+        if checks and args and isinstance(args[0], Tensor):
+            check_features(args[0], "y", part.whose)
+        if group.size() == 1:
+            return forward(*args, **kwargs)
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            raise ValueError(f"{part.whose} has the role 'gathered', but its first argument is no tensor of features")
+        features = args[0].shape[-1] * group.size()
+        found = forward(gather_features(args[0], features, group), *args[1:], **kwargs)
+        first = found[0] if isinstance(found, tuple) else found
+        if not isinstance(first, Tensor) or first.shape[-1:] != (features,):
+            raise ValueError(
+                f"{part.whose} has the role 'gathered', but does not return {features} hidden features as it takes "
+                "them, alone or first, which y could split: choose y=1"
+            )
+        part_here = note_features(cut_features(first, group), "y")
+        return (part_here, *found[1:]) if isinstance(found, tuple) else part_here
+
+    module.forward = torch.compiler.disable(on_whole_features, recursive=False)
+
+
+def _reader_of(model: nn.Module, name: str) -> nn.Module:
+    """The module whose forward reads the parameters: a list or dict of them has none, so the module that holds it."""
+    reader = model.get_submodule(name)
+    while name and type(reader).forward is nn.Module.forward:
+        name = name.rpartition(".")[0]
+        reader = model.get_submodule(name)
+    return reader
+
+
+def _reading(
+    reader: nn.Module,
+    name: str,
+    places: Sequence[tuple[nn.Module, str]],
+    precision: Precision,
+    grid: Grid,
+    *,
+    casts: bool,
+) -> Callable[..., Any]:
+    """The module's forward, with plain tensors in place of its parameters."""
+    forward = reader.forward
+    checks = grid.size("x") > 1
+
+    @functools.wraps(forward)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if casts:
+            args = tuple(_taken(argument, name, precision, checks) for argument in args)
+            kwargs = {key: _taken(argument, name, precision, checks) for key, argument in kwargs.items()}
+        with _tensors_in(places, precision):
+            return forward(*args, **kwargs)
+
+    return torch.compiler.disable(read, recursive=False)
+
+
+def _taken(argument: Any, name: str, precision: Precision, checks: bool) -> Any:
+    if not isinstance(argument, Tensor) or not argument.is_floating_point():
+        return argument
+    if checks:
+        check_features(argument, "y", name)
+    return precision.cast(argument)
+
+
+@contextmanager
+def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -> Iterator[None]:
+    kept = [(owner, key, owner._parameters[key]) for owner, key in places]
+    try:
+        for owner, key, parameter in kept:
+            if hasattr(parameter, "stretto_layout"):  # not inside another call of it
+                owner._parameters[key] = precision.cast(local(parameter))  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, key, parameter in kept:
+            owner._parameters[key] = parameter
+
+
+def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
+    """Do what `ShardedModule` does for its own: conversions keep layout and hooks, and state dicts may be whole."""
+    convert = owner._apply
+
+    def convert_and_restore(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        parameter = owner._parameters[key]
+        assert parameter is not None
+        layout = layout_of(parameter)
+        convert(fn, recurse)
+        note_layout(owner.get_parameter(key), layout)
+        gradients.restore_hooks(owner.get_parameter(key))
+        return owner
+
+    def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        state_dict |= whole_as_shards(state_dict, prefix, local_metadata, {key: owner._parameters[key]})
+
+    owner._apply = convert_and_restore  # type: ignore[method-assign]
+    owner.register_load_state_dict_pre_hook(load)
