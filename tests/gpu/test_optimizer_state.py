@@ -38,8 +38,8 @@ def split_on_the_device() -> None:
 
 
 @ONE_RANK
-def test_split_weights_are_exact_and_are_the_hosts(run_ranks: Callable[..., list[Any]]) -> None:
-    run_ranks(split_on_the_device)
+def test_split_weights_are_exact_and_are_the_hosts(world: int, run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(world, split_on_the_device)
 
 
 def train(
@@ -124,7 +124,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
 ) -> None:
     """Clipped, the norm's last bit depends on the buckets; over 4 ranks, so do the sums."""
     sizes = {"data": 2, "z": 2} if world == 4 else {"data": world}
-    for found in run_ranks(compare_places, sizes, clip):
+    for found in run_ranks(world, compare_places, sizes, clip):
         limit = 0.0 if clip is None and world <= 2 else 3e-3
         assert max(found.values()) <= limit, found
 
@@ -147,5 +147,5 @@ def check_others() -> None:
 
 
 @ONE_RANK
-def test_graphs_tiles_host_steps_and_fp16(run_ranks: Callable[..., list[Any]]) -> None:
-    run_ranks(check_others)
+def test_graphs_tiles_host_steps_and_fp16(world: int, run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(world, check_others)
