@@ -84,7 +84,7 @@ def train(
     losses, norms = [], []
     for _ in range(STEPS + 2 * is_captured):
         tokens = torch.randint(CONFIG.vocab, (SAMPLES, CONFIG.max_seq_len), generator=generator).cuda()
-        lr = torch.tensor(1e-2, device="cuda") if kind == "adamw" else 1e-2
+        lr = torch.tensor(1e-3, device="cuda") if kind == "adamw" else 1e-2
         loss, norm = run(tokens.chunk(parts)[part], lr)  # type: ignore[arg-type]
         losses.append(float(loss))
         norms.append(float(norm))

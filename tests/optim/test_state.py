@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of optimizer state on one process: split weights, layouts, elementwise optimizers, steps without gradient."""
+"""The store of optimizer state on one process: split weights, layouts, elementwise optimizers, missing gradients."""
 
 import importlib.util
 import random
@@ -169,7 +169,7 @@ class RowNormalized(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("make", [RowNormalized, lambda groups: torch.optim.Adafactor(groups)])
 def test_an_optimizer_that_is_not_elementwise_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="elementwise|keeps"):
+    with pytest.raises(ValueError, match=r"elementwise|keeps"):
         find_slots(make)
 
 
@@ -216,7 +216,7 @@ def test_64_sums_in_bf16_lose_what_fp32_keeps() -> None:
 
 
 def step_by_kernels(dtype_name: str, is_split: bool) -> None:
-    """The interpreted kernels of AdamW and SGD beside the CPU's steps, with weights in a dtype; the last one skipped."""
+    """The interpreted kernels of AdamW and SGD beside the CPU's steps; the last one is skipped."""
     from stretto.optim.state import kernels
 
     dtype = getattr(torch, dtype_name)
@@ -276,3 +276,36 @@ def step_by_kernels(dtype_name: str, is_split: bool) -> None:
 )
 def test_the_kernels_give_what_the_cpu_does(interpret: Any, dtype: str, is_split: bool) -> None:
     interpret(1, step_by_kernels, dtype, is_split)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_kernels_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every dtype of weights and gradients, without a GPU."""
+    from stretto.optim.state import kernels
+    from stretto.tiles.compile_only import compile_kernel
+
+    launched: list[Any] = []
+    monkeypatch.setattr(
+        kernels, "launch_kernel", lambda kernel, programs, *args, **rest: launched.append((kernel, args, rest))
+    )
+    wide, number, flag = torch.zeros(64), torch.zeros(()), torch.zeros(1, dtype=torch.int32)
+    for dtype, master in (
+        (torch.bfloat16, torch.zeros(64, dtype=torch.int16)),
+        (torch.bfloat16, wide),
+        (torch.float16, wide),
+        (torch.float32, None),
+    ):
+        weight = torch.zeros(64, dtype=dtype)
+        rest = {"scale": number, "skip": flag, "failed": flag}
+        options = {"betas": (0.9, 0.95), "eps": 1e-8}
+        kernels.launch(weight, weight, wide, wide, master, corrections=wide, options=options, **rest)
+        kernels.launch_sgd(weight, weight, wide, master, lr=number, options=(0.9, 0.1), **rest)
+        kernels.launch_sgd(weight, wide, None, master, lr=number, options=(0.0, 0.1), **rest)
+        kernels.launch_scale(weight, number, wide)
+    half = torch.zeros(64, dtype=torch.bfloat16)
+    kernels.launch_round(wide, half, None)
+    kernels.launch_round(wide, half, torch.zeros(64, dtype=torch.int16))
+    kernels.launch_join(half, torch.zeros(64, dtype=torch.int16), wide)
+    for kernel, arguments, options in launched:
+        assert "ptx" in compile_kernel(kernel, arguments, options, target)

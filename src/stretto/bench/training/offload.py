@@ -28,6 +28,7 @@ from stretto.memory.pinned import allocate_pinned
 from stretto.models import GPT, GPTConfig
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.parallel import Grid, no_sync, parallelize
+from stretto.train.optimizer import local_shard
 from stretto.train.stored_optimizer import (
     MakeUpdate,
     NoRanks,
@@ -372,7 +373,10 @@ def _train_fsdp(
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
-        model.apply(model._init_weights)
+        for parameter in model.parameters():  # drawn on the device: a CPU draws them one by one
+            own = local_shard(parameter)
+            drawn = torch.empty(own.shape, device=device)
+            own.copy_(drawn.normal_(std=0.02) if own.dim() >= 2 else drawn.fill_(1.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     tokens, targets = _draw(setting, config, device)
     phi = sum(parameter.numel() for parameter in model.parameters())

@@ -57,11 +57,12 @@ def _join_halves(weight, low):  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_master(weight, master, at, there, IS_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_SPLIT:
-        upper = tl.load(weight + at, mask=there, other=0)
-        return _join_halves(upper, tl.load(master + at, mask=there, other=0))
-    if master is None:
-        return tl.load(weight + at, mask=there, other=0)
-    return tl.load(master + at, mask=there, other=0)
+        wide = _join_halves(tl.load(weight + at, mask=there, other=0), tl.load(master + at, mask=there, other=0))
+    elif master is None:
+        wide = tl.load(weight + at, mask=there, other=0)
+    else:
+        wide = tl.load(master + at, mask=there, other=0)
+    return wide
 
 
 @triton.jit
