@@ -66,7 +66,7 @@ def train(
         clip=clip,
         dtype=dtype,
         options=options,
-        loss_scale=LossScaleOptions() if dtype == torch.float16 else None,
+        loss_scale=LossScaleOptions(1024.0) if dtype == torch.float16 else None,
     )
     generator = torch.Generator().manual_seed(3)
     part, parts = grid.coordinate("batch"), grid.size("batch")
