@@ -29,6 +29,7 @@ from stretto.parallel.layout import layout_of, local, note_layout
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
+from stretto.parallel.segment_planner import refuse_default_planners
 
 _MUCH = 0.05  # part of a model's parameters above which a warning says that they are replicated
 
@@ -176,7 +177,9 @@ def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -
 
 
 def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
-    """Do what `ShardedModule` does for its own: conversions keep layout and hooks, and state dicts may be whole."""
+    """Do what `ShardedModule` does for its own: conversions keep layout and hooks, state dicts may be whole, and torch's
+    own planners refuse what has segments.
+    """
     convert = owner._apply
 
     def convert_and_restore(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
@@ -191,5 +194,10 @@ def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientRedu
     def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         state_dict |= whole_as_shards(state_dict, prefix, local_metadata, {key: owner._parameters[key]})
 
+    def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}{key}" in state_dict:
+            refuse_default_planners(state_dict[f"{prefix}{key}"])
+
     owner._apply = convert_and_restore  # type: ignore[method-assign]
+    owner.register_state_dict_post_hook(saved)
     owner.register_load_state_dict_pre_hook(load)
