@@ -177,8 +177,9 @@ def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -
 
 
 def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
-    """Do what `ShardedModule` does for its own: conversions keep layout and hooks, state dicts may be whole, and torch's
-    own planners refuse what has segments.
+    """Do what `ShardedModule` does for its own.
+
+    Conversions keep layout and hooks, state dicts may be whole, and torch's own planners refuse what has segments.
     """
     convert = owner._apply
 
