@@ -12,7 +12,7 @@ from stretto.planner.architecture import Architecture, check_count
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
 
 _FUSED_MLP = {"layers.*.mlp.gate_up_proj": "colwise_gather_output", "layers.*.mlp.down_proj": "rowwise_split_input"}
-_REPLICATED_ATTENTION = "its attention is replicated where x > 1, but is counted as split over x"
+_WHOLE_ATTENTION = "every rank of x computes all of its attention, which is counted as split over x"
 _EXPERTS = (
     "every rank of x and y computes its router and all of its experts, which z alone shards; attention is counted as "
     "plain operations make it, which keep heads x seq_len scores of each token where a kernel for sinks would keep none"
@@ -77,7 +77,7 @@ _GATED = {
         defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
         changes_logits=True,
     ),
-    "phi3": _Family("Phi3", note=_REPLICATED_ATTENTION),
+    "phi3": _Family("Phi3", note=_WHOLE_ATTENTION),
     "olmo": _Family("Olmo", "attention_bias", "attention_bias", block_norms=0, refusal=_OLMO_NORM),
     "olmo2": _Family("Olmo2", "attention_bias", "attention_bias", head_norms="all"),
     "granite": _Family("Granite", "attention_bias", "attention_bias", "mlp_bias", changes_logits=True),

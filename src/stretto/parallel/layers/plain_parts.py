@@ -31,38 +31,26 @@ from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
 from stretto.parallel.segment_planner import refuse_default_planners
 
-_MUCH = 0.05  # part of a model's parameters above which a warning says that they are replicated
+_MUCH = 0.05  # part of a model's parameters above which a warning says that all ranks compute them
 
 
-def warn_of_replicated_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
-    """Warn where the roles of a family have every rank of x compute much of the model, and say what that costs.
+def warn_of_whole_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
+    """Warn where the roles of a family have every rank of x and y compute much of the model, and say what that costs.
 
     Rank 0 alone warns.
     """
     copies = grid.size("x") * grid.size("y")
-    if copies == 1 or dist.get_rank() != 0:
-        return
+    own = [part for part in plan.replicated if part.whose in plan.of_own_plan]
+    count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
     whole = sum(parameter.numel() for parameter in model.parameters())
-    for role, costs in (
-        (
-            "replicated",
-            "each rank of x holds and computes all of them, and z does not shard them. blocks=[...] shards all "
-            "parameters over z, and has each rank of x compute the whole model",
-        ),
-        (
-            "gathered",
-            f"each of the x * y = {copies} ranks that share a batch computes all of them, {copies} times the work of a "
-            "grid with x = y = 1, and z alone shards them",
-        ),
-    ):
-        own = [part for part in plan.plain if part.role.role == role and part.whose in plan.of_own_plan]
-        count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
-        if count > _MUCH * whole:
-            names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
-            warnings.warn(
-                f"{count / whole:.0%} of the parameters of {type(model).__name__} are {role} ({names}): {costs}",
-                stacklevel=4,
-            )
+    if copies > 1 and count > _MUCH * whole and dist.get_rank() == 0:
+        names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
+        warnings.warn(
+            f"{count / whole:.0%} of the parameters of {type(model).__name__} are split neither over x nor over y "
+            f"({names}): each of the x * y = {copies} ranks that share a batch computes all of them, {copies} times "
+            "the work of a grid with x = y = 1",
+            stacklevel=4,
+        )
 
 
 def place_plain(
