@@ -45,6 +45,8 @@ ANSWERS = (
     Answer("train run.toml --sett ranks=2", REFUSED, "No such option: --sett; did you mean --set?"),
     Answer("train run.toml --set train.stesp=3", REFUSED, "did you mean train.steps"),
     Answer("train run.toml --set train.dtype=fp7", REFUSED, "fp7"),
+    Answer("train run.toml --set train.recompute=every:2", REFUSED, "the model has 1 block; every:1 would do"),
+    Answer("train run.toml --set train.recompute=most", REFUSED, "train.recompute is 'most', but must be one of"),
     Answer("train run.toml --set ranks=4", REFUSED, "the grid data=1 x=1 y=1 z=1 has 1"),
     Answer("train run.toml --set grid.x=8 --set ranks=8", REFUSED, "heads"),
     Answer("train run.toml --set model.hidden=18", REFUSED, "4 heads do not divide"),
