@@ -111,6 +111,8 @@ ANSWERS = (
     Answer("bench redraw nowhere", REFUSED, "there is no folder nowhere"),
     Answer("bench two-level --nodes 1", REFUSED, "1"),
     Answer("bench blocks --ranks 2 --models unet", REFUSED, "there is no model 'unet'"),
+    Answer("bench recompute --hidden 100", REFUSED, "must be 64 times a number of heads"),
+    Answer("bench recompute --modes most", REFUSED, "recompute is 'most', but must be one of"),
     Answer("bench checkouts --before missing", REFUSED, "missing"),
     Answer("bench ddp --before missing", REFUSED, "missing"),
     Answer("bench memory --smallest 90 --largest 60", REFUSED, "is no range of percents"),

@@ -28,6 +28,7 @@ from stretto.bench.training.settings import (
     OverlapSetting,
     ParitySetting,
     PeersSetting,
+    RecomputeSetting,
     ThroughputSetting,
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
@@ -293,6 +294,14 @@ def blocks(setting: BlocksSetting, out: Path) -> Any:
     from stretto.bench.training.blocks import bench_blocks
 
     return bench_blocks(setting, ranks, out)
+
+
+@_command("recompute", RecomputeSetting)
+def recompute(setting: RecomputeSetting, out: Path) -> Any:
+    """Recomputation that sends activations again, and that keeps them, over slow links between processes of the CPU."""
+    from stretto.bench.training.recompute import bench_recompute
+
+    return bench_recompute(setting, out)
 
 
 @_command("ddp", DdpSetting, needs=Needs.ONE_GPU)
