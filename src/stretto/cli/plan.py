@@ -2,13 +2,14 @@
 """`stretto plan`: predicts which grid is fastest and fits into memory, without the machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from stretto.cli.console import Json, refusing_bad_input
-from stretto.execution import resolve_recompute
+from stretto.execution import StateLocation, StateOptions, resolve_recompute
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
@@ -46,9 +47,26 @@ def plan(
             help="none, full, every:k, products, communication or host, as train.recompute (default: none or full)."
         ),
     ] = None,
+    optimizer_state: Annotated[
+        str | None,
+        typer.Option(help="fp32, device or host, as train.optimizer_state (default: the configuration's, or fp32)."),
+    ] = None,
+    clip: Annotated[
+        bool | None,
+        typer.Option(help="Gradients are clipped, as train.clip says (default: the configuration's, or so)."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto", help="auto: search all of --optimizer-state and --recompute that are not given here."
+        ),
+    ] = None,
     checkpointing: Annotated[bool | None, typer.Option(help="The same as --recompute full, or none.")] = None,
     modes: Annotated[
         bool, typer.Option("--modes", help="What each mode of --recompute takes on the first grid.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="By which formulas the first grid needs its memory, and what travels.")
     ] = False,
     keep_gathered: Annotated[
         bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: searched).")
@@ -70,6 +88,7 @@ def plan(
 
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
     - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4
+    - stretto plan --model gpt-40b --cluster dgx-h200 --gpus 8 --batch 64 --seq-len 2048 --memory auto --explain
     """
     with refusing_bad_input(as_json=as_json):
         given: dict[str, Any] = {
@@ -79,11 +98,18 @@ def plan(
             "dtype": dtype,
             "optimizer": optimizer,
             "accumulate_unsharded": accumulate_unsharded,
+            "clips": clip,
         }
         asked = _from_config(config) if config is not None else {}
         asked |= {name: value for name, value in given.items() if value is not None}
         if model is not None:
             asked["model"] = model
+        is_auto = _check_memory(memory)
+        if recompute is not None or checkpointing is not None:
+            asked["recompute"] = resolve_recompute(recompute, checkpointing)
+        elif is_auto:
+            asked.pop("recompute", None)
+        asked["state"] = _choose_state(optimizer_state, asked.get("state"), is_auto)
         _require_all(asked | {"cluster": cluster})
         assert cluster is not None
 
@@ -92,13 +118,12 @@ def plan(
 
         machine = Cluster.find(cluster)
 
-        mode = None if recompute is checkpointing is None else resolve_recompute(recompute, checkpointing)
         plans = search(
             asked["model"],
             machine,
             cost=cost,  # type: ignore[arg-type]
             micro_batch=micro_batch,
-            recompute=mode,
+            memory="auto" if is_auto else None,
             keep_gathered=keep_gathered,
             shard_sequence=None if shard_sequence else False,
             overlaps=overlap,
@@ -111,7 +136,28 @@ def plan(
     elif modes:
         _print_modes(plans, cost)
     else:
-        _print_table(plans, machine, cost, top)
+        _print_table(plans, machine, cost, top, has_memory=is_auto or plans[0].optimizer_state != "fp32")
+    if explain and not as_json:
+        _print_formulas(plans[0])
+
+
+def _check_memory(memory: str | None) -> bool:
+    """Whether `--memory auto` was given. ValueError for another value."""
+    if memory not in (None, "auto"):
+        raise ValueError(
+            f"--memory is {memory!r}, but can be auto alone; --optimizer-state and --recompute take values"
+        )
+    return memory == "auto"
+
+
+def _choose_state(location: str | None, of_file: StateOptions | None, is_auto: bool) -> StateOptions | None:
+    """Where optimizer state lies: where the command line says, else anywhere, or as the file says. None: anywhere."""
+    known = {each: each for each in get_args(StateLocation)}
+    if location is not None and location not in known:
+        raise ValueError(f"--optimizer-state is {location!r}, but must be one of {', '.join(known)}")
+    if location is not None:
+        return replace(of_file or StateOptions(), location=known[location])
+    return None if is_auto else of_file
 
 
 _REQUIRED = {
@@ -144,7 +190,10 @@ def _from_config(path: Path) -> dict[str, Any]:
     folder = None if config.model.path is None else str(Path(config.model.path).expanduser())
     if folder is None and config.model.known_vocab() is None and not is_bytes:
         raise ValueError(f"{path}: model.vocab is left to the data; say it for a plan")
-    return {
+    recompute = (
+        {"recompute": run.recompute_mode} if {"recompute", "checkpoint_activations"} & run.model_fields_set else {}
+    )
+    return recompute | {
         "model": config.model.to_gpt(data_vocab=256, seq_len=run.seq_len) if folder is None else folder,
         "gpus": config.ranks if config.ranks > 1 else None,
         "batch": run.batch,
@@ -152,6 +201,8 @@ def _from_config(path: Path) -> dict[str, Any]:
         "dtype": run.dtype,
         "optimizer": run.optimizer,
         "accumulate_unsharded": run.accumulate_unsharded,
+        "state": run.state,
+        "clips": run.clip is not None,
     }
 
 
@@ -162,6 +213,7 @@ def _in_each_mode(
     from stretto.planner import predict, read_architecture
 
     layers = read_architecture(asked["model"], asked["seq_len"]).layers
+    asked = asked | {"state": asked["state"] or StateOptions(best.optimizer_state)}
     segments = [f"every:{length}" for length in (2, 4, 8) if length <= layers]
     return [
         predict(
@@ -174,7 +226,7 @@ def _in_each_mode(
             recompute=mode,
             keep_gathered=best.keep_gathered,
             shard_sequence=best.shard_sequence,
-            **{name: value for name, value in asked.items() if name not in ("model", "gpus")},
+            **{name: value for name, value in asked.items() if name not in ("model", "gpus", "recompute")},
         )
         for mode in ("none", "full", *segments, "products", "communication", "host")
     ]
@@ -203,7 +255,7 @@ def _print_modes(plans: "list[GridPlan]", cost: str) -> None:
             f"{plan.communication['total']:.4g} s",
             _memory(plan.peak_memory),
             _memory(plan.kept_activations),
-            _memory(plan.host_memory),
+            _memory(plan.activations_on_host),
             "yes" if plan.fits else "no",
         )
     console = Console()
@@ -215,7 +267,8 @@ def _print_modes(plans: "list[GridPlan]", cost: str) -> None:
         console.print("the paper's model counts no recomputation: --cost full does", highlight=False)
 
 
-def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int) -> None:
+def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int, *, has_memory: bool) -> None:
+    """has_memory: whether to say where optimizer state lies, and what is computed again."""
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement
@@ -223,6 +276,7 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
 
     from stretto.axes import INNER_TO_OUTER, name_grid
     from stretto.planner.memory import USABLE, most_allocated
+    from stretto.planner.optimizer_state import USABLE_OF_HOST
 
     fitting = sum(plan.fits for plan in plans)
     title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
@@ -231,16 +285,20 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
     for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(INNER_TO_OUTER)}", "memory", "fits"):
         table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
+    for heading in ("state", "recompute", "host, a node") if has_memory else ():
+        table.add_column(heading, justify="right", no_wrap=True)
+    marks = ("", "") if has_memory else (" ", "*")
     for place, plan in enumerate(plans[:top], start=1):
         exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in INNER_TO_OUTER)
         table.add_row(
             str(place),
             name_grid(plan.grid),
-            f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{'*' if plan.checkpoint_activations else ' '}",
+            f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{marks[plan.checkpoint_activations]}",
             f"{plan.step_time:.4g} s",
             exposed,
             _memory(plan.peak_memory),
             "yes" if plan.fits else "no",
+            *((plan.optimizer_state, plan.recompute, _memory(plan.host_memory_of_node)) if has_memory else ()),
             style=None if plan.fits else "dim",
         )
     whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
@@ -253,8 +311,13 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
         highlight=False,
         soft_wrap=True,
     )
+    if has_memory and cluster.host_memory is not None:
+        pinned = _memory(USABLE_OF_HOST * cluster.host_memory)
+        console.print(f"and pins at most {USABLE_OF_HOST:.0%} of a node's memory, {pinned}", highlight=False)
+    elif has_memory:
+        console.print(f"the memory of a node's host is not checked: {cluster.name} does not say it", highlight=False)
     modes = {plan.recompute for plan in plans[:top] if plan.checkpoint_activations}
-    if modes:  # a search has one beside "none"
+    if modes and not has_memory:  # a search has one beside "none"
         (mode,) = modes
         console.print("* with activation checkpointing" + ("" if mode == "full" else f": {mode}"), highlight=False)
     if any(plan.shard_sequence for plan in plans[:top]):
@@ -265,6 +328,27 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
         console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
     for note in plans[0].notes:
         console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _print_formulas(plan: "GridPlan") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from stretto.axes import name_grid
+
+    title = f"Memory of a rank on {name_grid(plan.grid)}, optimizer_state={plan.optimizer_state}, in bytes"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for heading in ("what", "formula", "with", "bytes"):
+        table.add_column(heading, justify="right" if heading == "bytes" else "left", no_wrap=True)
+    for each in plan.formulas:
+        terms = ", ".join(f"{name} = {value:,.0f}" for name, value in each.terms.items())
+        table.add_row(each.name.replace("_", " "), each.formula or "by layers", terms, f"{each.bytes:,.0f}")
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    if (step := plan.terms.get("the optimizer")) is not None:
+        console.print(f"a step of the optimizer takes {step:.4g} s of {plan.step_time:.4g} s", highlight=False)
 
 
 def _memory(size: float) -> str:

@@ -12,7 +12,8 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import has_nvlink_over_z
 from stretto.planner.grids import every_grid, why_impossible
-from stretto.planner.memory import gathered_by_copy_engines
+from stretto.planner.memory import gathered_by_copy_engines, local_parameters
+from stretto.planner.optimizer_state import number_bytes, optimizer_seconds
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
@@ -138,7 +139,9 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     if recomputation.is_on:
         kept = [recomputation.keeps_product(grid[linear.input_axis]) for linear in model.linears]
         backward += forward - sum(output for output, is_kept in zip(outputs, kept, strict=True) if is_kept)
-    parameters = _parameters(workload, grid)
+    state, cluster = config.state, device.cluster
+    # Apart, the shards that a rank has count; beside fp32 parameters, an even part of all.
+    parameters = local_parameters(model, grid) if state.is_apart else _parameters(workload, grid)
     return Compute(
         forward=layers * forward + device.traffic((casts + copies) * micro_batches),
         backward=layers * backward + device.traffic((casts_back + copies_back) * micro_batches),
@@ -146,9 +149,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
         input_gradients=tuple(layers * gradient for gradient in input_gradients),
         weight_gradients=tuple(layers * gradient for gradient in gradients),
         head=micro_batches * _head(workload, grid, tokens, device),
-        # The norm reads gradients. AdamW scales them as it reads parameter, gradient and both moments and writes all
-        # but the gradient; SGD reads two, writes one, and has them scaled first.
-        optimizer=device.traffic(parameters * workload.master * {"adamw": 1 + 7, "sgd": 1 + 3 + 2}[workload.optimizer]),
+        optimizer=optimizer_seconds(workload, state, cluster, parameters, device.traffic),
     )
 
 
@@ -181,10 +182,16 @@ def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> 
 
 
 def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple[float, float]:
-    """Bytes of turning a rank's weights into dtype before they are used, and its gradients back."""
+    """Bytes of turning a rank's weights into dtype before they are used, and its gradients back.
+
+    Where optimizer state is apart, weights are in dtype, and gradients are copied or added to those that are kept.
+    """
+    parameters = _parameters(workload, grid)
+    if config.state.is_apart:
+        gradient, adds = number_bytes(workload, config.state).gradient, 1 - 1 / config.micro_batches(workload)
+        return 0.0, parameters * (workload.element + (1 + adds) * gradient)
     if workload.element == workload.master:
         return 0.0, 0.0
-    parameters = _parameters(workload, grid)
     cast = parameters * (workload.master + workload.element)
     # Products make the gradients that nobody sums in the parameters' dtype: only the wider numbers cost.
     is_summed = grid.z * grid.replicas > 1

@@ -31,6 +31,8 @@ from stretto.planner.communication import (
 )
 from stretto.planner.compute import Compute, Device, compute
 from stretto.planner.layers import Linear
+from stretto.planner.memory import local_parameters
+from stretto.planner.optimizer_state import exposed_sums, gradient_chunks, number_bytes, steps_in_chunks
 from stretto.planner.workload import StepConfig, StepWorkload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
@@ -84,7 +86,7 @@ def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, devi
         step.exposed() if config.options.overlap.hides_any else {kind: getattr(communication, kind) for kind in KINDS}
     )
     slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
-    terms = {"computation": work.total}
+    terms = {"computation": work.total - work.optimizer, "the optimizer": work.optimizer}
     terms |= {f"exposed communication over {axis}": time for axis, time in exposed.items()}
     terms["slower computation beside communication"] = slowdown * (communication.total - sum(exposed.values()))
     return Cost(terms, step.rates, communication, exposed, work)
@@ -131,7 +133,14 @@ class _Step:
         gathers, scatters, reductions = (sum(times) for times in zip(*of_message, strict=True))
         self.all_gather = self.calls * gathers
         self.reduce_scatter = model.layers * self.scatters * scatters
-        self.data = model.layers * reductions
+        # All-reduces over data: of a block's weights, or, where optimizer state is apart, chunks of all gradients.
+        self.reductions, self.data = model.layers, model.layers * reductions
+        if config.state.is_apart:
+            parameters = local_parameters(model, model.splitting_sizes(grid))
+            self.reductions = gradient_chunks(config.state, parameters)
+            chunk = parameters / self.reductions * number_bytes(workload, config.state).gradient
+            sent = 2 * (grid.replicas - 1) / grid.replicas * chunk
+            self.data = self.reductions * self._collective("all_reduce", REPLICAS, sent)
         for place, (linear, traffic) in enumerate(zip(linears, traffics, strict=True)):
             if config.token_parts > 1:
                 self.sums += self._sharded_sums(place, linear, traffic)
@@ -226,7 +235,9 @@ class _Step:
             in_last -= self.reduce_scatter
         # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
         room_for_data = max(0.0, in_last)
-        data = self._left(self.data, room_for_data, self.workload.model.layers)
+        data = self._left(self.data, room_for_data, self.reductions)
+        if steps_in_chunks(self.workload, self.config):
+            data = exposed_sums(data, self.data, self.reductions, work.optimizer)
         volume = self._volume(gathered_forward + gathered_again, scattered, data, sums)
         return {kind: getattr(volume, kind) for kind in KINDS}
 
@@ -248,6 +259,7 @@ class _Step:
         element, micro_batches = workload.element, self.micro_batches
         if model.is_sharded_by_blocks:  # gathered as one block, for the forward and the backward pass
             gather, scatter, over_data = self._weights(WeightTraffic.of(model.outside_parameters, grid))
+            over_data *= not self.config.state.is_apart  # whose chunks have all gradients
             return Volume(micro_batches * gather, self.scatters * scatter, all_reduce_data=over_data)
         tokens = workload.tokens / grid.batch_parts / micro_batches
         hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
@@ -258,7 +270,7 @@ class _Step:
             of_table = (z - 1) / z * table
             gather += micro_batches * self._collective("all_gather", "z", of_table * element)
             scatter += self.scatters * self._collective("reduce_scatter", "z", of_table * workload.element)
-            if number == 0 or model.has_own_head:
+            if (number == 0 or model.has_own_head) and not self.config.state.is_apart:
                 of_shard = 2 * (data - 1) / data * table / z * workload.element
                 over_data += self._collective("all_reduce", REPLICAS, of_shard)
         # What is looked up, and the gradient by what the head is given.

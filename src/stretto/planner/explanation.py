@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explains in a sentence why a plan has its place in the ranking."""
+"""Explains why a plan has its place in the ranking, in a sentence, and what its memory is made of, by formulas."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,16 @@ from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.communication import AXIS_OF, KINDS, MEANINGS
 from stretto.planner.cost import Cost
-from stretto.planner.workload import StepConfig
+from stretto.planner.optimizer_state import (
+    Formula,
+    PinnedMemory,
+    bucket_numbers,
+    host_traffic,
+    number_bytes,
+    take_over,
+    tile_numbers,
+)
+from stretto.planner.workload import StepConfig, StepWorkload
 
 _NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are told together
 
@@ -21,6 +30,7 @@ def explain(
     best_cost: Cost,
     limit: float,
     cluster: Cluster,
+    host: PinnedMemory,
 ) -> str:
     """One sentence: what makes the first the first, what another loses by, or what would make it fit.
 
@@ -31,6 +41,8 @@ def explain(
     needed = sum(memory.values())
     if needed > limit:
         return same + _does_not_fit(model, config, memory, limit)
+    if not host.fits:
+        return same + _does_not_fit_the_host(host)
     if config == best:
         return same + _first(config, cost, cluster)
     slower = cost.step_time / best_cost.step_time - 1 if best_cost.step_time else 0.0
@@ -45,6 +57,7 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
     ways = {
         "activation checkpointing" if mode == "full" else f"recompute={mode}": mode != "none",
         "shard_sequence": config.options.shard_sequence,
+        f"optimizer state on the {config.state.location}": config.state.is_apart,
     }
     used = " and ".join(way for way, is_used in ways.items() if is_used)
     how = f" with {used}" if used else ""
@@ -92,10 +105,66 @@ def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, 
         remedies.append("more of x, y and z" if config.grid.data > 1 else "more GPUs along x, y or z")
     elif config.grid.data > 1:
         remedies.append("moving ranks from data to z")
+    if states > limit / 2 and config.state.location != "host" and not config.options.accumulate_unsharded:
+        remedies.append("optimizer state on the host (--optimizer-state host)")
     return (
         f"does not fit: needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB, most of it {largest.replace('_', ' ')} "
         f"({memory[largest] / 1e9:.1f} GB); " + (f"try {' or '.join(remedies)}" if remedies else "take more GPUs")
     )
+
+
+def _does_not_fit_the_host(host: PinnedMemory) -> str:
+    assert host.limit is not None
+    most, of = max((host.state, "optimizer state"), (host.activations, "activations"))
+    return (
+        f"does not fit: the {host.ranks} ranks of a node need {host.of_node / 1e9:.1f} GB of its host memory, of which "
+        f"{host.limit / 1e9:.1f} GB are taken, most of it {of} ({most / 1e9:.1f} GB a rank); take more nodes, "
+        f"or keep {of} on the GPUs"
+    )
+
+
+def list_formulas(
+    workload: StepWorkload, config: StepConfig, parameters: float, step_memory: Mapping[str, float], host: PinnedMemory
+) -> tuple[Formula, ...]:
+    """What memory of device and host is made of, and what travels between them in a step.
+
+    parameters: phi, those of a rank. step_memory: components of the device's at the peak of a step.
+    """
+    state, (weight, gradient, master, moments) = config.state, number_bytes(workload, config.state)
+    phi = {"phi": parameters}
+    buffers = {"n": float(state.buffer_sets), "bsize": bucket_numbers(state, parameters)}
+    size, steps_on_host = master + moments, state.step_on == "host"
+    if state.location != "host":
+        optimizer, terms = [f"{size} phi"], dict(phi)
+    else:
+        optimizer, terms = ([], {}) if steps_on_host else ([f"{size} n bsize"], dict(buffers))
+    if (tile := tile_numbers(workload, state, parameters)) > 0:
+        optimizer, terms = [*optimizer, "4 tile"], terms | {"tile": tile}
+    made_of = {
+        "parameters": (f"{weight} phi", phi),
+        "optimizer": (" + ".join(optimizer) or "0", terms),
+        # Of gradients beside fp32 parameters, not all are there at every peak.
+        "gradients": (f"{gradient} phi" if state.is_apart else f"at most {gradient} phi", phi),
+    }
+    lines = [Formula(name, *made_of.get(name, ("", {})), num_bytes) for name, num_bytes in step_memory.items()]
+    lines.append(Formula("peak of a step", "the sum of these", {}, sum(step_memory.values())))
+    if (beginning := take_over(workload, state, parameters)) is not None:
+        early = f" + {master} phi" if beginning["optimizer"] else ""
+        formula = f"{workload.master} phi + {weight} phi{early}"
+        lines.append(Formula("taking over fp32 parameters", formula, phi, sum(beginning.values())))
+    if host.of_rank:
+        parts, terms = [f"{size} phi"] if host.state else [], phi if host.state else {}
+        if host.state and steps_on_host:
+            parts, terms = [*parts, f"{weight + gradient} n bsize"], phi | buffers
+        if host.activations:
+            parts, terms = [*parts, "activations"], terms | {"activations": host.activations}
+        lines.append(Formula("on the host, a rank", " + ".join(parts), terms, host.of_rank))
+        of_node = {"ranks": float(host.ranks), "rank": host.of_rank}
+        lines.append(Formula("on the host, a node", "ranks x rank", of_node, host.of_node))
+    for name, of in zip(("to the device", "to the host"), host_traffic(workload, state), strict=True):
+        if of:
+            lines.append(Formula(f"{name}, each step", f"{of:g} phi", phi, of * parameters))
+    return tuple(lines)
 
 
 def _seconds(time: float) -> str:

@@ -17,6 +17,7 @@ from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SC
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.layers import STATISTIC
+from stretto.planner.optimizer_state import number_bytes, parameters_and_optimizer, take_over
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
@@ -130,13 +131,20 @@ def _whole_logits(workload: StepWorkload, tokens: int) -> float:
     return model.head_outputs * tokens * (element + 3 * workload.master)
 
 
-def _parameters_and_optimizer(workload: StepWorkload, parameters: float) -> dict[str, float]:
-    states = {"adamw": 2, "sgd": 0}[workload.optimizer]
-    return {"parameters": parameters * workload.master, "optimizer": states * parameters * workload.master}
-
-
 def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
-    """Bytes by component at the peak, on the rank that needs most.
+    """Bytes by component at the peak, on the rank that needs most: `step_memory`, or, where optimizer state is apart
+    and this is more, those of the moment before the first step when fp32 parameters are taken over (as temporary).
+
+    has_nvlink: as in `step_memory`.
+    """
+    grid = workload.model.splitting_sizes(config.grid)
+    beginning = take_over(workload, config.state, local_parameters(workload.model, grid))
+    in_step = step_memory(workload, config, has_nvlink=has_nvlink)
+    return in_step if beginning is None else max(in_step, beginning, key=peak)
+
+
+def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
+    """Bytes by component at the peak of a step, on the rank that needs most.
 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
     slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
@@ -149,14 +157,15 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
         return _memory_of_blocks(workload, config, has_nvlink=has_nvlink)
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
-    fixed = _parameters_and_optimizer(workload, parameters)
+    of_number = number_bytes(workload, config.state)
+    fixed = parameters_and_optimizer(workload, config.state, parameters)
     tokens = config.micro_batch * workload.seq_len
     of_linears = sum(linear.weights for linear in model.linears) / (grid.x * grid.y)
     largest_linear = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
     experts = model.gathered_parameters
     block_weights, largest = of_linears + experts, max(largest_linear, experts)
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
-    is_copied = grid.z > 1 or element < workload.master
+    is_copied = grid.z > 1 or element < of_number.weight
     kept, _, growth = activations_of_a_block(workload, grid, config.token_parts)
     recomputes = config.options.recomputation.is_on
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
@@ -180,22 +189,23 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
     table = -(-model.vocab // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
-    gradients = parameters * workload.master
+    gradients = parameters * of_number.gradient
     # With several micro-batches, the gradients of the earlier ones are there all the time, as shards (of zeros, if the
-    # sums are kept whole beside them).
-    accumulates = config.micro_batches(workload) > 1
+    # sums are kept whole beside them). Those of optimizer state apart are, in any case.
+    accumulates = config.micro_batches(workload) > 1 or config.state.is_apart
     unsharded = 0.0
     if accumulates and config.options.accumulate_unsharded and grid.z > 1:
         unsharded = (model.layers * block_weights + table + head * model.has_own_head) * workload.master
     earlier = gradients + unsharded if accumulates else 0.0
-    of_head = head / grid.z * workload.master
+    of_head = head / grid.z * of_number.gradient
     widest = max(layer.widest(grid) for layer in model.block) * tokens
     growth *= tokens
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become; experts' message has been sent before the next one is made.
     on_their_way = SCATTERS_IN_FLIGHT / len(model.linears) * of_linears
     scattered = on_their_way * (1 + 1 / grid.z) + experts / grid.z if grid.z > 1 else 0.0
-    bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 else 0.0
+    # State apart has its gradients summed where they lie.
+    bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_apart else 0.0
     moments = [
         {  # the loss
             "gradients": earlier,
@@ -262,7 +272,7 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
 
 
 def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> dict[str, float]:
-    """`memory` of a model that is sharded block by block over z; ranks of x and y hold the same.
+    """`step_memory` of a model that is sharded block by block over z; ranks of x and y hold the same.
 
     A block's parameters are gathered as one message and copied out of it. Its gradients are there whole, and are copied
     into a message; one message at a time is on its way (`stretto.parallel.layers.block_shard`). What is in no block is
@@ -276,7 +286,8 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     is_sent, recomputes = grid.z > 1, options.recomputation.is_on
     keeps = options.keep_gathered and not recomputes
     # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
-    is_copied = is_sent or element < workload.master
+    of_number = number_bytes(workload, config.state)
+    is_copied = is_sent or element < of_number.weight
     by_engines, outside_by_engines = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
     resident = layers * by_engines + outside_by_engines
     block = (model.block_parameters - by_engines) * is_copied
@@ -291,10 +302,10 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     gathered_message = block * is_sent
     ahead = gathered_message * (1 + 1 / grid.z) if options.overlap.hides_any else 0.0  # and the shard that is sent
     head = model.head_outputs * model.hidden
-    shards = parameters * workload.master
+    shards = parameters * of_number.gradient
     unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
-    earlier = shards + unsharded if config.micro_batches(workload) > 1 else 0.0
-    of_block = model.block_parameters / grid.z * workload.master
+    earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_apart else 0.0
+    of_block = model.block_parameters / grid.z * of_number.gradient
     kept, _, growth = activations_of_a_block(workload, grid)
     kept_by_each, hidden = recomputed.between / layers, model.hidden
     in_use = recomputed.again if recomputes else kept  # of the block, or blocks, whose backward pass runs
@@ -335,8 +346,9 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     table = model.vocab * model.hidden
     note(0.0, hidden, reduced=(layers - 1) * of_block, temporary=head + table + in_flight)
     note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.z) * is_sent)
-    note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if grid.replicas > 1 else 0.0)
-    return _parameters_and_optimizer(workload, parameters) | max(moments, key=lambda parts: sum(parts.values()))
+    is_packed = grid.replicas > 1 and not config.state.is_apart
+    note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if is_packed else 0.0)
+    return parameters_and_optimizer(workload, config.state, parameters) | max(moments, key=peak)
 
 
 def peak(components: Mapping[str, float]) -> float:

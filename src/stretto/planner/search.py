@@ -4,24 +4,34 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Unpack
 
 from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
-from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, Recomputation, resolve_recompute
+from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StateLocation, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import Rates, bandwidths, has_nvlink_over_z
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
-from stretto.planner.explanation import explain
+from stretto.planner.explanation import explain, list_formulas
 from stretto.planner.grids import divisors, every_grid, why_impossible
-from stretto.planner.memory import kept_activations, largest_micro_batch, memory, most_allocated, peak, reserved
+from stretto.planner.memory import (
+    kept_activations,
+    largest_micro_batch,
+    local_parameters,
+    memory,
+    most_allocated,
+    peak,
+    reserved,
+    step_memory,
+)
+from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, check_state, host_memory, host_traffic
+from stretto.planner.search_space import CostModel, PredictKeywords, SearchKeywords, SearchSpace, make_search_space
 from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
 MAX_GPUS = 1 << 20
-CostModel = Literal["paper", "full"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +40,16 @@ class GridPlan:
 
     `terms` are the step's parts by name, in seconds: their sum is `step_time`. `bandwidth` is bytes/s by axis,
     `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs most, by component at the peak:
-    their sum, `peak_memory`, is what is allocated, and torch's allocator reserves `reserved_memory` for it.
-    `kept_activations` is bytes of what all blocks keep between the passes, `host_memory` those of it that are in pinned
-    host memory (recompute="host"). `why` says why it is not the first, or not possible. `notes`, of the model and so
-    the same for every plan, say what `parallelize` has against it, and what is taken for granted.
+    their sum, `peak_memory`, is what is allocated, and torch's allocator reserves `reserved_memory` for it. With
+    optimizer state apart the peak may come before the first step; `step_memory` has the components of a step.
+
+    `kept_activations` is bytes of what all blocks keep between the passes, `activations_on_host` those of it that are
+    in pinned host memory (recompute="host"); `host_memory` is that and optimizer state, of a rank, and
+    `host_memory_of_node` of all ranks of a node. `host_traffic` is bytes to the device and to the host in a step, of
+    optimizer state. `formulas` say what memory is made of.
+
+    `why` says why it is not the first, or not possible. `notes`, the same for every plan, say what `parallelize` has
+    against the model, what is taken for granted, and what was not tried.
     """
 
     grid: Mapping[str, int]
@@ -54,7 +70,13 @@ class GridPlan:
     notes: tuple[str, ...] = ()
     recompute: str = "none"
     kept_activations: float = 0.0
+    activations_on_host: float = 0.0
     host_memory: float = 0.0
+    host_memory_of_node: float = 0.0
+    optimizer_state: StateLocation = "fp32"
+    step_memory: Mapping[str, float] = field(default_factory=dict)
+    host_traffic: Mapping[str, float] = field(default_factory=dict)
+    formulas: tuple[Formula, ...] = ()
 
     @property
     def peak_memory(self) -> float:
@@ -68,64 +90,12 @@ class GridPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return vars(self) | {"peak_memory": self.peak_memory, "reserved_memory": self.reserved_memory}
-
-
-class SearchKeywords(TypedDict, total=False):
-    """What `plan` searches, as keyword arguments.
-
-    recompute, keep_gathered: fixed where given; searched where not or None, recompute among "none" and "full" (the
-        paper's model keeps weights gathered: Algorithm 3). checkpoint_activations=True is recompute="full".
-    shard_sequence: of the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try
-        it beside what is usual.
-    overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
-    accumulate_unsharded: `parallelize(accumulate_unsharded=True)` (default: False), whose memory and, of the full
-        model, time are counted where there are several micro-batches.
-    """
-
-    recompute: str | None
-    checkpoint_activations: bool | None
-    keep_gathered: bool | None
-    shard_sequence: bool | None
-    overlaps: bool
-    accumulate_unsharded: bool
-
-
-class PredictKeywords(ExecutionKeywords, total=False):
-    """Options of `predict` one by one: those of ExecutionOptions, and two for parts of its overlap.
-
-    overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
-    """
-
-    overlaps: bool
-    copy_engines: bool
-
-
-@dataclass(frozen=True)
-class _SearchSpace:
-    """The execution options among which each grid's best are searched: `SearchKeywords`, None for both values.
-
-    recompute: None for "none" and "full".
-    """
-
-    recompute: str | None = None
-    keep_gathered: bool | None = None
-    shard_sequence: bool | None = False
-    overlaps: bool = True
-    accumulate_unsharded: bool = False
-
-    def list_options(self, grid: GridSizes, cost: CostModel) -> list[ExecutionOptions]:
-        keeps = [self.keep_gathered] if self.keep_gathered is not None else [True] if cost == "paper" else [True, False]
-        modes = ["none", "full"] if self.recompute is None else [self.recompute]
-        shardings = [False, True] if self.shard_sequence is None else [self.shard_sequence]
-        return [
-            ExecutionOptions(
-                Overlap.parse(self.overlaps), keep, mode, shards, accumulate_unsharded=self.accumulate_unsharded
-            )
-            for keep in keeps
-            for mode in modes
-            for shards in (shardings if grid.x > 1 else [False])
-        ]
+        formulas = [formula._asdict() for formula in self.formulas]
+        return vars(self) | {
+            "peak_memory": self.peak_memory,
+            "reserved_memory": self.reserved_memory,
+            "formulas": formulas,
+        }
 
 
 @dataclass(frozen=True)
@@ -133,6 +103,7 @@ class _Candidate:
     config: StepConfig
     cost: Cost
     memory: Mapping[str, float]
+    host: PinnedMemory
     fits: bool
     impossible: str | None
     copies: int
@@ -146,6 +117,7 @@ class _Candidate:
             config.options.recomputation.is_on,
             not config.options.keep_gathered,
             config.options.shard_sequence,
+            LOCATIONS.index(config.state.location),
             -config.micro_batch,
         )
         layout = tuple(sizes[axis] for axis in INNER_TO_OUTER)
@@ -164,6 +136,12 @@ class _Candidate:
         """Where nothing fits, what comes nearest to it: a plan must not advise what was tried and is not enough."""
         is_too_large = self.impossible is None and not self.fits
         return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
+
+    def is_fastest_of_its_kind(self, workload: StepWorkload) -> bool:
+        """Whether nothing is computed or sent twice, and all of a rank's part of the batch fits at once."""
+        options, local = self.config.options, workload.batch // self.config.grid.batch_parts
+        twice = options.recomputation.is_on or not options.keep_gathered
+        return self.fits and not twice and self.config.micro_batch == local
 
 
 def plan(
@@ -186,7 +164,7 @@ def plan(
     cost: "full" predicts whole steps: computation and communication, with latency and what overlap hides. "paper"
         counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: fixed where given, otherwise searched.
-    search: recompute, keep_gathered, shard_sequence and overlaps (`SearchKeywords`).
+    search: recompute, keep_gathered, shard_sequence, overlaps, state, memory and clips (`SearchKeywords`).
 
     Returns a plan for every factorization; the impossible ones, last, say why. Raises ValueError for bad input, a
     cluster without a figure that is needed, or when no grid at all can hold the model's sizes and the batch.
@@ -202,34 +180,35 @@ def plan(
     except ValueError as error:
         raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
     limit = most_allocated(machine.require("gpu.memory"))
-    given, alias = search.get("recompute"), search.get("checkpoint_activations")
-    mode = None if given is None and alias is None else resolve_recompute(given, alias)
-    if mode is not None:
-        Recomputation.parse(mode).check_blocks(architecture.layers)
-    others: dict[str, Any] = {
-        name: value for name, value in search.items() if name not in ("recompute", "checkpoint_activations")
-    }
-    space = _SearchSpace(mode, **others)
-    _check_sharding(space.shard_sequence is not False, architecture, cost)
+    space = make_search_space(workload, machine, cost, **search)
+    _check_sharding(True in space.shardings, architecture, cost)
 
     grids = [(grid, why_impossible(architecture, grid, batch)) for grid in every_grid(ranks)]
-    most, shards = machine.gpus or MAX_GPUS, space.shard_sequence is True
+    most, shards = machine.gpus or MAX_GPUS, False not in space.shardings
     if all(impossible for _, impossible in grids):
         reasons = [impossible for _, impossible in grids]
         raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards))
     candidates = []
     for grid, impossible in grids:
-        configs = [StepConfig(grid, 1, options) for options in space.list_options(grid, cost)]
-        if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
-            configs = configs[:1]
         rates = bandwidths(machine, grid)
-        judged = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in configs]
+        judged: list[_Candidate] = []
+        settled: set[Any] = set()  # states and shardings for which computing or sending twice gains nothing
+        for options, state in space.list_choices(grid):
+            if (state, options.shard_sequence) in settled:
+                continue
+            config = StepConfig(grid, 1, options, state, space.clips)
+            judged.append(_judge(workload, config, machine, device, rates, limit, micro_batch, impossible))
+            if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
+                break
+            if space.skips_slower and judged[-1].is_fastest_of_its_kind(workload):
+                settled.add((state, options.shard_sequence))
         candidates.append(min(judged, key=lambda candidate: candidate.rank_on_its_grid))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
         reasons = [candidate.impossible for candidate in candidates]
         raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards))
-    return [_to_plan(workload, candidate, candidates[0], machine, limit) for candidate in candidates]
+    notes = _notes(workload, space)
+    return [_to_plan(workload, each, candidates[0], machine, limit, notes) for each in candidates]
 
 
 def predict(
@@ -244,11 +223,14 @@ def predict(
     optimizer: Literal["adamw", "sgd"] = "adamw",
     cost: CostModel = "full",
     options: ExecutionOptions | None = None,
+    state: StateOptions | None = None,
+    clips: bool = True,
     **changes: Unpack[PredictKeywords],
 ) -> GridPlan:
     """Predict one grid (sizes by axis, 1 where one is absent) that runs with these options.
 
     options: how the step executes (default: `ExecutionOptions()`). changes: some of them by name (`PredictKeywords`).
+    state: where optimizer state lies (default: `StateOptions()`). clips: whether gradients are clipped.
 
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
@@ -257,17 +239,19 @@ def predict(
     options = _change(options or ExecutionOptions(), **changes)
     _check_sharding(options.shard_sequence, workload.model, cost)
     options.recomputation.check_blocks(workload.model.layers)
+    state = state or StateOptions()
+    check_state(workload, options, state)
     sizes = GridSizes(**grid)
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
-    config = StepConfig(sizes, size, options)
+    config = StepConfig(sizes, size, options, state, clips)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = most_allocated(cluster.require("gpu.memory"))
     only = _judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
-    return _to_plan(workload, only, only, cluster, limit)
+    return _to_plan(workload, only, only, cluster, limit, _notes(workload, None))
 
 
 def _change(
@@ -309,7 +293,9 @@ def _judge(
         size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)
     config = replace(config, micro_batch=size or 1)
     components = memory(workload, config, has_nvlink=has_nvlink)
-    fits = impossible is None and peak(components) <= limit
+    parameters = local_parameters(workload.model, workload.model.splitting_sizes(config.grid))
+    host = host_memory(workload, config, cluster, parameters, kept_activations(workload, config)[1])
+    fits = impossible is None and peak(components) <= limit and host.fits
     cost = (
         paper_cost(workload, config, rates) if device is None else full_cost(workload, config, cluster, device, rates)
     )
@@ -318,7 +304,7 @@ def _judge(
             f"the time predicted for cluster {cluster.name!r} is larger than any number: one of its figures is far too "
             "small"
         )
-    return _Candidate(config, cost, components, fits, impossible, workload.model.copies(config.grid))
+    return _Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))
 
 
 def _rounded(time: float) -> float:
@@ -326,26 +312,39 @@ def _rounded(time: float) -> float:
     return float(f"{time:.12g}")
 
 
-def _notes(workload: StepWorkload) -> tuple[str, ...]:
+def _notes(workload: StepWorkload, space: SearchSpace | None) -> tuple[str, ...]:
     model, seq_len = workload.model, workload.seq_len
+    notes = (*model.notes, *(space.notes if space is not None else ()))
     if model.positions and seq_len > model.positions:
-        return (*model.notes, f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
-    return model.notes
+        return (*notes, f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
+    return notes
 
 
 def _to_plan(
-    workload: StepWorkload, candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float
+    workload: StepWorkload,
+    candidate: _Candidate,
+    best: _Candidate,
+    cluster: Cluster,
+    limit: float,
+    notes: tuple[str, ...],
 ) -> GridPlan:
     model = workload.model
-    config, cost = candidate.config, candidate.cost
-    kept, on_host = kept_activations(workload, config)
+    config, cost, host = candidate.config, candidate.cost, candidate.host
+    parameters = local_parameters(model, model.splitting_sizes(config.grid))
+    in_step = step_memory(workload, config, has_nvlink=has_nvlink_over_z(cluster, config.grid))
     return GridPlan(
         grid=config.grid.sizes(),
         micro_batch=config.micro_batch,
         checkpoint_activations=config.options.checkpoint_activations,
         recompute=config.options.recompute,
-        kept_activations=kept,
-        host_memory=on_host,
+        kept_activations=kept_activations(workload, config)[0],
+        activations_on_host=host.activations,
+        host_memory=host.of_rank,
+        host_memory_of_node=host.of_node,
+        optimizer_state=config.state.location,
+        step_memory=in_step,
+        host_traffic=host_traffic(workload, config.state).times(parameters)._asdict(),
+        formulas=list_formulas(workload, config, parameters, in_step, host),
         keep_gathered=config.options.keep_gathered,
         shard_sequence=config.options.shard_sequence,
         bandwidth=cost.bandwidth,
@@ -358,8 +357,8 @@ def _to_plan(
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
         why=candidate.impossible
-        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster),
-        notes=_notes(workload),
+        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host),
+        notes=notes,
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stretto.axes import GridSizes
-from stretto.execution import ExecutionOptions
+from stretto.execution import ExecutionOptions, StateOptions
 from stretto.planner.architecture import Architecture
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
@@ -17,7 +17,7 @@ class StepWorkload:
     """A training step: the model, the global batch in sequences, and the numbers' types.
 
     Activations, gathered weights and what travels are in `dtype`; parameters, gradients and optimizer state in fp32
-    (fp64 for fp64).
+    (fp64 for fp64), unless the state is apart (`StepConfig.state`).
     """
 
     model: Architecture
@@ -47,6 +47,11 @@ class StepWorkload:
         return max(4, self.element)
 
     @property
+    def moments(self) -> int:
+        """Numbers that the optimizer keeps for each parameter: none of SGD, which is taken without momentum."""
+        return {"adamw": 2, "sgd": 0}[self.optimizer]
+
+    @property
     def tokens(self) -> int:
         """Tokens of the global batch."""
         return self.batch * self.seq_len
@@ -54,11 +59,17 @@ class StepWorkload:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a workload's step runs. `micro_batch`: sequences that a rank takes at once (it accumulates gradients)."""
+    """How a workload's step runs.
+
+    micro_batch: sequences that a rank takes at once (it accumulates gradients). state: where optimizer state lies.
+    clips: whether gradients are clipped, so that the optimizer of state apart waits for the norm of all of them.
+    """
 
     grid: GridSizes
     micro_batch: int
     options: ExecutionOptions = field(default_factory=ExecutionOptions)
+    state: StateOptions = field(default_factory=StateOptions)
+    clips: bool = True
 
     @property
     def token_parts(self) -> int:

@@ -183,6 +183,8 @@ def predict_run(config: TrainConfig, source: ModelSource) -> dict[str, Any] | No
         dtype=run.dtype,
         optimizer=run.optimizer,
         options=config.execution,
+        state=run.state,
+        clips=run.clip is not None,
     )
     return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
 

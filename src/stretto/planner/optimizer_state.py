@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts memory and time of optimizer state: beside fp32 parameters, apart on the device, or apart on the host.
+
+With phi parameters on a rank, state apart (`stretto.optim.state`) takes, in bf16 with AdamW:
+
+    the whole training   weights 2 phi, gradients 2 phi, on the device
+    state, on the device 12 phi: fp32 weights and both moments
+    state, on the host   12 phi there, or 10 phi with split weights; on the device a bucket's in each set of buffers
+    the beginning        the fp32 parameters, 4 phi, stand beside the flat weights (and the fp32 weights of state on
+                         the device) until the last of them is taken over
+
+Singh's section 3.3.1 has 4 phi + 16 bsize; here the kernel reads 16-bit gradients, and buffers have no room for fp32
+ones. Sections 3.3.1 and 3.3.3 also say what a step of it takes: `optimizer_seconds` and `exposed_sums`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, get_args
+
+from stretto.cluster import Cluster
+from stretto.execution import BUCKET_ALIGNMENT, ExecutionOptions, StateLocation, StateOptions
+from stretto.planner.workload import StepConfig, StepWorkload
+
+# What a step reaches of the host link's duplex bandwidth: on an H100, 2.01 billion parameters took 1.06 times their
+# bytes over what two copies reached in the same run (`stretto bench offload --parts train`); some 1% of it is the first
+# bucket's way to the device and the last one's back.
+HOST_LINK_EFFICIENCY = 0.95
+# Of a node's memory, what plans put into pinned memory: the rest is for the processes and the system.
+USABLE_OF_HOST = 0.9
+LOCATIONS: tuple[StateLocation, ...] = get_args(StateLocation)
+
+
+class NumberBytes(NamedTuple):
+    """Bytes that a rank keeps for each of its parameters.
+
+    weight: what is computed with. gradient: as it is kept between passes. master: of the fp32 weight beside a 16-bit
+    one; 2 where it is split, 0 where there is none. moments: the optimizer's own state.
+    """
+
+    weight: int
+    gradient: int
+    master: int
+    moments: int
+
+    @property
+    def state(self) -> int:
+        """What a step reads and writes beside weight and gradient."""
+        return self.master + self.moments
+
+
+class HostTraffic(NamedTuple):
+    """Bytes of a number, or of all of them, that go to the device and to the host in a step."""
+
+    to_device: float
+    to_host: float
+
+    def times(self, numbers: float) -> "HostTraffic":
+        return HostTraffic(self.to_device * numbers, self.to_host * numbers)
+
+
+class PinnedMemory(NamedTuple):
+    """Pinned host memory, in bytes: a rank's optimizer state and activations, and all that a node's ranks have.
+
+    limit: what a plan may take of a node's; None where the cluster does not say it.
+    """
+
+    state: float
+    activations: float
+    ranks: int
+    limit: float | None
+
+    @property
+    def of_rank(self) -> float:
+        return self.state + self.activations
+
+    @property
+    def of_node(self) -> float:
+        return self.of_rank * self.ranks
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.of_node <= self.limit
+
+
+class Formula(NamedTuple):
+    """One line of an explanation: what takes or sends memory, by which formula, with which numbers, and the bytes."""
+
+    name: str
+    formula: str
+    terms: Mapping[str, float]
+    bytes: float
+
+
+def number_bytes(workload: StepWorkload, options: StateOptions) -> NumberBytes:
+    """What a rank keeps for each of its parameters."""
+    element, moments = workload.element, workload.moments * workload.master
+    if not options.is_apart:
+        return NumberBytes(workload.master, workload.master, 0, moments)
+    is_split = options.splits(element, is_bf16=workload.dtype == "bf16")
+    master = 0 if element == workload.master else element if is_split else workload.master
+    return NumberBytes(element, workload.master if options.accumulates_fp32 else element, master, moments)
+
+
+def check_state(workload: StepWorkload, execution: ExecutionOptions, options: StateOptions) -> None:
+    """Raise ValueError where training refuses optimizer state apart."""
+    if not options.is_apart:
+        return
+    if workload.dtype == "fp64":
+        raise ValueError(
+            f"optimizer state on the {options.location} is of fp32 weights, and dtype is fp64; bf16, fp16 or fp32 "
+            "would do"
+        )
+    if execution.accumulate_unsharded:
+        raise ValueError(
+            f"optimizer state on the {options.location} takes no accumulate_unsharded, which keeps whole gradients in "
+            "fp32; accumulate_unsharded=false would do"
+        )
+
+
+def bucket_numbers(options: StateOptions, parameters: float) -> float:
+    """Numbers of a bucket: no more than the rank has."""
+    return min(options.bucket_size, math.ceil(parameters / BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
+
+
+def state_on_device(workload: StepWorkload, options: StateOptions, parameters: float) -> float:
+    """Bytes of the optimizer's state on the device, or of the buffers that it comes into."""
+    of_number = number_bytes(workload, options)
+    if options.location != "host":
+        kept = of_number.state * parameters
+    elif options.step_on == "host":
+        kept = 0.0
+    else:
+        kept = options.buffer_sets * bucket_numbers(options, parameters) * of_number.state
+    return kept + 4 * tile_numbers(workload, options, parameters)
+
+
+def tile_numbers(workload: StepWorkload, options: StateOptions, parameters: float) -> float:
+    """Numbers whose fp32 gradients are on the device at once: those of a tile, of optimizers without a kernel."""
+    is_tiled = options.is_apart and workload.optimizer != "adamw" and options.step_on != "host"
+    return min(options.tile, parameters) if is_tiled else 0.0
+
+
+def parameters_and_optimizer(workload: StepWorkload, options: StateOptions, parameters: float) -> dict[str, float]:
+    """Bytes of the two components that are there all the time."""
+    return {
+        "parameters": parameters * number_bytes(workload, options).weight,
+        "optimizer": state_on_device(workload, options, parameters),
+    }
+
+
+def take_over(workload: StepWorkload, options: StateOptions, parameters: float) -> dict[str, float] | None:
+    """Bytes by component when the first fp32 parameter is taken over; None where none is."""
+    if not options.is_apart:
+        return None
+    of_number = number_bytes(workload, options)
+    return {
+        "parameters": parameters * of_number.weight,
+        "optimizer": parameters * of_number.master if options.location == "device" else 0.0,
+        "gradients": 0.0,
+        "gathered_weights": 0.0,
+        "activations": 0.0,
+        "logits": 0.0,
+        "temporary": parameters * workload.master,
+    }
+
+
+def state_on_host(workload: StepWorkload, options: StateOptions, parameters: float) -> float:
+    """Bytes of pinned memory that a rank's state takes; of step_on="auto", what the larger of both places takes."""
+    if options.location != "host":
+        return 0.0
+    if options.step_on == "auto":
+        return max(state_on_host(workload, replace(options, step_on=on), parameters) for on in ("device", "host"))
+    of_number = number_bytes(workload, options)
+    staged = 0.0
+    if options.step_on == "host":
+        staged = options.buffer_sets * bucket_numbers(options, parameters) * (of_number.weight + of_number.gradient)
+    return of_number.state * parameters + staged
+
+
+def most_parameters_of_host(workload: StepWorkload, options: StateOptions, num_bytes: float) -> int:
+    """How many parameters a rank may have whose state, on the host, takes at most so many bytes."""
+    each = state_on_host(workload, options, 1e12) - state_on_host(workload, options, 1e12 - 1)
+    staged = state_on_host(workload, options, 1e12) - each * 1e12
+    if num_bytes - staged >= each * options.bucket_size:
+        return int((num_bytes - staged) / each)
+    whole = state_on_host(workload, options, BUCKET_ALIGNMENT)  # all in one bucket
+    return int(num_bytes / whole) * BUCKET_ALIGNMENT
+
+
+def host_memory(
+    workload: StepWorkload, config: StepConfig, cluster: Cluster, parameters: float, activations: float
+) -> PinnedMemory:
+    """Host memory of a rank with so many parameters, and so many bytes of activations on the host; and of its node."""
+    ranks = min(cluster.gpus_per_node, config.grid.ranks)
+    limit = None if cluster.host_memory is None else USABLE_OF_HOST * cluster.host_memory
+    return PinnedMemory(state_on_host(workload, config.state, parameters), activations, ranks, limit)
+
+
+# Time.
+
+
+def host_traffic(workload: StepWorkload, options: StateOptions) -> HostTraffic:
+    """Bytes of each number that travel between device and host in a step."""
+    if options.location != "host":
+        return HostTraffic(0.0, 0.0)
+    of_number = number_bytes(workload, options)
+    if options.step_on == "host":
+        return HostTraffic(of_number.weight, of_number.weight + of_number.gradient)
+    return HostTraffic(of_number.state, of_number.state)
+
+
+def update_bytes(workload: StepWorkload, options: StateOptions) -> int:
+    """Bytes of each number that a step reads and writes in the device's memory, that of the gradient's norm included.
+
+    AdamW scales gradients as it reads them, in one kernel with everything else. SGD has them scaled first, and a 16-bit
+    weight made afterwards.
+    """
+    weight, gradient, master, moments = of_number = number_bytes(workload, options)
+    if not options.is_apart:
+        passes = gradient + (2 * gradient if workload.optimizer == "sgd" else 0)
+        return passes + gradient + 2 * (weight + of_number.state)
+    norm, is_split = gradient, master == weight
+    if options.step_on == "host" and options.location == "host":
+        return norm
+    reads_weight = not master or is_split
+    if workload.optimizer == "adamw":
+        return norm + gradient + (2 if reads_weight else 1) * weight + 2 * of_number.state
+    scaled = gradient + 4 + 4
+    joined = weight + master + 4 if is_split else 0
+    rounded = (4 + weight + (master if is_split else 0)) if master else 0
+    return norm + scaled + 2 * 4 + 2 * moments + joined + rounded
+
+
+def optimizer_seconds(
+    workload: StepWorkload,
+    options: StateOptions,
+    cluster: Cluster,
+    parameters: float,
+    traffic: Callable[[float], float],
+) -> float:
+    """Seconds of a step of the optimizer on a rank with so many parameters.
+
+    State on the device: its bytes over the memory bandwidth. On the host: buckets are fetched, stepped and returned at
+    the same time, as far as there are sets of buffers, so that the slowest of the three counts, and the other two of
+    one bucket. A step that is computed on the host is predicted by what travels alone.
+
+    traffic: seconds of so many bytes on the device. Raises ValueError for a cluster that does not say its host link.
+    """
+    on_device = traffic(update_bytes(workload, options) * parameters)
+    if options.location != "host":
+        return on_device
+    link, each = host_link(cluster), host_traffic(workload, options)
+    bucket = bucket_numbers(options, parameters)
+    buckets = parameters / bucket
+    fetch, give_back = (
+        num_bytes * bucket / HOST_LINK_EFFICIENCY / rate for num_bytes, rate in zip(each, link[:2], strict=True)
+    )
+    both = sum(each) * bucket / HOST_LINK_EFFICIENCY / link[2]
+    update = on_device / buckets
+    alone = fetch + update + give_back
+    period = max(fetch, give_back, both, update, alone / options.buffer_sets)
+    return buckets * period + max(0.0, alone - period)
+
+
+def host_link(cluster: Cluster) -> tuple[float, float, float]:
+    """Bytes/s to the device, to the host, and both ways at once, of each rank while all ranks of its node copy.
+
+    Raises ValueError for a cluster that does not say the last of them; without the others, each way has half of it.
+    """
+    link = cluster.host_link_or_default
+    duplex = link.duplex_bandwidth or cluster.require("host_link.duplex_bandwidth")
+    return link.to_device_bandwidth or duplex / 2, link.to_host_bandwidth or duplex / 2, duplex
+
+
+def gradient_chunks(options: StateOptions, parameters: float) -> int:
+    """All-reduces of a step's gradients: one for `coarsening` buckets."""
+    return max(1, math.ceil(parameters / (options.coarsening * bucket_numbers(options, parameters))))
+
+
+def steps_in_chunks(workload: StepWorkload, config: StepConfig) -> bool:
+    """Whether buckets are stepped as soon as their own chunk is summed: nothing needs the norm of all gradients."""
+    return config.state.is_apart and not config.clips and workload.dtype != "fp16"
+
+
+def exposed_sums(left: float, whole: float, chunks: int, optimizer: float) -> float:
+    """Seconds by which all-reduces of gradients delay a step that is taken chunk by chunk (Singh, section 3.3.3).
+
+    left: seconds of the all-reduces that the backward pass does not hide, of `whole` in `chunks` messages. optimizer:
+    seconds of all steps. Two stages of a pipeline: a chunk's all-reduce, then the steps of its buckets. The last
+    chunk's steps come after its all-reduce, and the first ones wait for one if none is done yet.
+    """
+    if not left:
+        return 0.0
+    each = whole / chunks
+    first = each if left > whole - each / 2 else 0.0
+    return max(first, left + optimizer / chunks - optimizer)

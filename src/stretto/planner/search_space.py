@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options among which `plan` searches: those of execution, and where optimizer state lies."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypedDict
+
+from stretto.axes import GridSizes
+from stretto.cluster import Cluster
+from stretto.execution import (
+    ExecutionKeywords,
+    ExecutionOptions,
+    Overlap,
+    Recomputation,
+    StateOptions,
+    resolve_recompute,
+)
+from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
+from stretto.planner.workload import StepWorkload
+
+CostModel = Literal["paper", "full"]
+
+
+class SearchKeywords(TypedDict, total=False):
+    """What `plan` searches, as keyword arguments.
+
+    recompute, keep_gathered: fixed where given; searched where not or None, recompute among "none" and "full" (the
+        paper's model keeps weights gathered: Algorithm 3). checkpoint_activations=True is recompute="full".
+    shard_sequence: of the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try
+        it beside what is usual.
+    overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
+    accumulate_unsharded: `parallelize(accumulate_unsharded=True)` (default: False), whose memory and, of the full
+        model, time are counted where there are several micro-batches.
+    state: where optimizer state lies (default: `StateOptions()`, beside fp32 parameters).
+    memory: "auto" searches modes of recomputation where `recompute` is not given ("host" is none of them, since the
+        time of its copies is not predicted), and all locations of optimizer state where `state` is not given, for the
+        fastest choice that fits GPU and host.
+    clips: whether gradients are clipped (default: True), which keeps optimizer steps of state apart from beginning
+        before all gradients are summed.
+    """
+
+    recompute: str | None
+    checkpoint_activations: bool | None
+    keep_gathered: bool | None
+    shard_sequence: bool | None
+    overlaps: bool
+    accumulate_unsharded: bool
+    state: StateOptions | None
+    memory: Literal["auto"] | None
+    clips: bool
+
+
+class PredictKeywords(ExecutionKeywords, total=False):
+    """Options of `predict` one by one: those of ExecutionOptions, and two for parts of its overlap.
+
+    overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
+    """
+
+    overlaps: bool
+    copy_engines: bool
+
+
+class StepChoice(NamedTuple):
+    """How a step executes, and where its optimizer state lies."""
+
+    options: ExecutionOptions
+    state: StateOptions
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The choices among which each grid's best is searched.
+
+    recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
+    accumulate_unsharded: of all choices. skips_slower: whether recomputation and freed weights need not be tried where
+    all of a rank's part of the batch fits without. notes: what was not tried, and why.
+    """
+
+    recomputes: Sequence[str]
+    keeps_gathered: Sequence[bool]
+    shardings: Sequence[bool]
+    states: Sequence[StateOptions]
+    overlaps: bool = True
+    accumulate_unsharded: bool = False
+    clips: bool = True
+    skips_slower: bool = False
+    notes: tuple[str, ...] = ()
+
+    def list_choices(self, grid: GridSizes) -> Iterator[StepChoice]:
+        """All choices on a grid, what computes least first."""
+        for keep in self.keeps_gathered:
+            for mode in self.recomputes:
+                for shards in self.shardings if grid.x > 1 else [False]:
+                    options = ExecutionOptions(
+                        Overlap.parse(self.overlaps), keep, mode, shards, accumulate_unsharded=self.accumulate_unsharded
+                    )
+                    yield from (StepChoice(options, state) for state in self.states)
+
+
+def make_search_space(
+    workload: StepWorkload,
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    recompute: str | None = None,
+    checkpoint_activations: bool | None = None,
+    keep_gathered: bool | None = None,
+    shard_sequence: bool | None = False,
+    state: StateOptions | None = None,
+    memory: Literal["auto"] | None = None,
+    overlaps: bool = True,
+    accumulate_unsharded: bool = False,
+    clips: bool = True,
+) -> SearchSpace:
+    """The space that `SearchKeywords` mean. Raises ValueError for those that contradict each other or the model."""
+    if memory not in (None, "auto"):
+        raise ValueError(f"memory is {memory!r}, but must be 'auto' or None")
+    layers = workload.model.layers
+    given = (
+        None if recompute is checkpoint_activations is None else resolve_recompute(recompute, checkpoint_activations)
+    )
+    if given is not None:
+        Recomputation.parse(given).check_blocks(layers)
+        recomputes = [given]
+    elif memory == "auto":
+        segment = min(range(1, layers + 1), key=lambda length: (length + layers / length, length))
+        lengths = [f"every:{segment}"] if segment > 1 else []
+        recomputes = ["none", "full", *lengths, "communication", "products"]  # the time of copies is not predicted
+    else:
+        recomputes = ["none", "full"]
+    states, notes = [state or StateOptions()], list[str]()
+    if memory == "auto" and state is None:
+        states, notes = _find_states(workload, cluster, cost, accumulate_unsharded)
+    for each in states:
+        check_state(workload, ExecutionOptions(accumulate_unsharded=accumulate_unsharded), each)
+    keeps = [keep_gathered] if keep_gathered is not None else [True] if cost == "paper" else [True, False]
+    return SearchSpace(
+        recomputes,
+        keeps,
+        [False, True] if shard_sequence is None else [shard_sequence],
+        states,
+        overlaps,
+        accumulate_unsharded,
+        clips,
+        skips_slower=memory == "auto",
+        notes=tuple(notes),
+    )
+
+
+def _find_states(
+    workload: StepWorkload, cluster: Cluster, cost: CostModel, accumulate_unsharded: bool
+) -> tuple[list[StateOptions], list[str]]:
+    """The locations of optimizer state that can be tried, and notes about those that cannot."""
+    states, notes = [], []
+    for location in LOCATIONS:
+        options, why = StateOptions(location), None
+        try:
+            check_state(workload, ExecutionOptions(accumulate_unsharded=accumulate_unsharded), options)
+            if location == "fp32" and workload.dtype == "fp16":
+                why = "training in fp16 needs fp32 weights apart"
+            if location == "host" and cluster.host_memory is None:
+                why = f"cluster {cluster.name!r} does not say host_memory"
+            elif location == "host" and cost == "full":
+                host_link(cluster)
+        except ValueError as error:
+            why = str(error)
+        if why is None:
+            states.append(options)
+        else:
+            notes.append(f"optimizer_state={location} was not tried: {why}")
+    return states, notes
