@@ -115,6 +115,7 @@ ANSWERS = (
     Answer("bench recompute --modes most", REFUSED, "recompute is 'most', but must be one of"),
     Answer("bench checkouts --before missing", REFUSED, "missing"),
     Answer("bench ddp --before missing", REFUSED, "missing"),
+    Answer("bench offload --parts everything", REFUSED, "there is no part 'everything'"),
     Answer("bench memory --smallest 90 --largest 60", REFUSED, "is no range of percents"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
     Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),

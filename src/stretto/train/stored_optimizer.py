@@ -331,7 +331,7 @@ class _StoreSink:
         self._store.finish()
 
 
-class _Sum:
+class _GradientSum:
     """A sum over several groups, in place, of which the first was started. wide: what travels, if not `gradients`."""
 
     def __init__(self, gradients: Tensor, wide: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -359,9 +359,9 @@ class GridCommunicator:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    def start_sum(self, key: tuple[dist.ProcessGroup, ...], gradients: Tensor) -> _Sum:
+    def start_sum(self, key: tuple[dist.ProcessGroup, ...], gradients: Tensor) -> _GradientSum:
         rounds_often = gradients.device.type == "cpu" and math.prod(group.size() for group in key) > 2
-        return _Sum(gradients, gradients.float() if rounds_often else gradients, key)
+        return _GradientSum(gradients, gradients.float() if rounds_often else gradients, key)
 
     def sum_squares(self, squares: Tensor) -> Tensor:
         return all_reduce(squares, self._grid.group("world"))

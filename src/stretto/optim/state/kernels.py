@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.optim.adamw_kernel import Decays
 from stretto.tiles.launches import launch_kernel
 
 BLOCK = 2048
@@ -30,16 +31,6 @@ class _Buffers(NamedTuple):
     gradient: Any
     momentum: Any
     master: Any
-
-
-class _Decays(NamedTuple):
-    """Kernel argument: beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
-
-    beta1: Any
-    rest1: Any
-    beta2: Any
-    rest2: Any
-    eps: Any
 
 
 @triton.jit
@@ -133,7 +124,7 @@ def launch(
         skip,
         failed,
         weight.numel(),
-        _Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
+        Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
         IS_SPLIT=master is not None and master.element_size() == 2,
         BLOCK=BLOCK,
     )
