@@ -350,12 +350,16 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
     assert expected.peak_memory == pytest.approx(seen, rel=0.05)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"x": 2, "y": 2}, {"y": 2, "z": 2}], ids=str)
-@pytest.mark.parametrize("micro_batch", [1, 8])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"keep_gathered": False}, {"checkpoint_activations": True}, {"accumulate_unsharded": True}],
+    ("micro_batch", "options"),
+    [
+        (8, {}),
+        (8, {"keep_gathered": False}),
+        (8, {"checkpoint_activations": True}),
+        (4, {"accumulate_unsharded": True}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("by_blocks", [False, True])
