@@ -171,7 +171,7 @@ def plan(
     """
     machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     architecture = read_architecture(model, seq_len)
-    workload = StepWorkload(architecture, batch, seq_len, dtype, optimizer)
+    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     _check_cost(cost)
     ranks = _check_gpus(machine, gpus)
     micro_batch = None if micro_batch is None else _check_micro_batch(micro_batch, batch)
@@ -235,7 +235,7 @@ def predict(
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
-    workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
+    workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype=dtype, optimizer=optimizer)
     options = _change(options or ExecutionOptions(), **changes)
     _check_sharding(options.shard_sequence, workload.model, cost)
     options.recomputation.check_blocks(workload.model.layers)
