@@ -93,7 +93,9 @@ class Formula(NamedTuple):
 
 
 def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
-    """What a rank keeps for each of its parameters."""
+    """What a rank keeps for each of its parameters; of step_on="auto", what it keeps for steps on the device."""
+    if options.step_on == "auto":
+        options = replace(options, step_on="device")
     element, moments = types.element, types.moments * types.master
     if not options.is_apart:
         return NumberBytes(types.master, types.master, 0, moments)

@@ -123,13 +123,13 @@ def test_state_that_host_memory_cannot_hold_is_refused_with_the_largest_model_th
     monkeypatch.setattr(GPTSource, "build", lambda self: pytest.fail("the model was built"))
     block, outside = 12 * 512**2 + 13 * 512, (256 + 16 + 2) * 512
     whole = 40 * block + outside
-    refused = rf"state of {whole:,} parameters takes 1\.262 GB of host memory, 1\.262 GB for each of 1 ranks here"
+    refused = rf"state of {whole:,} parameters takes 1\.262 GB of host memory \(ranks here: 1, 1\.262 GB each\)"
     with pytest.raises(ValueError, match=refused) as refusal:
         preflight(on_host(tmp_path, "train.host_memory=3.2e8"))
     assert "but there are 0.32 GB (the number given); at most 32,000,000 parameters" in str(refusal.value)
     assert find_layers(str(refusal.value)) == (32_000_000 - outside) // block
     # Both ranks of z have half of all weights, and all norms and biases, whose state is there twice.
-    with pytest.raises(ValueError, match="for each of 2 ranks here") as refusal:
+    with pytest.raises(ValueError, match=r"\(ranks here: 2, 0\.6326 GB each\)") as refusal:
         preflight(on_host(tmp_path, "train.host_memory=3.2e8", "grid.z=2"))
     assert find_layers(str(refusal.value)) == (32_000_000 - outside) // block
     with pytest.raises(ValueError, match="not one layer"):

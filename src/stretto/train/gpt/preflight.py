@@ -268,7 +268,7 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
         if (needed := on_host(parameters) * ranks) > limit.bytes:
             raise ValueError(
                 f"train.optimizer_state is 'host', and the state of {whole:,} parameters takes {needed / 1e9:,.4g} GB "
-                f"of host memory, {needed / ranks / 1e9:,.4g} GB for each of {ranks} ranks here, but there are "
+                f"of host memory (ranks here: {ranks}, {needed / ranks / 1e9:,.4g} GB each), but there are "
                 f"{limit.bytes / 1e9:,.4g} GB ({limit.source}); "
                 f"{name_largest(on_host, limit.bytes / ranks)}"
             )
