@@ -68,6 +68,12 @@ ANSWERS = (
     Answer("plan --model gpt3 --cluster perlmutter --batch 8 --seq-len 128", REFUSED, "named 'gpt3'. Known: gpt2"),
     Answer("plan --model gpt-5b --cluster perlmuter --batch 8 --seq-len 128", REFUSED, "did you mean 'perlmutter'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --dtype fp7", REFUSED, "fp7"),
+    Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --memory all", REFUSED, "can be auto"),
+    Answer(
+        "plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --optimizer-state disk",
+        REFUSED,
+        "fp32, device, host",
+    ),
     Answer("plan --model gpt-5b --cluster perlmutter --gpus 4 --batch 8 --seq-len 2048", DONE, "memory fits"),
     Answer("collective list", DONE, "ring-all-reduce"),
     Answer("collective compile rong-all-reduce --ranks 4", REFUSED, "did you mean 'ring-all-reduce'"),

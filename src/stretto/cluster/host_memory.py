@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from stretto.cluster.local_ranks import count_local_ranks, is_rank
+from stretto.cluster.local_ranks import count_ranks_here
 
 _ROOT = Path("/")
 
@@ -64,7 +64,7 @@ def check_room(bytes_of_rank: float, ranks: int, what: str, kind: str) -> None:
     For runs on CPUs, before anything is allocated. what, kind: words for the message: what needs the memory, and what
     to make smaller.
     """
-    ranks_here = (count_local_ranks() or 1) if is_rank() else ranks
+    ranks_here = count_ranks_here(ranks)
     needed = round(ranks_here * bytes_of_rank)
     try:
         limit = host_memory_limit()

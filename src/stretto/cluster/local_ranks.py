@@ -44,6 +44,14 @@ def count_local_ranks(environment: Mapping[str, str] = os.environ) -> int | None
     return tasks[node] if node is not None and node < len(tasks) else None
 
 
+def count_ranks_here(ranks: int) -> int:
+    """The ranks on this machine of a job of so many: all, unless a launcher has started this process as one of them.
+
+    1 where a launcher does not say it. Raises ValueError as `count_local_ranks`.
+    """
+    return (count_local_ranks() or 1) if is_rank() else ranks
+
+
 def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """This rank's number among those on its machine, as the launcher has set it; None if it has not.
 

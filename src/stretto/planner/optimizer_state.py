@@ -20,7 +20,7 @@ from typing import NamedTuple, get_args
 
 from stretto.cluster import Cluster
 from stretto.execution import BUCKET_ALIGNMENT, ExecutionOptions, StateLocation, StateOptions
-from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.planner.workload import NumberTypes, StepConfig
 
 # What a step reaches of the host link's duplex bandwidth: on an H100, 2.01 billion parameters took 1.06 times their
 # bytes over what two copies reached in the same run (`stretto bench offload --parts train`); some 1% of it is the first
@@ -92,21 +92,23 @@ class Formula(NamedTuple):
     bytes: float
 
 
-def number_bytes(workload: StepWorkload, options: StateOptions) -> NumberBytes:
-    """What a rank keeps for each of its parameters."""
-    element, moments = workload.element, workload.moments * workload.master
+def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
+    """What a rank keeps for each of its parameters; of step_on="auto", what it keeps for steps on the device."""
+    if options.step_on == "auto":
+        options = replace(options, step_on="device")
+    element, moments = types.element, types.moments * types.master
     if not options.is_apart:
-        return NumberBytes(workload.master, workload.master, 0, moments)
-    is_split = options.splits(element, is_bf16=workload.dtype == "bf16")
-    master = 0 if element == workload.master else element if is_split else workload.master
-    return NumberBytes(element, workload.master if options.accumulates_fp32 else element, master, moments)
+        return NumberBytes(types.master, types.master, 0, moments)
+    is_split = options.splits(element, is_bf16=types.dtype == "bf16")
+    master = 0 if element == types.master else element if is_split else types.master
+    return NumberBytes(element, types.master if options.accumulates_fp32 else element, master, moments)
 
 
-def check_state(workload: StepWorkload, execution: ExecutionOptions, options: StateOptions) -> None:
+def check_state(types: NumberTypes, execution: ExecutionOptions, options: StateOptions) -> None:
     """Raise ValueError where training refuses optimizer state apart."""
     if not options.is_apart:
         return
-    if workload.dtype == "fp64":
+    if types.dtype == "fp64":
         raise ValueError(
             f"optimizer state on the {options.location} is of fp32 weights, and dtype is fp64; bf16, fp16 or fp32 "
             "would do"
@@ -120,40 +122,40 @@ def check_state(workload: StepWorkload, execution: ExecutionOptions, options: St
 
 def bucket_numbers(options: StateOptions, parameters: float) -> float:
     """Numbers of a bucket: no more than the rank has."""
-    return min(options.bucket_size, math.ceil(parameters / BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
+    return min(options.bucket_size, max(1, math.ceil(parameters / BUCKET_ALIGNMENT)) * BUCKET_ALIGNMENT)
 
 
-def state_on_device(workload: StepWorkload, options: StateOptions, parameters: float) -> float:
+def state_on_device(types: NumberTypes, options: StateOptions, parameters: float) -> float:
     """Bytes of the optimizer's state on the device, or of the buffers that it comes into."""
-    of_number = number_bytes(workload, options)
+    of_number = number_bytes(types, options)
     if options.location != "host":
         kept = of_number.state * parameters
     elif options.step_on == "host":
         kept = 0.0
     else:
         kept = options.buffer_sets * bucket_numbers(options, parameters) * of_number.state
-    return kept + 4 * tile_numbers(workload, options, parameters)
+    return kept + 4 * tile_numbers(types, options, parameters)
 
 
-def tile_numbers(workload: StepWorkload, options: StateOptions, parameters: float) -> float:
+def tile_numbers(types: NumberTypes, options: StateOptions, parameters: float) -> float:
     """Numbers whose fp32 gradients are on the device at once: those of a tile, of optimizers without a kernel."""
-    is_tiled = options.is_apart and workload.optimizer != "adamw" and options.step_on != "host"
+    is_tiled = options.is_apart and types.optimizer != "adamw" and options.step_on != "host"
     return min(options.tile, parameters) if is_tiled else 0.0
 
 
-def parameters_and_optimizer(workload: StepWorkload, options: StateOptions, parameters: float) -> dict[str, float]:
+def parameters_and_optimizer(types: NumberTypes, options: StateOptions, parameters: float) -> dict[str, float]:
     """Bytes of the two components that are there all the time."""
     return {
-        "parameters": parameters * number_bytes(workload, options).weight,
-        "optimizer": state_on_device(workload, options, parameters),
+        "parameters": parameters * number_bytes(types, options).weight,
+        "optimizer": state_on_device(types, options, parameters),
     }
 
 
-def take_over(workload: StepWorkload, options: StateOptions, parameters: float) -> dict[str, float] | None:
+def take_over(types: NumberTypes, options: StateOptions, parameters: float) -> dict[str, float] | None:
     """Bytes by component when the first fp32 parameter is taken over; None where none is."""
     if not options.is_apart:
         return None
-    of_number = number_bytes(workload, options)
+    of_number = number_bytes(types, options)
     return {
         "parameters": parameters * of_number.weight,
         "optimizer": parameters * of_number.master if options.location == "device" else 0.0,
@@ -161,70 +163,76 @@ def take_over(workload: StepWorkload, options: StateOptions, parameters: float) 
         "gathered_weights": 0.0,
         "activations": 0.0,
         "logits": 0.0,
-        "temporary": parameters * workload.master,
+        "temporary": parameters * types.master,
     }
 
 
-def state_on_host(workload: StepWorkload, options: StateOptions, parameters: float) -> float:
+def state_on_host(types: NumberTypes, options: StateOptions, parameters: float) -> float:
     """Bytes of pinned memory that a rank's state takes; of step_on="auto", what the larger of both places takes."""
     if options.location != "host":
         return 0.0
     if options.step_on == "auto":
-        return max(state_on_host(workload, replace(options, step_on=on), parameters) for on in ("device", "host"))
-    of_number = number_bytes(workload, options)
+        return max(state_on_host(types, replace(options, step_on=on), parameters) for on in ("device", "host"))
+    of_number = number_bytes(types, options)
     staged = 0.0
     if options.step_on == "host":
         staged = options.buffer_sets * bucket_numbers(options, parameters) * (of_number.weight + of_number.gradient)
     return of_number.state * parameters + staged
 
 
-def most_parameters_of_host(workload: StepWorkload, options: StateOptions, num_bytes: float) -> int:
-    """How many parameters a rank may have whose state, on the host, takes at most so many bytes."""
-    each = state_on_host(workload, options, 1e12) - state_on_host(workload, options, 1e12 - 1)
-    staged = state_on_host(workload, options, 1e12) - each * 1e12
-    if num_bytes - staged >= each * options.bucket_size:
-        return int((num_bytes - staged) / each)
-    whole = state_on_host(workload, options, BUCKET_ALIGNMENT)  # all in one bucket
-    return int(num_bytes / whole) * BUCKET_ALIGNMENT
+def most_parameters(needed: Callable[[int], float], num_bytes: float) -> int:
+    """How many parameters a rank may have if so many need `needed` bytes, and there are `num_bytes`."""
+    low, high = 0, int(num_bytes) + 1  # each takes more than a byte
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= num_bytes else (low, middle)
+    return low
+
+
+def least_on_device(types: NumberTypes, options: StateOptions, parameters: float) -> float:
+    """Bytes that a rank with so many parameters needs on the device at least, without any activations."""
+    fixed = sum(parameters_and_optimizer(types, options, parameters).values())
+    beginning = take_over(types, options, parameters) or {}
+    return max(fixed + parameters * number_bytes(types, options).gradient, sum(beginning.values()))
 
 
 def host_memory(
-    workload: StepWorkload, config: StepConfig, cluster: Cluster, parameters: float, activations: float
+    types: NumberTypes, config: StepConfig, cluster: Cluster, parameters: float, activations: float
 ) -> PinnedMemory:
     """Host memory of a rank with so many parameters, and so many bytes of activations on the host; and of its node."""
     ranks = min(cluster.gpus_per_node, config.grid.ranks)
     limit = None if cluster.host_memory is None else USABLE_OF_HOST * cluster.host_memory
-    return PinnedMemory(state_on_host(workload, config.state, parameters), activations, ranks, limit)
+    return PinnedMemory(state_on_host(types, config.state, parameters), activations, ranks, limit)
 
 
 # Time.
 
 
-def host_traffic(workload: StepWorkload, options: StateOptions) -> HostTraffic:
+def host_traffic(types: NumberTypes, options: StateOptions) -> HostTraffic:
     """Bytes of each number that travel between device and host in a step."""
     if options.location != "host":
         return HostTraffic(0.0, 0.0)
-    of_number = number_bytes(workload, options)
+    of_number = number_bytes(types, options)
     if options.step_on == "host":
         return HostTraffic(of_number.weight, of_number.weight + of_number.gradient)
     return HostTraffic(of_number.state, of_number.state)
 
 
-def update_bytes(workload: StepWorkload, options: StateOptions) -> int:
+def update_bytes(types: NumberTypes, options: StateOptions) -> int:
     """Bytes of each number that a step reads and writes in the device's memory, that of the gradient's norm included.
 
     AdamW scales gradients as it reads them, in one kernel with everything else. SGD has them scaled first, and a 16-bit
     weight made afterwards.
     """
-    weight, gradient, master, moments = of_number = number_bytes(workload, options)
+    weight, gradient, master, moments = of_number = number_bytes(types, options)
     if not options.is_apart:
-        passes = gradient + (2 * gradient if workload.optimizer == "sgd" else 0)
+        passes = gradient + (2 * gradient if types.optimizer == "sgd" else 0)
         return passes + gradient + 2 * (weight + of_number.state)
     norm, is_split = gradient, master == weight
     if options.step_on == "host" and options.location == "host":
         return norm
     reads_weight = not master or is_split
-    if workload.optimizer == "adamw":
+    if types.optimizer == "adamw":
         return norm + gradient + (2 if reads_weight else 1) * weight + 2 * of_number.state
     scaled = gradient + 4 + 4
     joined = weight + master + 4 if is_split else 0
@@ -233,7 +241,7 @@ def update_bytes(workload: StepWorkload, options: StateOptions) -> int:
 
 
 def optimizer_seconds(
-    workload: StepWorkload,
+    types: NumberTypes,
     options: StateOptions,
     cluster: Cluster,
     parameters: float,
@@ -247,10 +255,10 @@ def optimizer_seconds(
 
     traffic: seconds of so many bytes on the device. Raises ValueError for a cluster that does not say its host link.
     """
-    on_device = traffic(update_bytes(workload, options) * parameters)
+    on_device = traffic(update_bytes(types, options) * parameters)
     if options.location != "host":
         return on_device
-    link, each = host_link(cluster), host_traffic(workload, options)
+    link, each = host_link(cluster), host_traffic(types, options)
     bucket = bucket_numbers(options, parameters)
     buckets = parameters / bucket
     fetch, give_back = (
@@ -278,9 +286,9 @@ def gradient_chunks(options: StateOptions, parameters: float) -> int:
     return max(1, math.ceil(parameters / (options.coarsening * bucket_numbers(options, parameters))))
 
 
-def steps_in_chunks(workload: StepWorkload, config: StepConfig) -> bool:
+def steps_in_chunks(types: NumberTypes, config: StepConfig) -> bool:
     """Whether buckets are stepped as soon as their own chunk is summed: nothing needs the norm of all gradients."""
-    return config.state.is_apart and not config.clips and workload.dtype != "fp16"
+    return config.state.is_apart and not config.clips and types.dtype != "fp16"
 
 
 def exposed_sums(left: float, whole: float, chunks: int, optimizer: float) -> float:

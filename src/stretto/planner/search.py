@@ -28,7 +28,14 @@ from stretto.planner.memory import (
     step_memory,
 )
 from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, check_state, host_memory, host_traffic
-from stretto.planner.search_space import CostModel, PredictKeywords, SearchKeywords, SearchSpace, make_search_space
+from stretto.planner.search_space import (
+    CostModel,
+    PredictKeywords,
+    SearchKeywords,
+    SearchSpace,
+    StepChoice,
+    make_search_space,
+)
 from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
 MAX_GPUS = 1 << 20
@@ -137,11 +144,11 @@ class _Candidate:
         is_too_large = self.impossible is None and not self.fits
         return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
 
-    def is_fastest_of_its_kind(self, workload: StepWorkload) -> bool:
-        """Whether nothing is computed or sent twice, and all of a rank's part of the batch fits at once."""
-        options, local = self.config.options, workload.batch // self.config.grid.batch_parts
-        twice = options.recomputation.is_on or not options.keep_gathered
-        return self.fits and not twice and self.config.micro_batch == local
+    def settles(self, choice: StepChoice, workload: StepWorkload) -> bool:
+        """Whether another choice cannot be faster: this one takes all of a rank's part of the batch at once, and
+        computes or sends no more often."""
+        takes_all = self.fits and self.config.micro_batch == workload.batch // self.config.grid.batch_parts
+        return takes_all and choice.repeats_as_much_as(StepChoice(self.config.options, self.config.state))
 
 
 def plan(
@@ -171,7 +178,7 @@ def plan(
     """
     machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     architecture = read_architecture(model, seq_len)
-    workload = StepWorkload(architecture, batch, seq_len, dtype, optimizer)
+    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     _check_cost(cost)
     ranks = _check_gpus(machine, gpus)
     micro_batch = None if micro_batch is None else _check_micro_batch(micro_batch, batch)
@@ -192,22 +199,19 @@ def plan(
     for grid, impossible in grids:
         rates = bandwidths(machine, grid)
         judged: list[_Candidate] = []
-        settled: set[Any] = set()  # states and shardings for which computing or sending twice gains nothing
-        for options, state in space.list_choices(grid):
-            if (state, options.shard_sequence) in settled:
+        for choice in space.list_choices(grid):
+            if space.skips_slower and any(candidate.settles(choice, workload) for candidate in judged):
                 continue
-            config = StepConfig(grid, 1, options, state, space.clips)
+            config = StepConfig(grid, 1, choice.options, choice.state, space.clips)
             judged.append(_judge(workload, config, machine, device, rates, limit, micro_batch, impossible))
             if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
                 break
-            if space.skips_slower and judged[-1].is_fastest_of_its_kind(workload):
-                settled.add((state, options.shard_sequence))
         candidates.append(min(judged, key=lambda candidate: candidate.rank_on_its_grid))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
         reasons = [candidate.impossible for candidate in candidates]
         raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards))
-    notes = _notes(workload, space)
+    notes = (*_notes(workload, space.states), *space.notes)
     return [_to_plan(workload, each, candidates[0], machine, limit, notes) for each in candidates]
 
 
@@ -235,7 +239,7 @@ def predict(
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
-    workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
+    workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype=dtype, optimizer=optimizer)
     options = _change(options or ExecutionOptions(), **changes)
     _check_sharding(options.shard_sequence, workload.model, cost)
     options.recomputation.check_blocks(workload.model.layers)
@@ -251,7 +255,7 @@ def predict(
     only = _judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
-    return _to_plan(workload, only, only, cluster, limit, _notes(workload, None))
+    return _to_plan(workload, only, only, cluster, limit, _notes(workload, [state]))
 
 
 def _change(
@@ -312,12 +316,17 @@ def _rounded(time: float) -> float:
     return float(f"{time:.12g}")
 
 
-def _notes(workload: StepWorkload, space: SearchSpace | None) -> tuple[str, ...]:
+def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str, ...]:
     model, seq_len = workload.model, workload.seq_len
-    notes = (*model.notes, *(space.notes if space is not None else ()))
+    notes = list(model.notes)
     if model.positions and seq_len > model.positions:
-        return (*notes, f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
-    return notes
+        notes.append(f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
+    if any(state.location == "host" and state.step_on != "device" for state in states):
+        notes.append(
+            "step_on=host: of a step on the host, the time of what travels is predicted, and none for what it computes "
+            "there; step_on=auto is predicted as a step on the device"
+        )
+    return tuple(notes)
 
 
 def _to_plan(

@@ -66,14 +66,24 @@ class StepChoice(NamedTuple):
     options: ExecutionOptions
     state: StateOptions
 
+    def repeats_as_much_as(self, other: "StepChoice") -> bool:
+        """Whether this one computes and sends again at least what another does, with all else the same."""
+        mode, of_other = self.options.recomputation, other.options.recomputation
+        recomputes_as_much = not of_other.is_on or self.options.recompute == other.options.recompute
+        if mode.kind in ("full", "every"):
+            recomputes_as_much |= of_other.kind in ("full", "every")
+        frees_as_much = other.options.keep_gathered or not self.options.keep_gathered
+        is_alike = (self.state, self.options.shard_sequence) == (other.state, other.options.shard_sequence)
+        return is_alike and recomputes_as_much and frees_as_much
+
 
 @dataclass(frozen=True)
 class SearchSpace:
     """The choices among which each grid's best is searched.
 
     recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
-    accumulate_unsharded: of all choices. skips_slower: whether recomputation and freed weights need not be tried where
-    all of a rank's part of the batch fits without. notes: what was not tried, and why.
+    accumulate_unsharded: of all choices. skips_slower: whether a choice need not be tried that is another one which
+    takes all of a rank's part of the batch at once, and more work. notes: what was not tried, and why.
     """
 
     recomputes: Sequence[str]

@@ -12,25 +12,18 @@ Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
-@dataclass(frozen=True)
-class StepWorkload:
-    """A training step: the model, the global batch in sequences, and the numbers' types.
+@dataclass(frozen=True, kw_only=True)
+class NumberTypes:
+    """The dtype that a step computes in, and its optimizer, which say what a rank keeps for each parameter.
 
-    Activations, gathered weights and what travels are in `dtype`; parameters, gradients and optimizer state in fp32
-    (fp64 for fp64), unless the state is apart (`StepConfig.state`).
+    has_momentum: of SGD. Raises ValueError for an unknown dtype or optimizer.
     """
 
-    model: Architecture
-    batch: int
-    seq_len: int
     dtype: Dtype = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    has_momentum: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:
-                raise ValueError(f"{name} is {value!r}, but must be a whole number from 1 to {1 << 31}")
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(ELEMENT_BYTES)}")
         if self.optimizer not in ("adamw", "sgd"):
@@ -48,8 +41,28 @@ class StepWorkload:
 
     @property
     def moments(self) -> int:
-        """Numbers that the optimizer keeps for each parameter: none of SGD, which is taken without momentum."""
-        return {"adamw": 2, "sgd": 0}[self.optimizer]
+        """Numbers that the optimizer keeps for each parameter."""
+        return {"adamw": 2, "sgd": int(self.has_momentum)}[self.optimizer]
+
+
+@dataclass(frozen=True)
+class StepWorkload(NumberTypes):
+    """A training step: the model, the global batch in sequences, and the numbers' types.
+
+    Activations, gathered weights and what travels are in `dtype`; parameters, gradients and optimizer state in fp32
+    (fp64 for fp64), unless the state is apart (`StepConfig.state`).
+    """
+
+    model: Architecture
+    batch: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:
+                raise ValueError(f"{name} is {value!r}, but must be a whole number from 1 to {1 << 31}")
+        super().__post_init__()
 
     @property
     def tokens(self) -> int:

@@ -4,16 +4,24 @@
 What can be checked without torch is checked first, so that a mistake shows at once.
 """
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stretto.axes import check_sizes, name_grid
 from stretto.cluster import Cluster
-from stretto.cluster.host_memory import check_room
+from stretto.cluster.host_memory import check_room, host_memory_limit
+from stretto.cluster.local_ranks import count_ranks_here
 from stretto.models import GPTConfig
 from stretto.planner import predict
+from stretto.planner.architecture import Architecture
 from stretto.planner.grids import why_impossible
+from stretto.planner.memory import local_parameters
+from stretto.planner.optimizer_state import least_on_device, most_parameters, number_bytes, state_on_host
+from stretto.planner.workload import NumberTypes
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
@@ -23,8 +31,6 @@ from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
 from stretto.train.data.files import find_files
 from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
-
-_ITEMSIZE = {"fp32": 4, "bf16": 4, "fp64": 8}  # bytes of a parameter, by train.dtype: bf16 keeps fp32 parameters
 
 
 def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
@@ -37,6 +43,8 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     source = build_source(config, dataset, folder)
     _check_fits_machine(config, source)
     _check_grid(config, source)
+    if (architecture := source.architecture(config.train.seq_len)) is not None:
+        check_state_fits(config, architecture, gpu_memory_of_cluster(config))
     predict_run(config, source)
     checkpoint = find_checkpoint(config.out, config.train.resume)
     metadata = None if checkpoint is None else read_index(checkpoint)
@@ -50,6 +58,9 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     validate(model, config.grid.sizes())
     if config.execution.recomputation.is_on:
         check_blocks(model, config.execution.recompute)
+    if architecture is None:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        check_state_fits(config, count, gpu_memory_of_cluster(config))
     if folder is not None:
         from stretto.train.checkpoint.weights import check_safetensors
 
@@ -198,12 +209,11 @@ def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
     if config.device != "cpu":
         return
     grid, run = config.grid, config.train
-    tensors = 2 + (2 if run.optimizer == "adamw" else bool(run.momentum))  # of a parameter's size
     architecture = source.architecture(run.seq_len)
     numbers = 0 if architecture is None else architecture.parameters
     sizes = check_sizes(grid.sizes())
     parts = (sizes if architecture is None else architecture.splitting_sizes(sizes)).weight_parts
-    state = numbers * tensors * _ITEMSIZE[run.dtype] // parts
+    state = numbers * sum(number_bytes(_types(config), run.state)) // parts
     tokens = run.batch // grid.batch_parts * run.seq_len * 8
     kind, what = (
         ("model", f"a model of {numbers:,} parameters")
@@ -211,6 +221,66 @@ def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
         else ("batch", f"a batch of train.batch={run.batch} x train.seq_len={run.seq_len} tokens")
     )
     check_room(state + tokens, config.ranks, what, kind)
+
+
+def _types(config: TrainConfig) -> NumberTypes:
+    run = config.train
+    return NumberTypes(dtype=run.dtype, optimizer=run.optimizer, has_momentum=bool(run.momentum))
+
+
+def gpu_memory_of_cluster(config: TrainConfig) -> float | None:
+    """Bytes of a GPU's memory, where the run names its cluster and that says it; None otherwise, and on CPUs."""
+    return None if config.cluster is None or config.device == "cpu" else Cluster.find(config.cluster).gpu.memory
+
+
+def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory: float | None) -> None:
+    """Raise ValueError if optimizer state apart needs more than this machine's host memory, or the rest more than a
+    GPU's, with the largest model that would fit.
+
+    model: its sizes; or, of one that the planner does not know, its parameters, which are taken to be divided evenly.
+    gpu_memory: bytes, None if unknown. Activations are not counted.
+    """
+    run, types = config.train, _types(config)
+    if not run.state.is_apart:
+        return
+    known = None if isinstance(model, int) else model
+    sizes = check_sizes(config.grid.sizes())
+    sizes = sizes if known is None else known.splitting_sizes(sizes)
+    whole = model if isinstance(model, int) else model.parameters
+    parameters = whole / sizes.weight_parts if known is None else local_parameters(known, sizes)
+
+    def name_largest(needed: Callable[[float], float], room: float) -> str:
+        count = most_parameters(needed, room)
+        largest = f"at most {round(count * whole / parameters):,} parameters"
+        if known is None or config.model.path is not None:
+            return f"{largest} would fit"
+        layers = range(1, known.layers + 1)
+        blocks = bisect_right(
+            layers, count, key=lambda fewer: math.ceil(local_parameters(replace(known, layers=fewer), sizes))
+        )
+        return f"{largest} would fit, of this GPT {f'model.layers={blocks}' if blocks else 'not one layer'}"
+
+    def on_host(count: float) -> float:
+        return state_on_host(types, run.state, count)
+
+    def on_device(count: float) -> float:
+        return least_on_device(types, run.state, count)
+
+    if run.optimizer_state == "host":
+        ranks, limit = count_ranks_here(config.ranks), host_memory_limit(run.host_memory)
+        if (needed := on_host(parameters) * ranks) > limit.bytes:
+            raise ValueError(
+                f"train.optimizer_state is 'host', and the state of {whole:,} parameters takes {needed / 1e9:,.4g} GB "
+                f"of host memory (ranks here: {ranks}, {needed / ranks / 1e9:,.4g} GB each), but there are "
+                f"{limit.bytes / 1e9:,.4g} GB ({limit.source}); "
+                f"{name_largest(on_host, limit.bytes / ranks)}"
+            )
+    if gpu_memory is not None and (needed := on_device(parameters)) > gpu_memory:
+        raise ValueError(
+            f"train.optimizer_state is {run.optimizer_state!r}, and a model of {whole:,} parameters needs at least "
+            f"{needed / 1e9:,.4g} GB on each GPU without any activations, but a GPU has {gpu_memory / 1e9:,.4g} GB; "
+            f"{name_largest(on_device, gpu_memory)}, or more of grid.x, grid.y and grid.z"
+        )
 
 
 def _check_grid(config: TrainConfig, source: ModelSource) -> None:

@@ -21,7 +21,14 @@ from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
 from stretto.train.data.dataset import IGNORED_TARGET
-from stretto.train.gpt.preflight import build_source, open_data, open_folder, open_held_out, predict_run
+from stretto.train.gpt.preflight import (
+    build_source,
+    check_state_fits,
+    open_data,
+    open_folder,
+    open_held_out,
+    predict_run,
+)
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.stored_optimizer import StoredOptimizer, build_stored_optimizer
@@ -55,6 +62,11 @@ class GPTTask(TrainTask):
         trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
         self.sampler = Sampler(trained_on, options.batch, options.seed)
         model = self.source.build()
+        if grid.device.type == "cuda":
+            known = self.source.architecture(options.seq_len)
+            count = sum(parameter.numel() for parameter in model.parameters())
+            memory = torch.cuda.get_device_properties(grid.device).total_memory
+            check_state_fits(config, count if known is None else known, memory)
         dtype = COMPUTE_DTYPES[options.dtype]
         self.model = parallelize(
             model.double() if dtype == torch.float64 else model,

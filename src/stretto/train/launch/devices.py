@@ -4,7 +4,7 @@
 import os
 
 from stretto.cluster.detection import count_gpus
-from stretto.cluster.local_ranks import count_local_ranks, is_rank
+from stretto.cluster.local_ranks import count_ranks_here, is_rank
 from stretto.train.config.gpt import TrainConfig, nearest_grid
 from stretto.train.config.options import AnyConfig, JobConfig
 
@@ -23,7 +23,7 @@ def resolve_device(config: AnyConfig) -> AnyConfig:
     raises if there are too few. Raises ValueError if "cuda" was asked for and there are too few GPUs, and for options
     that need a GPU on a CPU.
     """
-    ranks_here = (count_local_ranks() or 1) if is_rank() else config.ranks
+    ranks_here = count_ranks_here(config.ranks)
     gpus = count_gpus()
     if gpus:
         from stretto.memory import shared_gpus  # imports torch, as counting GPUs has
