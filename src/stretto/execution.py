@@ -160,7 +160,8 @@ class Recomputation(NamedTuple):
         """Raise ValueError if a model of so many blocks has no segment of the mode's length."""
         if self.blocks > blocks:
             raise ValueError(
-                f"recompute is 'every:{self.blocks}', but the model has {blocks} blocks; every:{blocks} would do"
+                f"recompute is 'every:{self.blocks}', but the model has {blocks} block{'s' * (blocks > 1)}; "
+                f"every:{blocks} would do"
             )
 
 

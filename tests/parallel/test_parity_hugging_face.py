@@ -135,6 +135,7 @@ META_MODELS = {
     "gpt2": deep_gpt2,
     "llama": partial(hugging_face.llama, tied=False),
     "qwen2": partial(hugging_face.qwen2, tied=True),
+    "gpt-oss": partial(hugging_face.causal_lm, "gpt_oss", num_attention_heads=256, head_dim=2, num_local_experts=256),
 }
 
 

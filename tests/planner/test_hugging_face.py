@@ -148,8 +148,15 @@ ROLES = {
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        (kind, head)
+        for kind in ("gpt2", "llama", "qwen2", "qwen3", "gpt_oss")
+        for head in HEADS
+        if kind in families_with(head)
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 12])
 def test_a_grid_is_possible_just_when_it_is_for_parallelize_that_knows_the_head(kind, head, ranks):
     _, model = family(kind, head)

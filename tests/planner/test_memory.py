@@ -257,6 +257,9 @@ PHI3 = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+GPT_OSS = PHI3 | {"model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+GPT_OSS |= {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_dropout": 0.0}
+CONFIGS = {"Phi-3": PHI3, "GPT-OSS": GPT_OSS}
 
 
 def loss_of(model: torch.nn.Module, part: torch.Tensor, num_targets: int) -> torch.Tensor:
@@ -265,13 +268,11 @@ def loss_of(model: torch.nn.Module, part: torch.Tensor, num_targets: int) -> tor
     return model(input_ids=part[:, :-1], labels=part[:, 1:], use_cache=False).loss
 
 
-def peak_of_a_step(
-    sizes: dict[str, int], batch: int, micro_batch: int, *, is_phi3: bool = False, **options: Any
-) -> int:
+def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, *, kind: str = "GPT", **options: Any) -> int:
     """Bytes at the peak of this rank's second step, weights and optimizer state included."""
     grid = Grid(**sizes)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PHI3)) if is_phi3 else GPT(SMALL)
+        model = GPT(SMALL) if kind == "GPT" else AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[kind]))
     recomputes = options.pop("checkpoint_activations")
     parallelize(model, grid, dtype=torch.bfloat16, **options)
     if recomputes:
@@ -336,17 +337,38 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     [{}, {"keep_gathered": False}, {"checkpoint_activations": True}, {"accumulate_unsharded": True}],
     ids=str,
 )
-@pytest.mark.parametrize("is_phi3", [False, True], ids=["GPT", "Phi-3"])
+@pytest.mark.parametrize("kind", ["GPT", "Phi-3"])
 def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_ranks_hold(
-    ranks, grid, micro_batch, options, is_phi3
+    ranks, grid, micro_batch, options, kind
 ):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
-    architecture = replace(read_architecture(PHI3 if is_phi3 else SMALL, 64), is_sharded_by_blocks=True)
+    architecture = replace(read_architecture(CONFIGS.get(kind, SMALL), 64), is_sharded_by_blocks=True)
     expected = predict(architecture, H200X4_FULL, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
     options = {"checkpoint_activations": False} | options
-    options["blocks"] = ["model.layers.*" if is_phi3 else "blocks.*"]
-    seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, is_phi3=is_phi3, **options))
+    options["blocks"] = ["blocks.*" if kind == "GPT" else "model.layers.*"]
+    seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind=kind, **options))
     assert expected.peak_memory == pytest.approx(seen, rel=0.05)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"x": 2, "y": 2}, {"y": 2, "z": 2}], ids=str)
+@pytest.mark.parametrize("micro_batch", [1, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"keep_gathered": False}, {"checkpoint_activations": True}, {"accumulate_unsharded": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_peak_memory_of_experts_is_within_10_percent_of_what_real_ranks_hold(
+    ranks, grid, micro_batch, options, by_blocks
+):
+    sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
+    architecture = replace(read_architecture(GPT_OSS, 64), is_sharded_by_blocks=by_blocks)
+    cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)
+    expected = predict(architecture, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
+    options = {"checkpoint_activations": False} | options | ({"blocks": ["model.layers.*"]} if by_blocks else {})
+    seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind="GPT-OSS", **options))
+    assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
 def test_what_may_be_on_its_way_at_once_is_what_the_gradients_say():

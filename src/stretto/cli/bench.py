@@ -29,6 +29,7 @@ from stretto.bench.training.settings import (
     OverlapSetting,
     ParitySetting,
     PeersSetting,
+    RecomputeSetting,
     ThroughputSetting,
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
@@ -302,6 +303,14 @@ def offload(setting: OffloadSetting, out: Path) -> Any:
     from stretto.bench.training.offload import bench_offload
 
     return bench_offload(setting, out)
+
+
+@_command("recompute", RecomputeSetting)
+def recompute(setting: RecomputeSetting, out: Path) -> Any:
+    """Recomputation that sends activations again, and that keeps them, over slow links between processes of the CPU."""
+    from stretto.bench.training.recompute import bench_recompute
+
+    return bench_recompute(setting, out)
 
 
 @_command("ddp", DdpSetting, needs=Needs.ONE_GPU)

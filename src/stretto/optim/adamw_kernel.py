@@ -22,7 +22,7 @@ class _Moments(NamedTuple):
     second: Any
 
 
-class _Decays(NamedTuple):
+class Decays(NamedTuple):
     """Kernel argument: beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
 
     beta1: Any
@@ -86,7 +86,7 @@ def launch(
         failed,
         copy,
         numbers,
-        _Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
+        Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
         HAS_SCALE=scale is not None,
         BLOCK=BLOCK,
     )

@@ -15,7 +15,6 @@ from torch import nn
 
 from stretto.parallel.builder import Builder
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.plain_parts import keep_through_conversions
 from stretto.parallel.layers.sharded_module import place_shared
 from stretto.parallel.roles.plan import Role

@@ -25,7 +25,7 @@ from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.layers.plain_parts import warn_of_replicated_parts
+from stretto.parallel.layers.plain_parts import warn_of_whole_parts
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
@@ -93,7 +93,7 @@ class Builder:
 
     def build_plain(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
         """Build what replaces each parameter that the model's own code reads, by its name."""
-        warn_of_replicated_parts(self.model, plan, self.grid)
+        warn_of_whole_parts(self.model, plan, self.grid)
         return {name: self.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
 
     def plain_parameter(self, name: str, role: Role) -> nn.Parameter:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from stretto.axes import GridSizes
-from stretto.planner.layers import AttentionLayer, BlockLayer, Linear, MlpLayer, NormLayer
+from stretto.planner.layers import AttentionLayer, BlockLayer, ExpertsLayer, Linear, MlpLayer, NormLayer
 
 LARGEST = 10**9  # of any count: products of a few stay exact and cheap
 
@@ -22,7 +22,9 @@ class Architecture:
     `fuses_qkv`: one linear makes queries, keys and values, otherwise three do. `positions` counts the rows of a learned
     position embedding (0: none). `is_rotary`: queries and keys are turned, which copies them. `block_norms` counts a
     block's norms of hidden features that have weights (where there are none, the last norm has none either), and
-    `head_norm_weights` the weights of those of its queries and keys. `notes`: what a reader of a plan must know.
+    `head_norm_weights` the weights of those of its queries and keys. `has_sinks`: attention has a number for each head.
+    `has_plain_attention`: plain operations make its scores. `experts`: how many of width `ffn` the MLP has (0: it is
+    none), of which `active_experts` compute a token. `notes`: what a reader of a plan must know.
 
     `is_sharded_by_blocks`: `parallelize` finds no roles, and shards the model block by block over z, so that all ranks
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
@@ -48,6 +50,10 @@ class Architecture:
     positions: int = 0
     block_norms: int = 2
     head_norm_weights: int = 0
+    has_sinks: bool = False
+    has_plain_attention: bool = False
+    experts: int = 0
+    active_experts: int = 0
     labels: int | None = None
     has_head_bias: bool = False
     logits: Literal["sliced", "whole", "pooled"] = "sliced"
@@ -65,6 +71,8 @@ class Architecture:
                 raise ValueError(f"{self.name}: {each.name} is {value}, but must be from {least} to {LARGEST}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.name}: {self.kv_heads} KV heads do not divide {self.heads} heads")
+        if self.experts and not 1 <= self.active_experts <= self.experts:
+            raise ValueError(f"{self.name}: a token goes to {self.active_experts} of {self.experts} experts")
 
     @cached_property
     def block(self) -> tuple[BlockLayer, ...]:
@@ -81,8 +89,11 @@ class Architecture:
                 self.has_out_bias,
                 self.is_rotary,
                 self.stores_inputs_first,
+                self.has_plain_attention,
             ),
-            MlpLayer(self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first),
+            MlpLayer(self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first)
+            if not self.experts
+            else ExpertsLayer(self.hidden, self.ffn, self.experts, self.active_experts),
         )
 
     @cached_property
@@ -106,15 +117,37 @@ class Architecture:
         return self.layers * sum(linear.weights for linear in self.linears)
 
     @property
+    def active_weights(self) -> int:
+        """Weights of all blocks that one token is multiplied with: of experts, those of its own alone."""
+        experts = sum(layer.active_weights for layer in self.block if isinstance(layer, ExpertsLayer))
+        return self.linear_weights + self.layers * experts
+
+    @cached_property
+    def gathered_tensors(self) -> tuple[int, ...]:
+        """Numbers in each of one block's parameters that z alone shards."""
+        return tuple(count for layer in self.block for count in layer.gathered_tensors())
+
+    @property
+    def gathered_parameters(self) -> int:
+        """Their sum."""
+        return sum(self.gathered_tensors)
+
+    @property
+    def sinks(self) -> int:
+        """Attention sinks of one block, which x splits with the heads."""
+        return self.heads if self.has_sinks else 0
+
+    @property
     def parameters(self) -> int:
         """All of the model's parameters; tied weights count once."""
         return self.layers * self.block_parameters + self.outside_parameters
 
     @cached_property
     def block_parameters(self) -> int:
-        """All parameters of one block: weights and biases of its linears, and its norms."""
+        """All parameters of one block: weights and biases of its linears, its norms, sinks and experts."""
         linears = sum(linear.weights + linear.outputs * linear.has_bias for linear in self.linears)
-        return linears + self.block_norms * self._norm_width + self.head_norm_weights
+        norms = self.block_norms * self._norm_width + self.head_norm_weights
+        return linears + norms + self.sinks + self.gathered_parameters
 
     @cached_property
     def outside_parameters(self) -> int:

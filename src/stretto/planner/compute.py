@@ -129,6 +129,9 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     forward_bytes, backward_bytes = _element_wise(workload, grid, config.token_parts)
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
+    for count, m, n, k in (product for layer in model.block for product in layer.gathered_products(tokens)):
+        forward += count * device.matmul(m, n, k, "NN")
+        backward += count * (device.matmul(m, k, n, "NT") + device.matmul(k, n, m, "TN"))
     casts, casts_back = _casts(workload, config, grid)
     copies, copies_back = _copies(workload, config, device.cluster)
     layers = model.layers * micro_batches
@@ -150,8 +153,13 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     )
 
 
+_PASSES_OVER_SCORES = 12  # reads and writes
+
+
 def _parameters(workload: StepWorkload, grid: GridSizes) -> float:
-    return workload.model.parameters / grid.weight_parts
+    model = workload.model
+    experts = 0 if model.is_sharded_by_blocks else model.layers * model.gathered_parameters
+    return (model.parameters - experts) / grid.weight_parts + experts / grid.z
 
 
 def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> tuple[float, float]:
@@ -161,6 +169,9 @@ def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> 
     """
     of_layers = [layer.element_wise(grid, token_parts) for layer in workload.model.block]
     forward, backward = (sum(numbers) for numbers in zip(*of_layers, strict=True))
+    # Scores that are tensors are scaled, masked, joined with the sinks, shifted and normalized, each in a pass.
+    scores = sum(layer.scores(grid) for layer in workload.model.block) * workload.seq_len
+    forward, backward = forward + _PASSES_OVER_SCORES * scores, backward + _PASSES_OVER_SCORES * scores
     for linear in workload.model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
             output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]
@@ -190,18 +201,21 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
 def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[float, float]:
     """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered.
 
-    Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks is sent
-    so (`stretto.parallel.layers.block_shard`); what copy engines gather lies in its place.
+    Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks, and
+    experts, are sent so (`stretto.parallel.layers.block_shard`); what copy engines gather lies in its place.
     """
     model, options, element = workload.model, config.options, workload.element
-    if not model.is_sharded_by_blocks or config.grid.z == 1:
+    in_block = model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters
+    if not in_block or config.grid.z == 1:
         return 0.0, 0.0
     has_nvlink = has_nvlink_over_z(cluster, config.grid)
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
-    gathered = model.parameters - model.layers * of_block - outside
+    whole = model.layers * in_block + (model.outside_parameters if model.is_sharded_by_blocks else 0)
+    gathered = whole - model.layers * of_block - outside
     is_gathered_again = options.recomputation.is_on or not options.keep_gathered
-    again = model.layers * model.block_parameters * is_gathered_again
-    return 2 * gathered * element, 2 * (again + 2 * model.parameters) * element
+    again = model.layers * in_block * is_gathered_again
+    passes = 2 if model.is_sharded_by_blocks else 1
+    return 2 * gathered * element, 2 * (again + passes * whole) * element
 
 
 def _head(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:

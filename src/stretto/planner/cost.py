@@ -24,6 +24,7 @@ from stretto.planner.communication import (
     Volume,
     WeightTraffic,
     blocks_volume,
+    features_traffic,
     linear_traffic,
     seconds,
     slowest_rate,
@@ -122,8 +123,11 @@ class _Step:
         self.sums: list[_Sum] = []
         linears = () if model.is_sharded_by_blocks else model.linears
         traffics = [linear_traffic(linear, grid, tokens) for linear in linears]
-        # What a block's weights are sent in: a message for each linear, or one for all of its parameters.
-        messages: Sequence[WeightTraffic] = traffics or [WeightTraffic.of(model.block_parameters, grid)]
+        # What a block's weights are sent in: a message for each linear and one for its experts, or one for all of its
+        # parameters.
+        messages: list[WeightTraffic] = [*traffics]
+        if together := model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters:
+            messages.append(WeightTraffic.of(together, grid))
         self.messages = len(messages)
         of_message = [self._weights(message) for message in messages]
         gathers, scatters, reductions = (sum(times) for times in zip(*of_message, strict=True))
@@ -142,6 +146,8 @@ class _Step:
                 self.sums += self._sharded_sums(place, linear, traffic)
             else:
                 self.sums += self._whole_sums(place, linear, traffic, tokens)
+        if model.gathered_parameters and not model.is_sharded_by_blocks:
+            self.sums += self._features_of_experts(tokens)
 
     def _weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
         """Seconds of one all-gather and one reduce-scatter over z, and of one all-reduce over data."""
@@ -184,6 +190,14 @@ class _Step:
         is_output = not linear.is_rowwise
         time = self.calls * (sums if is_output else 1) * self._collective("all_reduce", "y", of_y * element)
         yield _Sum("y", time, 0.0, is_forward=is_output)
+
+    def _features_of_experts(self, tokens: float) -> Iterator[_Sum]:
+        """Hidden features and their gradients, gathered over y for experts and waited for."""
+        num_bytes = features_traffic(self.workload.model, self.config.grid, tokens) * self.workload.element
+        again = 2 if self.config.options.recomputation.is_on else 1  # no mode keeps them
+        for passes, is_forward in ((again, True), (1, False)):
+            time = self.calls * passes * self._collective("all_gather", "y", num_bytes)
+            yield _Sum("y", time, 0.0, is_forward)
 
     def _within(self, time: float, product: float, *, is_forward: bool) -> _Sum:
         """What goes over x within a product, tile by tile: the first or last rank's part is waited for.

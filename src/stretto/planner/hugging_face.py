@@ -12,7 +12,11 @@ from stretto.planner.architecture import Architecture, check_count
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
 
 _FUSED_MLP = {"layers.*.mlp.gate_up_proj": "colwise_gather_output", "layers.*.mlp.down_proj": "rowwise_split_input"}
-_REPLICATED_ATTENTION = "its attention is replicated where x > 1, but is counted as split over x"
+_WHOLE_ATTENTION = "every rank of x computes all of its attention, which is counted as split over x"
+_EXPERTS = (
+    "every rank of x and y computes its router and all of its experts, which z alone shards; attention is counted as "
+    "plain operations make it, which keep heads x seq_len scores of each token where a kernel for sinks would keep none"
+)
 _OLMO_NORM = "its norms (input_layernorm, say) have no weights, and a formula that Stretto does not know how to split"
 
 
@@ -24,6 +28,9 @@ class _Family:
     a block's norms of hidden features that have weights. `head_norms`: whether queries and keys are normalized, over
     one head ("head") or all of them ("all", or as the entry of this name says). `defaults`: what transformers takes
     where a configuration is silent.
+
+    `has_experts`: the MLP is a router and experts, whose every rank of x and y computes all. `has_sinks`: its
+    attention has a sink for each head, and is made of plain operations.
 
     For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
     is not taken (`refusal`), what a plan does not count (`note`), and whether logits change between head and loss.
@@ -40,6 +47,8 @@ class _Family:
     refusal: str = ""
     note: str = ""
     changes_logits: bool = False
+    has_experts: bool = False
+    has_sinks: bool = False
 
 
 _GPT2 = _Family("GPT2", defaults={"attn_pdrop": 0.1})
@@ -68,7 +77,7 @@ _GATED = {
         defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
         changes_logits=True,
     ),
-    "phi3": _Family("Phi3", note=_REPLICATED_ATTENTION),
+    "phi3": _Family("Phi3", note=_WHOLE_ATTENTION),
     "olmo": _Family("Olmo", "attention_bias", "attention_bias", block_norms=0, refusal=_OLMO_NORM),
     "olmo2": _Family("Olmo2", "attention_bias", "attention_bias", head_norms="all"),
     "granite": _Family("Granite", "attention_bias", "attention_bias", "mlp_bias", changes_logits=True),
@@ -88,6 +97,21 @@ _GATED = {
         styles=_FUSED_MLP,
     ),
 }
+_GATED["gpt_oss"] = _Family(
+    "GptOss",
+    "attention_bias",
+    "attention_bias",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
+    note=_EXPERTS,
+    has_experts=True,
+    has_sinks=True,
+)
 FAMILIES = {"gpt2": _GPT2, **_GATED}
 
 
@@ -124,7 +148,8 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     What `parallelize` has against the model stands in the architecture's `notes`.
     """
     kind = config.get("model_type")
-    if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+    has_experts = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if has_experts and not (isinstance(kind, str) and kind in FAMILIES and FAMILIES[kind].has_experts):
         raise ValueError(f"{name}: a mixture of experts cannot be planned yet")
     if config.get("per_layer_config"):
         raise ValueError(f"{name}: layers of different sizes (per_layer_config) cannot be planned yet")
@@ -231,6 +256,8 @@ def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterat
         yield "nothing says what q_norm and k_norm are, whose weights differ from head to head"
     if config.get("quantization_config"):
         yield "quantization_config makes linears of other classes, where roles take exactly nn.Linear"
+    if family.has_experts and config.get("output_router_logits"):
+        yield "output_router_logits adds a load-balancing loss of a rank's own rows, wherever data x z > 1"
     if head.labels:
         roles = {head.submodule: "head"}
         if head.submodule in ("score", "classifier") and head.logits == "whole":
@@ -284,6 +311,10 @@ def _gated_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[
         "block_norms": family.block_norms,
         "has_plain_norms": family.block_norms > 0,  # Olmo's are torch's
         "head_norm_weights": head_norm_weights,
+        "has_sinks": family.has_sinks,
+        "has_plain_attention": family.has_sinks,
+        "experts": _count(config, "num_local_experts", name) if family.has_experts else 0,
+        "active_experts": _count(config, "num_experts_per_tok", name) if family.has_experts else 0,
     }
 
 

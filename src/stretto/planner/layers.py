@@ -6,11 +6,13 @@ follows from these. To plan another kind of layer, add a class here, and change 
 
 - `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs sizes of its own;
 - `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
-  weights and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted by name;
+  weights and biases, and those that `gathered_tensors` gives: those of norms (`block_norms`, `head_norm_weights`),
+  attention sinks, embeddings and head are counted by name;
 - `communication` and `cost`, if the layer sends anything but its linears' collectives (experts' all-to-all, say).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.axes import GridSizes
@@ -82,6 +84,19 @@ class BlockLayer(ABC):
         """FLOPs of its attention's own products in one forward pass over `tokens`; 0 by default."""
         return 0.0
 
+    def scores(self, grid: GridSizes) -> float:
+        """Attention's scores, for each token and key, that are there as a tensor; 0 by default: within a kernel."""
+        return 0.0
+
+    def gathered_tensors(self) -> tuple[int, ...]:
+        """Numbers in each of its parameters that z alone shards: gathered as one message, and computed with by every
+        rank of x and y. None by default."""
+        return ()
+
+    def gathered_products(self, tokens: int) -> Sequence[tuple[int, int, int, int]]:
+        """The products with `gathered_tensors` in one forward pass: how many of [m, k] x [k, n], and m, n and k."""
+        return ()
+
 
 @dataclass(frozen=True)
 class NormLayer(BlockLayer):
@@ -113,7 +128,8 @@ class NormLayer(BlockLayer):
 class AttentionLayer(BlockLayer):
     """Causal self-attention, its heads cut over x: q, k and v by one linear or three, and the linear of the output.
 
-    is_rotary: queries and keys are rotated, which copies them.
+    is_rotary: queries and keys are rotated, which copies them. is_plain: plain operations make its scores, of all keys,
+    and keep those after the softmax.
     """
 
     hidden: int
@@ -125,6 +141,7 @@ class AttentionLayer(BlockLayer):
     has_out_bias: bool
     is_rotary: bool
     stores_inputs_first: bool
+    is_plain: bool = False
 
     @property
     def queries(self) -> int:
@@ -155,7 +172,12 @@ class AttentionLayer(BlockLayer):
             kept += (self.queries + self.keys) / grid.x
         if self.fuses_qkv and self.kv_heads < self.heads and not self.is_rotary:
             kept += self.queries / grid.x  # grouped queries are copied out of the fused product
+        if self.is_plain and self.kv_heads < self.heads:  # keys and values are copied for each query's head
+            kept += (2 * self.queries - 2 * self.keys) / grid.x
         return kept
+
+    def scores(self, grid: GridSizes) -> float:
+        return self.heads / grid.x if self.is_plain else 0.0
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         qkv = (self.queries + 2 * self.keys) / grid.x
@@ -165,8 +187,9 @@ class AttentionLayer(BlockLayer):
         return 0.0  # never more than the MLP's
 
     def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:
-        # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
-        return 2 * tokens * seq_len * self.queries / grid.x
+        # Queries with keys, and their weights with values; a causal mask leaves half, except to plain operations.
+        # Repeated on every rank of y.
+        return (4 if self.is_plain else 2) * tokens * seq_len * self.queries / grid.x
 
 
 @dataclass(frozen=True)
@@ -201,3 +224,46 @@ class MlpLayer(BlockLayer):
         # Each linear that takes the block's activations makes a gradient by these; a quarter more is measured
         # (results/memory).
         return self.widest(grid) + 1.25 * (2 if self.is_gated else 1) * self.hidden / grid.y
+
+
+@dataclass(frozen=True)
+class ExpertsLayer(BlockLayer):
+    """A router and gated experts, `active` of which each token goes to; every rank of x and y computes all of it."""
+
+    hidden: int
+    ffn: int
+    experts: int
+    active: int
+
+    def gathered_tensors(self) -> tuple[int, ...]:
+        hidden, ffn = self.hidden, self.ffn
+        of_expert = (2 * ffn * hidden, 2 * ffn, ffn * hidden, hidden)  # gate and up in one, down, and their biases
+        return (self.experts * hidden, self.experts, *(self.experts * count for count in of_expert))
+
+    def gathered_products(self, tokens: int) -> Sequence[tuple[int, int, int, int]]:
+        rows = -(-tokens * self.active // self.experts)
+        return (
+            (1, tokens, self.experts, self.hidden),
+            (self.experts, rows, 2 * self.ffn, self.hidden),
+            (self.experts, rows, self.hidden, self.ffn),
+        )
+
+    @property
+    def active_weights(self) -> int:
+        """The weights that one token is multiplied with."""
+        return self.experts * self.hidden + self.active * 3 * self.ffn * self.hidden
+
+    def kept(self, grid: GridSizes, token_parts: int) -> float:
+        # Its whole input where y has cut that; for each expert of a token a copy of the input, the output before its
+        # weight, gate and up as made and as clamped, the gate's sigmoid, both factors and their product.
+        return self.hidden * (grid.y > 1) + self.active * (2 * self.hidden + 7 * self.ffn)
+
+    def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+        passes = self.active * (4 * self.hidden + 14 * self.ffn)
+        return passes, 2 * passes
+
+    def widest(self, grid: GridSizes) -> float:
+        return self.active * 2 * self.ffn
+
+    def growth(self, grid: GridSizes) -> float:
+        return self.active * (4 * self.ffn + self.hidden)

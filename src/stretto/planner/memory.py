@@ -40,15 +40,23 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
     head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
     biases = sum(linear.outputs / grid[linear.output_axis] for linear in model.linears if linear.has_bias)
     norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
-    return weights + embedding + head + model.layers * biases + norms + model.positions * model.hidden / grid.y
+    others = model.gathered_parameters / grid.z + model.sinks / grid.x
+    positions = model.positions * model.hidden / grid.y
+    return weights + embedding + head + model.layers * (biases + others) + norms + positions
 
 
-def activations_of_a_block(model: Architecture, grid: GridSizes, token_parts: int = 1) -> tuple[float, float]:
-    """Numbers a token that one block keeps for its backward pass, and how many of them are its input.
+def activations_of_a_block(workload: StepWorkload, grid: GridSizes, token_parts: int = 1) -> tuple[float, float, float]:
+    """Numbers a token that one block keeps for its backward pass, how many of them are its input, and the most that its
+    backward pass holds beyond them.
 
     token_parts: over how many ranks of x activations between blocks are sharded.
     """
-    return sum(layer.kept(grid, token_parts) for layer in model.block), model.hidden / grid.y / token_parts
+    model = workload.model
+    scores = [layer.scores(grid) * workload.seq_len for layer in model.block]
+    kept = sum(layer.kept(grid, token_parts) for layer in model.block) + sum(scores)
+    # Gradients of plain attention's scores, before and after the softmax, and what one is made from.
+    growth = max(layer.growth(grid) + 3 * score for layer, score in zip(model.block, scores, strict=True))
+    return kept, model.hidden / grid.y / token_parts, growth
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class RecomputedBlocks:
 
 
 def recomputed_blocks(
-    model: Architecture, grid: GridSizes, recomputation: Recomputation, token_parts: int = 1
+    workload: StepWorkload, grid: GridSizes, recomputation: Recomputation, token_parts: int = 1
 ) -> RecomputedBlocks:
     """What a mode keeps: `RecomputedBlocks`, by these formulas for each of L blocks.
 
@@ -75,7 +83,8 @@ def recomputed_blocks(
     output of every linear that is summed over ranks, what is gathered of sharded tokens, and two fp32 statistics of
     each norm over y. Of what is kept, outputs that A has too are not there twice.
     """
-    kept, own_input = activations_of_a_block(model, grid, token_parts)
+    model = workload.model
+    kept, own_input, _ = activations_of_a_block(workload, grid, token_parts)
     layers, together = model.layers, recomputation.blocks
     match recomputation.kind:
         case "none":
@@ -151,13 +160,15 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     of_number = number_bytes(workload, config.state)
     fixed = parameters_and_optimizer(workload, config.state, parameters)
     tokens = config.micro_batch * workload.seq_len
-    block_weights = sum(linear.weights for linear in model.linears) / (grid.x * grid.y)
-    largest = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
+    of_linears = sum(linear.weights for linear in model.linears) / (grid.x * grid.y)
+    largest_linear = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
+    experts = model.gathered_parameters
+    block_weights, largest = of_linears + experts, max(largest_linear, experts)
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < of_number.weight
-    kept, _ = activations_of_a_block(model, grid, config.token_parts)
+    kept, _, growth = activations_of_a_block(workload, grid, config.token_parts)
     recomputes = config.options.recomputation.is_on
-    blocks = recomputed_blocks(model, grid, config.options.recomputation, config.token_parts)
+    blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
     uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1
     keeps_gathered_weights = (
         uses_copy_engines and config.options.overlap.hides_any and config.options.keep_gathered and not recomputes
@@ -169,7 +180,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
         else gathered_at_once
     )
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
-    ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.element if uses_copy_engines else 0.0
+    ring = (SCATTERS_IN_FLIGHT + 1) * largest_linear * workload.element if uses_copy_engines else 0.0
     activations = blocks.between * tokens
     keeps_gathered = config.options.keep_gathered and not recomputes
     gathered = model.layers * block_weights if keeps_gathered else gathered_at_once
@@ -188,10 +199,11 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     earlier = gradients + unsharded if accumulates else 0.0
     of_head = head / grid.z * of_number.gradient
     widest = max(layer.widest(grid) for layer in model.block) * tokens
-    growth = max(layer.growth(grid) for layer in model.block) * tokens
+    growth *= tokens
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
-    # they become.
-    scattered = SCATTERS_IN_FLIGHT / len(model.linears) * block_weights * (1 + 1 / grid.z) if grid.z > 1 else 0.0
+    # they become; experts' message has been sent before the next one is made.
+    on_their_way = SCATTERS_IN_FLIGHT / len(model.linears) * of_linears
+    scattered = on_their_way * (1 + 1 / grid.z) + experts / grid.z if grid.z > 1 else 0.0
     # State apart has its gradients summed where they lie.
     bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_apart else 0.0
     moments = [
@@ -242,19 +254,21 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
 
 
 def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:
-    """Parameters of each block, and of what is in none, that copy engines gather where a model is sharded by blocks.
+    """Parameters of each block, and of what is in none, that copy engines gather into places of their own.
 
-    has_nvlink: as in `memory`.
+    Where a model is sharded by blocks, all large ones; otherwise the large ones of experts. has_nvlink: as in `memory`.
     """
     model, options = workload.model, config.options
     keeps = options.keep_gathered and not options.recomputation.is_on
     if not (keeps and has_nvlink and options.overlap.copy_engines and options.overlap.hides_any and config.grid.z > 1):
         return 0, 0
     least = LEAST_COPIED_BYTES / workload.element
-    own_head = model.head_outputs * model.hidden * model.has_own_head
-    tables = (model.vocab * model.hidden, model.positions * model.hidden, own_head)
-    weights = (linear.weights for linear in model.linears)
-    return sum(weight for weight in weights if weight >= least), sum(table for table in tables if table >= least)
+    of_block, tables = [*model.gathered_tensors], list[int]()
+    if model.is_sharded_by_blocks:
+        of_block += [linear.weights for linear in model.linears]
+        own_head = model.head_outputs * model.hidden * model.has_own_head
+        tables = [model.vocab * model.hidden, model.positions * model.hidden, own_head]
+    return sum(weight for weight in of_block if weight >= least), sum(table for table in tables if table >= least)
 
 
 def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> dict[str, float]:
@@ -278,8 +292,8 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     resident = layers * by_engines + outside_by_engines
     block = (model.block_parameters - by_engines) * is_copied
     outside = (model.outside_parameters - outside_by_engines) * is_copied
-    largest = max(linear.weights for linear in model.linears)
-    recomputed = recomputed_blocks(model, grid, options.recomputation)
+    largest = max(*(linear.weights for linear in model.linears), *model.gathered_tensors)
+    recomputed = recomputed_blocks(workload, grid, options.recomputation)
     again = (
         block * recomputed.blocks if is_sent or recomputes else largest * is_copied
     )  # what is cast alone is cast at each use
@@ -292,10 +306,9 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
     earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_apart else 0.0
     of_block = model.block_parameters / grid.z * of_number.gradient
-    kept, _ = activations_of_a_block(model, grid)
+    kept, _, growth = activations_of_a_block(workload, grid)
     kept_by_each, hidden = recomputed.between / layers, model.hidden
     in_use = recomputed.again if recomputes else kept  # of the block, or blocks, whose backward pass runs
-    growth = max(layer.growth(grid) for layer in model.block)
     moments = []
 
     def note(gathered: float, activations: float, *, reduced: float = 0.0, temporary: float = 0.0) -> None:
@@ -361,7 +374,7 @@ def most_allocated(capacity: float) -> float:
 def kept_activations(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
     """Bytes of what all blocks keep between the passes of a micro-batch, and how many of them are in host memory."""
     grid = workload.model.splitting_sizes(config.grid)
-    blocks = recomputed_blocks(workload.model, grid, config.options.recomputation, config.token_parts)
+    blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
     num_bytes = config.micro_batch * workload.seq_len * workload.element
     return (blocks.on_host or blocks.between) * num_bytes, blocks.on_host * num_bytes
 

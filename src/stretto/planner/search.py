@@ -32,7 +32,6 @@ from stretto.planner.search_space import (
     CostModel,
     PredictKeywords,
     SearchKeywords,
-    SearchSpace,
     StepChoice,
     make_search_space,
 )

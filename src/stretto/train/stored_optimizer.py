@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD
 
 from stretto.execution import BUCKET_ALIGNMENT, StateOptions, StepPlace
 from stretto.memory import failures
@@ -24,7 +23,16 @@ from stretto.optim.state.layout import StateLayout
 from stretto.optim.state.loss_scale import LossScale, LossScaleOptions
 from stretto.optim.state.residence import DeviceResidence, HostResidence, HostStepResidence, StateResidence
 from stretto.optim.state.store import Communicator, OptimizerStateStore, StoredParameter, state_slots
-from stretto.optim.state.updates import MASTER, TILE, AdamWUpdate, MakeOptimizer, TiledUpdate, Update, find_slots
+from stretto.optim.state.updates import (
+    MASTER,
+    TILE,
+    AdamWUpdate,
+    MakeOptimizer,
+    SGDUpdate,
+    TiledUpdate,
+    Update,
+    find_slots,
+)
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
 from stretto.parallel.layout import layout_of, local
@@ -237,6 +245,11 @@ def adamw_update(*, betas: tuple[float, float], eps: float, tile: int = TILE) ->
 HOST_TILE = 1 << 20
 
 
+def sgd_update(*, momentum: float = 0.0, tile: int = TILE) -> MakeUpdate:
+    """SGD with momentum, as torch's: by a kernel that reads 16-bit gradients."""
+    return lambda on_host: SGDUpdate(momentum=momentum, tile=min(tile, HOST_TILE) if on_host else tile)
+
+
 def tiled_update(make: MakeOptimizer, *, tile: int = TILE) -> MakeUpdate:
     """Steps of any elementwise optimizer of torch. ValueError for one that is not."""
     slots = find_slots(make)
@@ -286,10 +299,7 @@ def choose_step_place(options: StateOptions, make: MakeUpdate, dtype: torch.dtyp
 def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> StoredOptimizer:
     """Build the optimizer of a run whose `optimizer_state` is "device" or "host", of the model's present weights."""
     if run.optimizer == "sgd":
-        make = tiled_update(
-            lambda groups: SGD(groups, lr=run.lr, momentum=run.momentum, fused=grid.device.type == "cuda"),
-            tile=run.state_tile,
-        )
+        make = sgd_update(momentum=run.momentum, tile=run.state_tile)
     else:
         make = adamw_update(betas=(run.beta1, run.beta2), eps=run.eps, tile=run.state_tile)
     return StoredOptimizer(
@@ -321,7 +331,7 @@ class _StoreSink:
         self._store.finish()
 
 
-class _Sum:
+class _GradientSum:
     """A sum over several groups, in place, of which the first was started. wide: what travels, if not `gradients`."""
 
     def __init__(self, gradients: Tensor, wide: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -349,9 +359,9 @@ class GridCommunicator:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    def start_sum(self, key: tuple[dist.ProcessGroup, ...], gradients: Tensor) -> _Sum:
+    def start_sum(self, key: tuple[dist.ProcessGroup, ...], gradients: Tensor) -> _GradientSum:
         rounds_often = gradients.device.type == "cpu" and math.prod(group.size() for group in key) > 2
-        return _Sum(gradients, gradients.float() if rounds_often else gradients, key)
+        return _GradientSum(gradients, gradients.float() if rounds_often else gradients, key)
 
     def sum_squares(self, squares: Tensor) -> Tensor:
         return all_reduce(squares, self._grid.group("world"))

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.parallel import (
     Grid,
+    SegmentLoadPlanner,
+    SegmentSavePlanner,
     checkpoint_activations,
     clip_grad_norm_,
     gather,
@@ -231,6 +234,37 @@ def test_x_splits_inner_parameters_by_heads_and_z_shards_gathered_modules(ranks)
     gain = {"mlp.gain": ()}
     assert first == of_attention | gain | {"mlp.up": (2, 8, 6), "mlp.down": (2, 6, 8), "mlp.route.bias": (2,)}
     assert last == of_attention | gain | {"mlp.up": (1, 8, 6), "mlp.down": (1, 6, 8), "mlp.route.bias": (1,)}
+
+
+def save_with_planner(sizes: Sizes, path: str) -> None:
+    """Save by Stretto's planner what torch's own refuses for an inner parameter with segments."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model = parallelize(MixtureOfExperts(), grid, roles=EXPERT_ROLES)
+    state = model.state_dict()
+    with pytest.raises(dcp.api.CheckpointException, match="SegmentSavePlanner"):
+        dcp.save({"bias": state["blocks.0.attention.bias"]}, checkpoint_id=f"{path}-refused")
+    dcp.save(state, checkpoint_id=path, planner=SegmentSavePlanner())
+
+
+def load_with_planner(sizes: Sizes, path: str) -> list[str]:
+    """The parameters that are other ones than those of `save_with_planner`."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model, expected = parallelize(MixtureOfExperts(), grid, roles=EXPERT_ROLES), MixtureOfExperts()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=path, planner=SegmentLoadPlanner())
+    model.load_state_dict(state)
+    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+    return [name for (name, parameter), whole in pairs if not torch.equal(gather(parameter), whole)]
+
+
+def test_torchs_checkpoints_hold_inner_parameters_whole_for_other_grids(ranks, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    ranks(4).run(save_with_planner, (1, 2, 1, 2), path)
+    for sizes in ((2, 1, 1, 2), (1, 2, 2, 1)):
+        assert ranks(4).run(load_with_planner, sizes, path) == [[]] * 4
 
 
 class TakesKeywords(nn.Module):

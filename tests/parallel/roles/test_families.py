@@ -206,20 +206,43 @@ def warnings_of(case: str, sizes: tuple[int, int, int, int]) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_replicated_attention_is_warned_of_with_what_it_costs(ranks):
-    found, others = ranks(4).run(warnings_of, "phi 3", X2_Z2)[:2]
-    assert others == []
-    assert "of the parameters of Phi3ForCausalLM are replicated (model.layers.*.self_attn)" in found[0]
-    assert not any("replicated" in each for each in ranks(4).run(warnings_of, "olmo 2", X2_Z2)[0])
-
-
-def test_experts_that_every_rank_of_x_computes_are_warned_of_with_what_they_cost(ranks):
-    found, others = ranks(4).run(warnings_of, "gpt-oss", X2_Z2)[:2]
-    assert others == []
-    (said,) = [each for each in found if "of the parameters of" in each]
-    assert re.match(r"\d\d% of the parameters of GptOssForCausalLM are gathered \(model\.layers\.\*\.mlp\)", said)
-    assert "each of the x * y = 2 ranks that share a batch computes all of them" in said
+def test_what_every_rank_of_x_computes_is_warned_of_with_what_it_costs(ranks):
+    for case, part in (("phi 3", r"model\.layers\.\*\.self_attn"), ("gpt-oss", r"model\.layers\.\*\.mlp")):
+        found, others = ranks(4).run(warnings_of, case, X2_Z2)[:2]
+        assert others == []
+        (said,) = [each for each in found if "of the parameters of" in each]
+        assert re.match(rf"\d\d% of the parameters of \w+ are split neither over x nor over y \({part}\): ", said)
+        assert "each of the x * y = 2 ranks that share a batch computes all of them" in said
     assert not any("of the parameters" in each for each in ranks(4).run(warnings_of, "gpt-oss", DATA2_Z2)[0])
+    assert not any("of the parameters" in each for each in ranks(4).run(warnings_of, "olmo 2", X2_Z2)[0])
+
+
+def numbers_here(case: str, sizes: tuple[int, int, int, int], part: str) -> tuple[int, int]:
+    """How many numbers this rank holds of a part of the model, and how many that has."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = parallelize(build(CASES[case]), grid)
+    found = [parameter for name, parameter in model.named_parameters() if part in name]
+    return sum(parameter.to_local().numel() for parameter in found), sum(parameter.numel() for parameter in found)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        ("gpt-oss", ".mlp."),
+        ("phi 3", ".self_attn."),
+        ("bloom", ".self_attention."),
+        ("falcon, alibi", ".self_attention."),
+        ("stablelm, norms of heads", ".self_attn."),
+    ],
+)
+def test_z_shards_what_every_rank_of_x_computes(ranks, case, part):
+    held = ranks(4).run(numbers_here, case, X2_Z2, part)
+    whole = held[0][1]
+    assert held[0] == held[1]  # neighbours along x
+    assert held[0][0] + held[2][0] == whole > 1000
 
 
 @pytest.mark.parametrize("sizes", [Y2, X2_Y2])

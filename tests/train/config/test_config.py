@@ -55,6 +55,14 @@ def test_overrides_are_read_as_toml_and_otherwise_as_text() -> None:
     assert config.train.clip is None
 
 
+def test_modes_of_recomputation_are_read_and_unknown_ones_refused() -> None:
+    assert make_config(SMALLEST, ["train.recompute=every:3"]).execution.recompute == "every:3"
+    assert make_config(SMALLEST, ["train.checkpoint_activations=true"]).execution.recompute == "full"
+    both = make_config(SMALLEST, ["train.checkpoint_activations=true", "train.recompute=host"])
+    assert both.execution.recompute == "host"
+    assert "train.recompute is 'most', but must be one of none, full" in refusal("train.recompute=most")
+
+
 @pytest.mark.parametrize("folder", ["2024", "2024-01-01", "true", "1e5", "runs/~"])
 def test_a_folder_may_look_like_a_number_or_a_date(folder: str) -> None:
     assert make_config(SMALLEST, [f"out={folder}"]).out == Path(folder)
@@ -154,6 +162,7 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
         ("train.trace=true", "train.cuda_graph and train.trace are both on"),
         ("model.dropout=0.1", "train.cuda_graph is on and model.dropout is 0.1"),
         ("train.checkpoint_activations=true", "train.cuda_graph and train.checkpoint_activations are both on"),
+        ("train.recompute=communication", "train.cuda_graph and train.recompute are both on"),
     ],
 )
 def test_a_graph_is_refused_beside_what_it_cannot_hold(override: str, words: str) -> None:

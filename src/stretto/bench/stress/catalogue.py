@@ -26,6 +26,7 @@ CATALOGUES = (
     "stretto.bench.stress.primitives",
     "stretto.bench.stress.embedding",
     "stretto.bench.stress.copy_engines",
+    "stretto.bench.stress.optimizers",
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stress configurations of copy engines' weight all-gather and gradient reduce-scatter, and of the AdamW kernel."""
+"""Stress configurations of copy engines' weight all-gather and gradient reduce-scatter."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team
-from stretto.memory import failures
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter
 from stretto.parallel.comm.weight_gathering import WeightToGather
@@ -22,7 +21,6 @@ ENTRIES = 6
 _BEGIN = "tiles.calls.begin_call"
 _WAIT = "tiles.signals.wait_for_all"
 _SCATTER = ("parallel.comm.copy_engine_scatter.begin_scatter", "parallel.comm.copy_engine_scatter.sum_parts")
-_ADAMW = "optim.adamw_kernel._adamw"
 
 
 class CopyEngineGatherCase(StressCase):
@@ -130,45 +128,8 @@ class CopyEngineScatterCase(StressCase):
         self._scatter._channel.check()
 
 
-class AdamWCase(StressCase):
-    """Steps of the AdamW kernel from one state, which must give the same bits each time."""
-
-    entries = ENTRIES
-
-    def __init__(self, team: Team) -> None:
-        self._device = team.device
-        self._numbers = 5000 if team.is_cuda else 300
-        self._gradients = [
-            team.integers((self._numbers,), entry, team.rank, low=-50, high=50).float() / 16 for entry in range(ENTRIES)
-        ]
-        self._scale = torch.tensor(0.5, device=team.device)
-        self._corrections = torch.tensor([0.25, 1.5, 0.875], device=team.device)
-        self._expected = [self._step(entry) for entry in range(ENTRIES)]
-        for entry, (parameter, *_) in enumerate(self._expected):
-            gradient = self._gradients[entry].double() * 0.5
-            first, second = 0.1 + 0.25 * gradient, 0.0625 + 0.25 * gradient * gradient
-            right = 0.875 - 0.25 * first / (second.sqrt() * 1.5 + 1e-3)
-            if not torch.allclose(parameter.double(), right, atol=1e-5):
-                raise AssertionError("AdamW's kernel does another step")
-
-    def _step(self, entry: int) -> tuple[Tensor, ...]:
-        from stretto.optim.adamw_kernel import launch
-
-        parameter = torch.ones(self._numbers, device=self._device)
-        first, second = torch.full_like(parameter, 2 / 15), torch.full_like(parameter, 1 / 12)
-        copy = torch.empty(self._numbers, dtype=torch.bfloat16, device=self._device)
-        options = {"betas": (0.75, 0.75), "eps": 1e-3}
-        numbers = parameter, self._gradients[entry], first, second, self._corrections
-        launch(*numbers, self._scale, failures.failure_flag(self._device), copy, options)
-        return parameter, first, second, copy
-
-    def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
-        return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
-
-
 def list_configurations() -> list[Configuration]:
-    """All configurations of copy engines in training, and of the optimizer."""
+    """All configurations of copy engines in training."""
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
         Configuration(
@@ -187,5 +148,4 @@ def list_configurations() -> list[Configuration]:
             "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients on their way as there are slots, bf16",
             partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
         ),
-        Configuration("optimizer/adamw", "optimizer", (_ADAMW,), "one kernel a parameter", AdamWCase),
     ]  # fmt: skip

@@ -28,10 +28,20 @@ from stretto.memory.pinned import allocate_pinned
 from stretto.models import GPT, GPTConfig
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.parallel import Grid, no_sync, parallelize
-from stretto.train.stored_optimizer import MakeUpdate, NoRanks, StoredOptimizer, adamw_update, build_store, tiled_update
+from stretto.train.optimizer import local_shard
+from stretto.train.stored_optimizer import (
+    MakeUpdate,
+    NoRanks,
+    StoredOptimizer,
+    adamw_update,
+    build_store,
+    sgd_update,
+    tiled_update,
+)
 
 GIB = 1 << 30
 LEARNING_RATE = 1e-5
+LONG = 32  # micro-batches of a step that is timed once
 
 LINK_COLUMNS = (
     Column("to_device", "to the device (GB/s)", "{:.1f}"),
@@ -177,9 +187,11 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, 
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, fused=is_cuda)
 
     sizes = (1_800_000, 1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26)
-    for name, size in (*((f"tiles of {size / 1e6:.1f}M numbers", size) for size in sizes), ("one tile", numbers)):
-        options = StateOptions("device", tile=size, bucket_size=max(1 << 24, -(-size // 64) * 64))
-        store = _flat_store(numbers, device, tiled_update(make, tile=size), options)
+    tiles = [(f"tiles of {size / 1e6:.1f}M numbers", size) for size in sizes]
+    for name, size in (("kernel", 0), *tiles, ("one tile", numbers)):
+        options = StateOptions("device", bucket_size=max(1 << 24, -(-size // 64) * 64))
+        update = tiled_update(make, tile=size) if size else sgd_update(momentum=0.9)
+        store = _flat_store(numbers, device, update, options)
         _time_step(store)  # the first one makes the momentum
         store.update._scratch = torch.empty(0)  # type: ignore[attr-defined]
         _free(device)
@@ -276,7 +288,7 @@ def _train_one(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         times, updates, losses = [], [], []
-        for _ in range(setting.repeats):
+        for _ in range(setting.repeats if count < LONG else 1):
             _synchronize(device)
             began = time.perf_counter()
             for number in range(count):
@@ -291,6 +303,7 @@ def _train_one(
             updates.append(ended - passed)
             losses.append(float(loss))
         step, update = min(times), min(updates)
+        print(f"{name}, {count} micro-batches: {step:.2f} s a step, {update:.2f} s of it the optimizer's", flush=True)
         yield {
             "name": name,
             "parameters": phi / 1e9,
@@ -360,7 +373,10 @@ def _train_fsdp(
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
-        model.apply(model._init_weights)
+        for parameter in model.parameters():  # drawn on the device: a CPU draws them one by one
+            own = local_shard(parameter)
+            drawn = torch.empty(own.shape, device=device)
+            own.copy_(drawn.normal_(std=0.02) if own.dim() >= 2 else drawn.fill_(1.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     tokens, targets = _draw(setting, config, device)
     phi = sum(parameter.numel() for parameter in model.parameters())

@@ -22,6 +22,7 @@ from stretto.bench.settings import (
     require_known,
     require_least,
 )
+from stretto.execution import Recomputation
 from stretto.models import DLRMConfig, GPTConfig
 
 # The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
@@ -254,6 +255,41 @@ class OffloadSetting:
         if self.cpu:
             return replace(LLAMA_7B, layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, max_seq_len=64)
         return replace(LLAMA_7B, layers=self.layers, max_seq_len=self.seq_len)
+
+
+@dataclass(frozen=True)
+class RecomputeSetting:
+    """What `stretto bench recompute` trains, over which links. Raises ValueError for settings that cannot work."""
+
+    ranks: Annotated[int, Option("Processes of the CPU, along x.")] = 2
+    modes: Annotated[tuple[str, ...], Option("Modes of recomputation beside full, with commas.")] = ("communication",)
+    links: Annotated[tuple[int, ...], Option("Bandwidths of links in MB/s, with commas.")] = (10, 3)
+    layers: Annotated[int, Option("Transformer blocks.")] = 4
+    hidden: Annotated[int, Option("Width of a token's vector; heads are of 64.")] = 128
+    batch: Annotated[int, Option("Sequences of a step.")] = 4
+    seq_len: SeqLen = 128
+    warm_up: WarmUp = 1
+    repeats: Repeats = 5
+    rounds: Rounds = 3
+
+    def __post_init__(self) -> None:
+        numbers = {"layers": self.layers, "hidden": self.hidden, "batch": self.batch, "seq_len": self.seq_len}
+        require_least(2, ranks=self.ranks)
+        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
+        require_least(0, warm_up=self.warm_up)
+        if self.hidden % 64 or self.hidden // 64 % self.ranks:
+            raise ValueError(
+                f"hidden is {self.hidden}, but must be 64 times a number of heads that the {self.ranks} ranks divide; "
+                f"{64 * self.ranks} would do"
+            )
+        object.__setattr__(self, "modes", tuple(dict.fromkeys(("full", *self.modes))))
+        for mode in self.modes:
+            Recomputation.parse(mode).check_blocks(self.layers)
+
+    @property
+    def model(self) -> GPTConfig:
+        """The GPT that is trained."""
+        return GPTConfig(self.layers, self.hidden, self.hidden // 64, vocab=256, max_seq_len=self.seq_len)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.optim.adamw_kernel import Decays
 from stretto.tiles.launches import launch_kernel
 
 BLOCK = 2048
@@ -23,14 +24,13 @@ class _Numbers(NamedTuple):
     master: Any
 
 
-class _Decays(NamedTuple):
-    """Kernel argument: beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
+class _Buffers(NamedTuple):
+    """Kernel argument: numbers of one range for SGD; momentum None without momentum."""
 
-    beta1: Any
-    rest1: Any
-    beta2: Any
-    rest2: Any
-    eps: Any
+    weight: Any
+    gradient: Any
+    momentum: Any
+    master: Any
 
 
 @triton.jit
@@ -43,6 +43,33 @@ def _upper_half(bits, is_nan):  # type: ignore[no-untyped-def]
 def _join_halves(weight, low):  # type: ignore[no-untyped-def]
     """The fp32 number of a bf16 number and its lower half."""
     return ((weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_master(weight, master, at, there, IS_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    if IS_SPLIT:
+        wide = _join_halves(tl.load(weight + at, mask=there, other=0), tl.load(master + at, mask=there, other=0))
+    elif master is None:
+        wide = tl.load(weight + at, mask=there, other=0)
+    else:
+        wide = tl.load(master + at, mask=there, other=0)
+    return wide
+
+
+@triton.jit
+def _store_master(wide, weight, master, at, there, IS_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round the new fp32 weights to `weight`, and keep them in `master`, or what is left of them."""
+    if weight.dtype.element_ty == tl.bfloat16:
+        bits = wide.to(tl.int32, bitcast=True)
+        is_nan = wide != wide
+        upper = _upper_half(bits, is_nan)
+        tl.store(weight + at, upper.to(tl.bfloat16, bitcast=True), mask=there)
+        if IS_SPLIT:
+            tl.store(master + at, tl.where(is_nan, 0, bits - (upper.to(tl.int32) << 16)), mask=there)
+    else:
+        tl.store(weight + at, wide.to(weight.dtype.element_ty), mask=there)
+    if not IS_SPLIT and master is not None:
+        tl.store(master + at, wide, mask=there)
 
 
 @triton.jit
@@ -59,28 +86,12 @@ def _adamw_mixed(  # type: ignore[no-untyped-def]
     first = decays.beta1 * tl.load(numbers.first + at, mask=there, other=0) + decays.rest1 * gradient
     second = decays.beta2 * tl.load(numbers.second + at, mask=there, other=0) + decays.rest2 * gradient * gradient
     step_size, root_scale, keep = tl.load(corrections), tl.load(corrections + 1), tl.load(corrections + 2)
-    if IS_SPLIT:
-        weight = tl.load(numbers.weight + at, mask=there, other=0)
-        master = _join_halves(weight, tl.load(numbers.master + at, mask=there, other=0))
-    elif numbers.master is None:
-        master = tl.load(numbers.weight + at, mask=there, other=0)
-    else:
-        master = tl.load(numbers.master + at, mask=there, other=0)
+    master = _load_master(numbers.weight, numbers.master, at, there, IS_SPLIT)
     master *= keep
     master -= step_size * first / (tl.sqrt(second) * root_scale + decays.eps)
     tl.store(numbers.first + at, first, mask=there)
     tl.store(numbers.second + at, second, mask=there)
-    if numbers.weight.dtype.element_ty == tl.bfloat16:
-        bits = master.to(tl.int32, bitcast=True)
-        is_nan = master != master
-        upper = _upper_half(bits, is_nan)
-        tl.store(numbers.weight + at, upper.to(tl.bfloat16, bitcast=True), mask=there)
-        if IS_SPLIT:
-            tl.store(numbers.master + at, tl.where(is_nan, 0, bits - (upper.to(tl.int32) << 16)), mask=there)
-    else:
-        tl.store(numbers.weight + at, master.to(numbers.weight.dtype.element_ty), mask=there)
-    if not IS_SPLIT and numbers.master is not None:
-        tl.store(numbers.master + at, master, mask=there)
+    _store_master(master, numbers.weight, numbers.master, at, there, IS_SPLIT)
 
 
 def launch(
@@ -113,7 +124,56 @@ def launch(
         skip,
         failed,
         weight.numel(),
-        _Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
+        Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
+        IS_SPLIT=master is not None and master.element_size() == 2,
+        BLOCK=BLOCK,
+    )
+
+
+@triton.jit
+def _sgd_mixed(  # type: ignore[no-untyped-def]
+    buffers, lr, scale, skip, failed, size, momentum, decay, IS_SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Update BLOCK numbers, each read and written once. The arguments are those of `launch_sgd`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = (at < size) & (tl.load(skip) == 0)
+    if failed is not None:
+        there &= tl.load(failed) == 0
+    master = _load_master(buffers.weight, buffers.master, at, there, IS_SPLIT)
+    change = tl.load(buffers.gradient + at, mask=there, other=0).to(tl.float32) * tl.load(scale) + decay * master
+    if buffers.momentum is not None:
+        change += momentum * tl.load(buffers.momentum + at, mask=there, other=0)
+        tl.store(buffers.momentum + at, change, mask=there)
+    _store_master(master - tl.load(lr) * change, buffers.weight, buffers.master, at, there, IS_SPLIT)
+
+
+def launch_sgd(
+    weight: Tensor,
+    gradient: Tensor,
+    buffer: Tensor | None,
+    master: Tensor | None,
+    *,
+    lr: Tensor,
+    scale: Tensor,
+    skip: Tensor,
+    failed: Tensor | None,
+    options: tuple[float, float],
+) -> None:
+    """Update `weight` and its momentum in place by SGD (as torch's, without dampening), as `launch` does by AdamW.
+
+    buffer: fp32 momentum, None without. lr: fp32, 0-dim. options: momentum, and weight decay, which is added to the
+    gradient.
+    """
+    launch_kernel(
+        _sgd_mixed,
+        triton.cdiv(weight.numel(), BLOCK),
+        _Buffers(weight, gradient, buffer, master),
+        lr,
+        scale,
+        skip,
+        failed,
+        weight.numel(),
+        *options,
         IS_SPLIT=master is not None and master.element_size() == 2,
         BLOCK=BLOCK,
     )

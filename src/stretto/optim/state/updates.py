@@ -154,6 +154,56 @@ class AdamWUpdate(Update):
         close_master(master, weight, state)
 
 
+class SGDUpdate(Update):
+    """SGD with momentum, as torch's (no dampening, no Nesterov), that reads 16-bit gradients: one kernel on a GPU."""
+
+    def __init__(self, *, momentum: float, tile: int = TILE) -> None:
+        self.momentum, self.tile = momentum, tile
+        self.slots = {"momentum_buffer": torch.float32} if momentum else {}
+        self._settings: StepSettings | None = None
+        self._lr: Tensor = torch.empty(())
+        self._weight_decays: tuple[float, ...] = ()
+
+    def begin(self, settings: StepSettings, histories: Mapping[int, History], weight_decays: tuple[float, ...]) -> None:
+        self._settings, self._weight_decays = settings, weight_decays
+        self._lr = torch.as_tensor(settings.lr, dtype=torch.float32, device=settings.skip.device)
+        for history in histories.values():
+            history.has_state = bool(self.momentum)
+
+    def apply(
+        self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], *, history: int, segment: int
+    ) -> None:
+        assert self._settings is not None
+        decay = self._weight_decays[segment]
+        if weight.is_cuda:
+            from stretto.optim.state.kernels import launch_sgd  # imported here, since Triton comes with GPUs
+
+            launch_sgd(
+                weight,
+                gradient,
+                state.get("momentum_buffer"),
+                state.get(MASTER, state.get(LOW)),
+                lr=self._lr,
+                scale=self._settings.scale,
+                skip=self._settings.skip,
+                failed=failures.find_flag(weight.device),
+                options=(self.momentum, decay),
+            )
+            return
+        if self._settings.skip.item():
+            return
+        for first in range(0, weight.numel(), self.tile):
+            part = slice(first, first + self.tile)
+            own = {name: tensor[part] for name, tensor in state.items()}
+            master = open_master(weight[part], own)
+            change = gradient[part].to(torch.float32) * self._settings.scale
+            change = change.add_(master * decay)
+            if self.momentum:
+                change = own["momentum_buffer"].mul_(self.momentum).add_(change)
+            master.sub_(change * self._lr)
+            close_master(master, weight[part], own)
+
+
 class TiledUpdate(Update):
     """Steps of any elementwise optimizer of torch, by tiles of `tile` numbers (Singh, section 7.2).
 

@@ -2,7 +2,7 @@
 """Counts what collectives send, at the dispatcher: also those of other libraries, and inside autograd functions."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,9 +74,12 @@ _RINGS = {
 
 
 class _Counter(TorchDispatchMode):
-    def __init__(self, grid: Grid, counts: CollectiveCounts) -> None:
+    def __init__(
+        self, grid: Grid, counts: CollectiveCounts, before: Callable[[CollectiveCall], None] | None = None
+    ) -> None:
         super().__init__()
         self.counts = counts
+        self.before = before
         self.axes = axes_of_groups(grid)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,9 +93,10 @@ class _Counter(TorchDispatchMode):
         kind, payload, factor = _RINGS[name]
         group = _group_of(args)
         sent = sum(t.numel() * t.element_size() for t in _tensors(args[payload])) * factor(group.size())
-        self.counts.calls.append(
-            CollectiveCall(kind, self.axes.get(group.group_name, "other"), group.size(), round(sent))
-        )
+        call = CollectiveCall(kind, self.axes.get(group.group_name, "other"), group.size(), round(sent))
+        self.counts.calls.append(call)
+        if self.before is not None:
+            self.before(call)
 
 
 def axes_of_groups(grid: Grid) -> dict[str, str]:
@@ -123,11 +127,13 @@ def _tensors(payload: Any) -> list[Tensor]:
 
 
 @contextmanager
-def count_collectives(grid: Grid) -> Iterator[CollectiveCounts]:
+def count_collectives(
+    grid: Grid, *, before: Callable[[CollectiveCall], None] | None = None
+) -> Iterator[CollectiveCounts]:
     """Count the collectives that this process issues inside the context, forward and backward passes alike.
 
-    It slows every operation a little: count one step, not a whole run.
+    before: called with each before it is issued. It slows every operation a little: count one step, not a whole run.
     """
     counts = CollectiveCounts()
-    with _Counter(grid, counts):
+    with _Counter(grid, counts, before):
         yield counts

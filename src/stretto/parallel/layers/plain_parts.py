@@ -29,39 +29,28 @@ from stretto.parallel.layout import layout_of, local, note_layout
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
+from stretto.parallel.segment_planner import refuse_default_planners
 
-_MUCH = 0.05  # part of a model's parameters above which a warning says that they are replicated
+_MUCH = 0.05  # part of a model's parameters above which a warning says that all ranks compute them
 
 
-def warn_of_replicated_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
-    """Warn where the roles of a family have every rank of x compute much of the model, and say what that costs.
+def warn_of_whole_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
+    """Warn where the roles of a family have every rank of x and y compute much of the model, and say what that costs.
 
     Rank 0 alone warns.
     """
     copies = grid.size("x") * grid.size("y")
-    if copies == 1 or dist.get_rank() != 0:
-        return
+    own = [part for part in plan.replicated if part.whose in plan.of_own_plan]
+    count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
     whole = sum(parameter.numel() for parameter in model.parameters())
-    for role, costs in (
-        (
-            "replicated",
-            "each rank of x holds and computes all of them, and z does not shard them. blocks=[...] shards all "
-            "parameters over z, and has each rank of x compute the whole model",
-        ),
-        (
-            "gathered",
-            f"each of the x * y = {copies} ranks that share a batch computes all of them, {copies} times the work of a "
-            "grid with x = y = 1, and z alone shards them",
-        ),
-    ):
-        own = [part for part in plan.plain if part.role.role == role and part.whose in plan.of_own_plan]
-        count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
-        if count > _MUCH * whole:
-            names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
-            warnings.warn(
-                f"{count / whole:.0%} of the parameters of {type(model).__name__} are {role} ({names}): {costs}",
-                stacklevel=4,
-            )
+    if copies > 1 and count > _MUCH * whole and dist.get_rank() == 0:
+        names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
+        warnings.warn(
+            f"{count / whole:.0%} of the parameters of {type(model).__name__} are split neither over x nor over y "
+            f"({names}): each of the x * y = {copies} ranks that share a batch computes all of them, {copies} times "
+            "the work of a grid with x = y = 1",
+            stacklevel=4,
+        )
 
 
 def place_plain(
@@ -176,7 +165,10 @@ def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -
 
 
 def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
-    """Do what `ShardedModule` does for its own: conversions keep layout and hooks, and state dicts may be whole."""
+    """Do what `ShardedModule` does for its own.
+
+    Conversions keep layout and hooks, state dicts may be whole, and torch's own planners refuse what has segments.
+    """
     convert = owner._apply
 
     def convert_and_restore(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
@@ -191,5 +183,10 @@ def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientRedu
     def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         state_dict |= whole_as_shards(state_dict, prefix, local_metadata, {key: owner._parameters[key]})
 
+    def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}{key}" in state_dict:
+            refuse_default_planners(state_dict[f"{prefix}{key}"])
+
     owner._apply = convert_and_restore  # type: ignore[method-assign]
+    owner.register_state_dict_post_hook(saved)
     owner.register_load_state_dict_pre_hook(load)

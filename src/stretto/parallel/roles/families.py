@@ -3,7 +3,7 @@
 
 Names are those within the model, with its head; a pattern that a model of the family has no submodule for says nothing.
 Where a family's code takes numbers of heads from what a rank cannot divide (its configuration, biases of all heads),
-its attention is replicated on x > 1, and x splits its MLP alone.
+every rank of x computes its attention on x > 1, and x splits its MLP alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Roles = dict[str, Any]
+Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,20 @@ class FamilyPlan:
         return FamilyPlan(kept, self.local_attributes)
 
 
-def family_plan(config: Any, x: int) -> FamilyPlan | None:
-    """The plan of a configuration's family on a grid with `x` ranks along x; None for a family that is not listed."""
+def family_plan(config: Any, sizes: Sizes) -> FamilyPlan | None:
+    """The plan of a configuration's family on a grid of these sizes; None for a family that is not listed."""
     make = FAMILIES.get(config.model_type)
-    return None if make is None else make(config, x)
+    return None if make is None else make(config, sizes)
 
 
 def wildcard(name: str) -> str:
     """The pattern that stands for a submodule's name in every layer: "h.*.attn" for "h.0.attn"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _whole(sizes: Sizes) -> str:
+    """The role of attention that every rank of x computes. It takes more than hidden features, which y may not cut."""
+    return "gathered" if sizes["y"] == 1 else "replicated"
 
 
 def _heads(features: int, name: str = "attention heads") -> Roles:
@@ -59,7 +65,7 @@ def _separate(attention: str, config: Any, queries: str, keys: str, values: str,
     return roles | {attention + output: "rowwise"}
 
 
-def _gpt2(config: Any, x: int) -> FamilyPlan:
+def _gpt2(config: Any, sizes: Sizes) -> FamilyPlan:
     # Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
     heads = _heads(config.hidden_size // config.num_attention_heads) | {"segments": 3}
     block = {
@@ -76,7 +82,7 @@ def _gpt2(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(roles, {"h.*.attn.split_size": "x", "h.*.attn.num_heads": "x"})
 
 
-def _gptj(config: Any, x: int) -> FamilyPlan:
+def _gptj(config: Any, sizes: Sizes) -> FamilyPlan:
     block = {
         "ln_1": "norm",
         **_separate("attn.", config, "q_proj", "k_proj", "v_proj", "out_proj"),
@@ -90,7 +96,7 @@ def _gptj(config: Any, x: int) -> FamilyPlan:
     )
 
 
-def _opt(config: Any, x: int) -> FamilyPlan:
+def _opt(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "out_proj"),
         "self_attn_layer_norm": "norm",
@@ -106,7 +112,7 @@ def _opt(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(roles, {"decoder.layers.*.self_attn.num_heads": "x"})
 
 
-def _bert(config: Any, x: int) -> FamilyPlan:
+def _bert(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = {
         **_separate("attention.", config, "self.query", "self.key", "self.value", "output.dense"),
         "attention.output.dropout": "dropout",
@@ -127,7 +133,7 @@ def _bert(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(roles)
 
 
-def _vit(config: Any, x: int) -> FamilyPlan:
+def _vit(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = {
         **_separate("attention.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
         "layernorm_before": "norm",
@@ -146,63 +152,65 @@ def _vit(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(roles)
 
 
-def _stablelm(config: Any, x: int) -> FamilyPlan:
+def _stablelm(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
     layer |= {"input_layernorm": "norm", "post_attention_layernorm": "norm", "dropout": "dropout"}
     if config.qk_layernorm:  # a norm with weights of its own for each head
-        if x > 1:
-            return FamilyPlan(_under("layers.*.", layer | {"self_attn": "replicated"}))
+        if sizes["x"] > 1:
+            return FamilyPlan(_under("layers.*.", layer | {"self_attn": _whole(sizes)}))
         layer |= dict.fromkeys(("self_attn.q_layernorm", "self_attn.k_layernorm"), "replicated")
     layer |= _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
     counts = ("num_heads", "num_key_value_heads")
     return FamilyPlan(_under("layers.*.", layer), {f"layers.*.self_attn.{count}": "x" for count in counts})
 
 
-def _bloom(config: Any, x: int) -> FamilyPlan:
+def _bloom(config: Any, sizes: Sizes) -> FamilyPlan:
     block: Roles = {"input_layernorm": "norm", "post_attention_layernorm": "norm"}
     block |= {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
-    if x > 1:  # biases of all heads, ALiBi
-        block["self_attention"] = "replicated"
+    if sizes["x"] > 1:  # biases of all heads, ALiBi
+        block["self_attention"] = _whole(sizes)
     else:
         block["self_attention.query_key_value"] = _heads(3 * config.hidden_size // config.n_head)
         block["self_attention.dense"] = "rowwise"
     return FamilyPlan({"word_embeddings_layernorm": "norm", "ln_f": "norm", **_under("h.*.", block)})
 
 
-def _falcon(config: Any, x: int) -> FamilyPlan:
+def _falcon(config: Any, sizes: Sizes) -> FamilyPlan:
     block: Roles = dict.fromkeys(("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp"), "norm")
     block |= {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
     heads, head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     counts: dict[str, str] = {}
     group: Roles | str
     shares_keys = config.multi_query and not config.new_decoder_architecture
-    if x > 1 and (config.alibi or shares_keys):  # biases of all heads, or one key for all of them
-        block["self_attention"] = "replicated"
+    if sizes["x"] > 1 and (config.alibi or shares_keys):  # biases of all heads, or one key for all of them
+        block["self_attention"] = _whole(sizes)
     else:
         if config.new_decoder_architecture:  # queries of a group, with its key and value
             group = _heads((heads // config.num_kv_heads + 2) * head, "KV heads")
         else:
             group = "colwise" if shares_keys else _heads(3 * head)
         block |= {"self_attention.query_key_value": group, "self_attention.dense": "rowwise"}
-        counts = {f"h.*.self_attention.{count}": "x" for count in ("num_heads", "num_kv_heads")} if x > 1 else {}
+        counts = (
+            {f"h.*.self_attention.{count}": "x" for count in ("num_heads", "num_kv_heads")} if sizes["x"] > 1 else {}
+        )
     return FamilyPlan({"ln_f": "norm", **_under("h.*.", block)}, counts)
 
 
-def _phi3(config: Any, x: int) -> FamilyPlan:
+def _phi3(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         "mlp.gate_up_proj": {"role": "colwise", "segments": 2},
         "mlp.down_proj": "rowwise",
         "resid_attn_dropout": "dropout",
         "resid_mlp_dropout": "dropout",
     }
-    if x > 1:  # queries, keys and values are cut out by the configuration's numbers of heads
-        layer["self_attn"] = "replicated"
+    if sizes["x"] > 1:  # queries, keys and values are cut out by the configuration's numbers of heads
+        layer["self_attn"] = _whole(sizes)
     else:
         layer |= {"self_attn.qkv_proj": "colwise", "self_attn.o_proj": "rowwise"}
     return FamilyPlan(_under("layers.*.", layer))
 
 
-def _gpt_oss(config: Any, x: int) -> FamilyPlan:
+def _gpt_oss(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
         "self_attn.sinks": {"role": "inner_parameter", "unit_name": "attention heads"},  # a number for each
@@ -211,7 +219,7 @@ def _gpt_oss(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer))
 
 
-def _olmo2(config: Any, x: int) -> FamilyPlan:
+def _olmo2(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
         "self_attn.q_norm": "inner_norm",  # over the features of all heads
@@ -223,13 +231,13 @@ def _olmo2(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer))
 
 
-def _t5(config: Any, x: int) -> FamilyPlan:
+def _t5(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {"layer_norm": "norm", "DenseReluDense.wo": "rowwise"}
     layer |= dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "colwise")
     layer |= {"dropout": "dropout", "DenseReluDense.dropout": "inner_dropout"}
     for attention in ("SelfAttention", "EncDecAttention"):
-        if x > 1:  # biases by position of all heads, which the first block makes for the others
-            layer[attention] = "replicated"
+        if sizes["x"] > 1:  # biases by position of all heads, which the first block makes for the others
+            layer[attention] = _whole(sizes)
         else:
             layer |= dict.fromkeys((f"{attention}.{part}" for part in "qkv"), _heads(config.d_kv))
             layer |= {f"{attention}.o": "rowwise", f"{attention}.relative_attention_bias": "replicated"}
@@ -240,8 +248,9 @@ def _t5(config: Any, x: int) -> FamilyPlan:
     return FamilyPlan(roles)
 
 
-# What transformers calls a family (`config.model_type`), and what makes its plan from its configuration and x.
-FAMILIES: dict[str, Callable[[Any, int], FamilyPlan]] = {
+# What transformers calls a family (`config.model_type`), and what makes its plan from its configuration and the grid's
+# sizes.
+FAMILIES: dict[str, Callable[[Any, Sizes], FamilyPlan]] = {
     "bert": _bert,
     "bloom": _bloom,
     "falcon": _falcon,

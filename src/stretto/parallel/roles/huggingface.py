@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.axes import LOSS, group_sizes
 from stretto.parallel.layers.loss import IGNORED_TARGET, ParallelLoss
-from stretto.parallel.roles.families import HEADS, family_plan, wildcard
+from stretto.parallel.roles.families import FAMILIES, HEADS, family_plan, wildcard
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
 
@@ -70,7 +70,7 @@ def plan_of(
         raise UnknownRolesError(_REFUSAL_OF_ROUTER_LOSS)
     attributes: Mapping[str, str] = {}
     beside: Mapping[str, Any] = {}
-    if (family := family_plan(config, sizes["x"])) is not None:
+    if (family := family_plan(config, sizes)) is not None:
         family = family.without({name.removeprefix(prefix): role for name, role in known.items()})
         roles, attributes, beside = family.roles, family.local_attributes, HEADS.get(config.model_type, {})
     else:
@@ -93,12 +93,12 @@ def plan_of(
 
 def roles_tried(model: nn.Module, roles: Mapping[str, str]) -> str:
     """What a refusal adds for a model of a known family: the roles, by patterns of submodules, that were tried."""
-    if not is_pretrained_model(model) or family_plan(model.config, 1) is None:
+    config: Any = getattr(model, "config", None)
+    if not is_pretrained_model(model) or config.model_type not in FAMILIES:
         return ""
     tried: dict[str, str] = {}
     for name, role in roles.items():
         tried.setdefault(wildcard(name), role)
-    config: Any = model.config
     return f" (the roles that Stretto has for the family {config.model_type!r} were tried: {tried})"
 
 

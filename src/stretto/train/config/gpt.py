@@ -217,8 +217,8 @@ class RunConfig(RunOptions):
         unit="buckets", ge=1, le=1 << 20,
     )  # fmt: skip
     state_tile: int = option(
-        1_800_000, "optimizer_state device and host, for optimizers without a kernel (sgd): numbers whose gradients "
-        "are in fp32 at once", ge=1, lt=1 << 40,
+        1_800_000, "optimizer_state device and host, on CPUs and for steps on the host: numbers whose gradients are in "
+        "fp32 at once (on GPUs, kernels read 16-bit gradients)", ge=1, lt=1 << 40,
     )  # fmt: skip
     split_weights: bool = option(
         True, "optimizer_state host with bf16: beside a bf16 weight keep the lower half of the fp32 weight alone, "
@@ -438,10 +438,6 @@ def _contradictions_of_state(config: TrainConfig) -> list[str]:
         "do": run.accumulate_unsharded,
         "train.cuda_graph is on, and a graph cannot wait for the host; train.cuda_graph=false or "
         "train.optimizer_state='device' would do": run.cuda_graph and run.optimizer_state == "host",
-        "train.cuda_graph is on, and a step of sgd asks the host whether to skip; train.cuda_graph=false or "
-        "train.optimizer='adamw' would do": (
-            run.cuda_graph and run.optimizer_state == "device" and run.optimizer == "sgd"
-        ),
     }
     return [
         f"train.optimizer_state is {run.optimizer_state!r}, but {reason}" for reason, is_so in reasons.items() if is_so

@@ -69,7 +69,7 @@ class ModelSource(ABC):
         sizes = self.architecture(seq_len)
         if sizes is None:
             return None
-        weights = sizes.linear_weights + sizes.head_outputs * sizes.hidden
+        weights = sizes.active_weights + sizes.head_outputs * sizes.hidden
         return 6 * weights + 12 * sizes.layers * sizes.heads * sizes.head_dim * seq_len
 
 

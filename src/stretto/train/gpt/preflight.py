@@ -52,12 +52,15 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
         check_description(checkpoint, metadata, source.description(), config.train.optimizer)
 
     from stretto.parallel import validate
+    from stretto.parallel.recomputation import check_blocks
 
     model = source.build()
     validate(model, config.grid.sizes())
     if architecture is None:
         count = sum(parameter.numel() for parameter in model.parameters())
         check_state_fits(config, count, gpu_memory_of_cluster(config))
+    if config.execution.recomputation.is_on:
+        check_blocks(model, config.execution.recompute)
     if folder is not None:
         from stretto.train.checkpoint.weights import check_safetensors
 
@@ -281,13 +284,14 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
 
 
 def _check_grid(config: TrainConfig, source: ModelSource) -> None:
-    """Raise ValueError, with the nearest grid that would do, if the grid cannot hold the model.
+    """Raise ValueError, with what would do, if the grid cannot hold the model, or `recompute` takes more blocks.
 
     Where the planner does not know the model, `stretto.parallel.validate` says it later, without another grid.
     """
     architecture, batch = source.architecture(config.train.seq_len), config.train.batch
     if architecture is None:
         return
+    config.execution.recomputation.check_blocks(architecture.layers)
     if why := why_impossible(architecture, check_sizes(config.grid.sizes()), batch):
         near = nearest_grid(config.grid, config.ranks, lambda sizes: why_impossible(architecture, sizes, batch) is None)
         would = f"no grid of {config.ranks} ranks can: take fewer" if near is None else f"the grid {near} would do"
