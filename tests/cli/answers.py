@@ -121,6 +121,7 @@ ANSWERS = (
     Answer("bench recompute --modes most", REFUSED, "recompute is 'most', but must be one of"),
     Answer("bench checkouts --before missing", REFUSED, "missing"),
     Answer("bench ddp --before missing", REFUSED, "missing"),
+    Answer("bench chunks --bucket 100", REFUSED, "must be a multiple of 64"),
     Answer("bench offload --parts everything", REFUSED, "there is no part 'everything'"),
     Answer("bench memory --smallest 90 --largest 60", REFUSED, "is no range of percents"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),

@@ -330,11 +330,35 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", ["communication", "products", "every:2", "every:3"])
+@pytest.mark.parametrize(
+    ("grid", "micro_batch", "shards"),
+    [({"x": 4}, 16, False), ({"x": 2, "y": 2}, 16, False), ({"x": 4}, 16, True), ({"x": 2, "z": 2}, 8, False)],
+    ids=str,
+)
+def test_peak_memory_of_modes_of_recomputation_is_within_10_percent(ranks, grid, micro_batch, shards, mode):
+    sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
+    cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)
+    options = {"recompute": mode, "shard_sequence": shards}
+    expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
+    options |= {"checkpoint_activations": None}
+    seen = max(ranks(4).run(peak_of_a_step, sizes, 16, micro_batch, **options))
+    assert expected.peak_memory == pytest.approx(seen, rel=0.1)
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"data": 2}], ids=str)
 @pytest.mark.parametrize("micro_batch", [1, 8])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"keep_gathered": False}, {"checkpoint_activations": True}, {"accumulate_unsharded": True}],
+    [
+        {},
+        {"keep_gathered": False},
+        {"checkpoint_activations": True},
+        {"accumulate_unsharded": True},
+        {"recompute": "every:2"},
+        {"recompute": "products"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["GPT", "Phi-3"])
@@ -344,18 +368,22 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     architecture = replace(read_architecture(CONFIGS.get(kind, SMALL), 64), is_sharded_by_blocks=True)
     expected = predict(architecture, H200X4_FULL, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
-    options = {"checkpoint_activations": False} | options
+    options = {"checkpoint_activations": None} | options
     options["blocks"] = ["blocks.*" if kind == "GPT" else "model.layers.*"]
     seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind=kind, **options))
     assert expected.peak_memory == pytest.approx(seen, rel=0.05)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"x": 2, "y": 2}, {"y": 2, "z": 2}], ids=str)
-@pytest.mark.parametrize("micro_batch", [1, 8])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"keep_gathered": False}, {"checkpoint_activations": True}, {"accumulate_unsharded": True}],
+    ("micro_batch", "options"),
+    [
+        (8, {}),
+        (8, {"keep_gathered": False}),
+        (8, {"checkpoint_activations": True}),
+        (4, {"accumulate_unsharded": True}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("by_blocks", [False, True])

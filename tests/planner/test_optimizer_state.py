@@ -134,8 +134,20 @@ def test_host_memory_is_that_of_all_ranks_of_a_node():
     small = replace(node, host_memory=88e9)  # nine tenths of it are used, and 80.3 GB are needed
     crowded = plan_llama("host", small, grid=grid, batch=16)
     assert not crowded.fits
-    assert "the 4 ranks of a node need 80.3 GB of its host memory, of which 79.2 GB are taken" in crowded.why
+    assert "the 4 ranks of a node pin 80.3 GB, which is more than 90% of its memory, 79.2 GB" in crowded.why
     assert plan_llama("host", replace(small, host_memory=90e9), grid=grid, batch=16).fits
+
+
+def test_gradients_apart_are_summed_where_they_lie():
+    """Beside fp32 parameters they are packed into buckets of 64 MiB; apart, messages are parts of what is there."""
+    machine = replace(H100, gpus_per_node=2, host_memory=1e12, in_node=NodeLink(bandwidth=450e9))
+
+    def temporary(location: str, size: int) -> float:  # of few tokens, in one pass
+        options = {"grid": {"data": size}, "batch": size, "seq_len": 64}
+        return plan_llama(location, machine, **options).step_memory["temporary"]
+
+    assert temporary("fp32", 2) == temporary("fp32", 1) + 64 * 2**20
+    assert temporary("device", 2) == temporary("device", 1)
 
 
 def test_steps_on_the_host_send_gradients_and_weights_and_keep_whole_weights():
@@ -216,6 +228,8 @@ def test_chunks_of_one_bucket_can_be_worse_than_no_overlap_and_a_few_are_best():
         host_link=HostLink(duplex_bandwidth=110e9),
     )
 
+    fp16 = replace(machine, gpu=replace(machine.gpu, peak_flops=FlopRates(fp16=1e19)))
+
     def time_of_chunks(k: int, clips: bool = False) -> float:
         options = {"grid": {"data": 4}, "batch": 8, "clips": clips, "coarsening": k, "bucket_size": 1 << 24}
         plan = plan_llama("host", machine, **options)
@@ -233,6 +247,9 @@ def test_chunks_of_one_bucket_can_be_worse_than_no_overlap_and_a_few_are_best():
     assert min(times, key=lambda k: times[k]) in (4, 8)
     assert times[120] == pytest.approx(none)
     assert time_of_chunks(4, clips=True) > none > times[8]  # with clipping, chunks only cost
+    options = {"grid": {"data": 4}, "batch": 8, "dtype": "fp16", "coarsening": 8}
+    exposed = [plan_llama("host", fp16, **options, clips=clips).exposed["data"] for clips in (False, True)]
+    assert exposed[0] == exposed[1]  # fp16 looks for overflows in all gradients first
 
 
 def test_buckets_are_fetched_stepped_and_returned_at_once_as_far_as_there_are_buffers():
@@ -252,6 +269,13 @@ def test_state_on_the_device_takes_memory_bandwidth_alone():
     assert on_device.terms["the optimizer"] == pytest.approx(30 * PHI / (0.8 * 0.87 * 3.35e12))
     assert on_host.terms["computation"] == pytest.approx(on_device.terms["computation"])
     assert sum(on_host.terms.values()) == pytest.approx(on_host.step_time)
+    # Beside fp32 parameters, weights are cast (6 bytes a number), and gradients made in fp32, not bf16 (2 more); apart,
+    # gradients are copied to where they lie (4), and from the second micro-batch on added (2 more).
+    rate = 0.8 * 0.87 * 3.35e12
+    casts = plan_llama("fp32").terms["computation"] - on_device.terms["computation"]
+    assert casts == pytest.approx((6 + 2 - 4) * PHI / rate, rel=1e-3)
+    twice = [plan_llama(location, batch=4, micro_batch=2).terms["computation"] for location in ("fp32", "device")]
+    assert twice[0] - twice[1] == pytest.approx((8 + 8 - 4 - 6) * PHI / rate, rel=1e-3)
     # A step reads what lies in host memory once a step, however many micro-batches it has.
     more = plan_llama("host", batch=32, micro_batch=2)
     assert more.terms["the optimizer"] == on_host.terms["the optimizer"]

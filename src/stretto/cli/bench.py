@@ -23,6 +23,7 @@ from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSet
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     BlocksSetting,
+    ChunksSetting,
     DdpSetting,
     DlrmSetting,
     OffloadSetting,
@@ -163,8 +164,17 @@ def _read_items(words: list[str], kind: Any, flag: str) -> Iterator[Any]:
     for word in words:
         if kind is int:
             yield parse_number(word, flag)
+        elif kind is float:
+            yield _parse_float(word, flag)
         else:
             yield word if kind is str else kind.parse(word)
+
+
+def _parse_float(word: str, flag: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{flag} has {word!r}, which is no number") from None
 
 
 def _count_ranks(ranks: int | None) -> int:
@@ -295,6 +305,14 @@ def blocks(setting: BlocksSetting, out: Path) -> Any:
     from stretto.bench.training.blocks import bench_blocks
 
     return bench_blocks(setting, ranks, out)
+
+
+@_command("chunks", ChunksSetting)
+def chunks(setting: ChunksSetting, out: Path) -> Any:
+    """Gradients' all-reduces and the optimizer's steps together, by buckets an all-reduce, over a slow link."""
+    from stretto.bench.training.chunks import bench_chunks
+
+    return bench_chunks(setting, out)
 
 
 @_command("offload", OffloadSetting, needs=Needs.ONE_GPU)

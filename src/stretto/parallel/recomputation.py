@@ -272,10 +272,6 @@ class _Call:
             return self.function(*args, **kwargs)
 
 
-class _Enough(BaseException):
-    """All that autograd has saved is there again: the rest of the segment need not run."""
-
-
 class _Segment:
     """Blocks that are computed again together, as torch's checkpoint does with one: saved tensors are their numbers."""
 
@@ -313,22 +309,19 @@ class _Segment:
         self._found.clear()
 
         def collect(tensor: Tensor) -> Tensor:
-            self._found[len(self._found)] = tensor.detach()
-            if len(self._found) == self._saved:
-                raise _Enough
+            tensor = tensor.detach()  # with its graph, a node that saves its output would keep itself alive
+            self._found[len(self._found)] = tensor
             return tensor
 
-        try:
-            with saved_tensors_hooks(collect, lambda tensor: tensor), self._again, torch.enable_grad():
-                output: Sequence[Tensor] = ()
-                for call in self._calls:
-                    output = [leaf for leaf in tree_leaves(call.run_again(output)) if isinstance(leaf, Tensor)]
-        except _Enough:
-            return
-        raise RuntimeError(
-            f"blocks that were computed again saved {len(self._found)} tensors for the backward pass, and "
-            f"{self._saved} in their forward pass: they must run the same code again"
-        )
+        output: Sequence[Tensor] = ()
+        with saved_tensors_hooks(collect, lambda tensor: tensor), self._again, torch.enable_grad():
+            for call in self._calls:
+                output = [leaf for leaf in tree_leaves(call.run_again(output)) if isinstance(leaf, Tensor)]
+        if len(self._found) != self._saved:
+            raise RuntimeError(
+                f"blocks that were computed again saved {len(self._found)} tensors for the backward pass, and "
+                f"{self._saved} in their forward pass: they must run the same code again"
+            )
 
 
 class _HostInputs:

@@ -119,7 +119,9 @@ class _Step:
         recomputation = config.options.recomputation
         self.forward_sums = 2 if recomputation.sums_again else 1
         self.forward_exchanges = 2 if recomputation.exchanges_again else 1
-        self.gathers = 2 if recomputation.is_on or not config.options.keep_gathered else 1
+        # A weight that is freed is gathered for the backward pass besides; a block is kept from its recomputation on.
+        keeps_block = recomputation.is_on and model.is_sharded_by_blocks
+        self.gathers = 1 + recomputation.is_on + (not config.options.keep_gathered and not keeps_block)
         self.sums: list[_Sum] = []
         linears = () if model.is_sharded_by_blocks else model.linears
         traffics = [linear_traffic(linear, grid, tokens) for linear in linears]

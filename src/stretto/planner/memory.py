@@ -166,7 +166,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     block_weights, largest = of_linears + experts, max(largest_linear, experts)
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < of_number.weight
-    kept, _, growth = activations_of_a_block(workload, grid, config.token_parts)
+    kept, own_input, growth = activations_of_a_block(workload, grid, config.token_parts)
     recomputes = config.options.recomputation.is_on
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
     uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1
@@ -250,6 +250,17 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
                 "temporary": (widest + 2 * largest + scattered) * element + ring,
             }
         )
+    if blocks.blocks > 1:
+        of_later = max(0, model.layers - blocks.blocks) * block_weights / grid.z * workload.master
+        moments.append(
+            {  # the first blocks, computed again, and the backward pass of the last one of them
+                "gradients": max(earlier, of_head + of_later),
+                "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
+                "activations": (own_input + blocks.again) * tokens * element,
+                "logits": 0.0,
+                "temporary": (growth + 2 * largest + scattered) * element + ring,
+            }
+        )
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -294,9 +305,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     outside = (model.outside_parameters - outside_by_engines) * is_copied
     largest = max(*(linear.weights for linear in model.linears), *model.gathered_tensors)
     recomputed = recomputed_blocks(workload, grid, options.recomputation)
-    again = (
-        block * recomputed.blocks if is_sent or recomputes else largest * is_copied
-    )  # what is cast alone is cast at each use
+    cast_alone = largest * is_copied  # at each use
     message = model.block_parameters * is_sent  # of gradients
     in_flight = message * (1 + 1 / grid.z)  # and the shard that it becomes
     gathered_message = block * is_sent
@@ -308,7 +317,8 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     of_block = model.block_parameters / grid.z * of_number.gradient
     kept, _, growth = activations_of_a_block(workload, grid)
     kept_by_each, hidden = recomputed.between / layers, model.hidden
-    in_use = recomputed.again if recomputes else kept  # of the block, or blocks, whose backward pass runs
+    length = recomputed.blocks
+    of_each = recomputed.again / length if recomputes else kept  # a block whose backward pass is to come, or runs
     moments = []
 
     def note(gathered: float, activations: float, *, reduced: float = 0.0, temporary: float = 0.0) -> None:
@@ -329,15 +339,19 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
         following = ahead if number < layers else 0.0
         gathered = (number if keeps else 1) * block + outside + gathered_message + following
         note(gathered, (number - 1) * kept_by_each + hidden)
-    for number in {layers, max(1, layers - 1), 1}:  # of the block whose backward pass runs
-        following = ahead if number > 1 and not keeps else 0.0
+    for number in {layers, max(1, layers - 1), min(length, layers), 1}:  # of the block whose backward pass runs
+        computed = (number - 1) % length + 1  # blocks of its segment that are there
+        again = block * computed if is_sent or recomputes else cast_alone
+        following = ahead if number > length and not keeps else 0.0
         sent = in_flight if number < layers else 0.0
         earlier_blocks, reduced = (number - 1) * kept_by_each, max(0, layers - number - 1) * of_block
         if not keeps:  # it is gathered again
             gathered = again + gathered_message + following
             note(gathered, earlier_blocks + kept_by_each + hidden, reduced=reduced, temporary=head + sent)
         gathered = number * block if keeps else again + following
-        note(gathered, earlier_blocks + in_use + growth, reduced=reduced, temporary=head + sent + 2 * largest)
+        note(
+            gathered, earlier_blocks + computed * of_each + growth, reduced=reduced, temporary=head + sent + 2 * largest
+        )
         # All of its gradients are there, and as a message, too.
         gathered, whole = (number - 1) * block if keeps else following, message + in_flight if is_sent else 2 * largest
         reduced += of_block if sent else 0.0

@@ -357,6 +357,37 @@ def test_adapters_get_the_gradients_of_plain_training(ranks):
     assert all(max(distances) < 1e-12 for distances in ranks(4).run(adapter_distances, (1, 2, 1, 2)))
 
 
+class SplitWithin(nn.Module):
+    """A scale, and an MLP that x may split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.up, self.down = nn.Parameter(torch.rand(8)), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.down(self.up(x).tanh())
+
+
+def split_within() -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Sequential(SplitWithin(), SplitWithin()).double()
+
+
+def distances_of_split_within(sizes: Sizes) -> list[float]:
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    x = torch.arange(32.0, dtype=torch.float64).view(4, 8) / 32
+    roles = {"*": "gathered", "*.up": "colwise", "*.down": "rowwise"}
+    plain, model = split_within(), parallelize(split_within(), grid, roles=roles)
+    plain(x).square().sum().backward()
+    model(x[my_rows(grid, 4)]).square().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [distance(gather(p.grad, layout_of(p)), q.grad) for p, q in pairs]
+
+
+def test_x_may_split_linears_within_a_gathered_module(ranks):
+    assert all(max(distances) < 1e-12 for distances in ranks(4).run(distances_of_split_within, (1, 2, 1, 2)))
+
+
 @pytest.mark.parametrize(
     ("model", "roles", "sizes", "message"),
     [
@@ -369,7 +400,7 @@ def test_adapters_get_the_gradients_of_plain_training(ranks):
         (nn.Sequential(nn.Dropout(0.1)), {"0": "gathered"}, {}, r"submodules are: 0 \(Dropout\)"),
         (nn.ParameterList([torch.ones(4)]), {"0": "inner_parameter"}, {"x": 3}, r"^0: 4 .* over x=3; .* choose x=2"),
         (MixtureOfExperts(), EXPERT_ROLES | {"blocks": "gathered"}, {"x": 2}, r"'inner_parameter', but it is within"),
-        (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.mlp.route": "rowwise"}, {"x": 2}, r"is within blocks.0.mlp, wh"),
+        (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.mlp.route": "colwise"}, {"y": 2}, r"is within blocks.0.mlp, wh"),
         (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.mlp.gain": "inner_parameter"}, {}, r"but it is within"),
         (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.sink": "inner_parameter"}, {}, r"no parameter is named"),
         (nn.ParameterList([torch.ones(())]), {"0": "inner_parameter"}, {}, r"shape \[\] is not 1 segments"),

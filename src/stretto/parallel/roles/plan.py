@@ -203,7 +203,7 @@ def _plain_parts(
         if name in plain and plain[name].role == "inner_parameter" and whose is not None:
             raise ValueError(
                 f"{name} has the role 'inner_parameter', but it is within {whose}, of which every rank of x has all: "
-                f"leave out one of the two roles"
+                "leave out one of the two roles"
             )
         if owner not in found and whose is not None:
             parts.setdefault((whose, True, plain[whose]), []).append(name)

@@ -195,10 +195,10 @@ def _check_gathered(
             "before which its parameters could be gathered: give the role to the module that holds it"
         )
     inner = next((name for name in plan.roles if name.startswith(f"{part.whose}.")), None)
-    if inner is not None and sizes["x"] * sizes["y"] > 1:
+    if inner is not None and sizes["y"] > 1:
         raise ValueError(
-            f"{inner} has the role {plan.roles[inner].role!r}, but is within {part.label}, which every rank computes "
-            "whole: leave out one of the two roles"
+            f"{inner} has the role {plan.roles[inner].role!r}, but is within {part.label}, where hidden features are "
+            f"whole, and y={sizes['y']} splits them: leave out one of the two roles, or choose y=1"
         )
 
 

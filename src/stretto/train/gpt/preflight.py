@@ -56,11 +56,11 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
 
     model = source.build()
     validate(model, config.grid.sizes())
+    if config.execution.recomputation.is_on:
+        check_blocks(model, config.execution.recompute)
     if architecture is None:
         count = sum(parameter.numel() for parameter in model.parameters())
         check_state_fits(config, count, gpu_memory_of_cluster(config))
-    if config.execution.recomputation.is_on:
-        check_blocks(model, config.execution.recompute)
     if folder is not None:
         from stretto.train.checkpoint.weights import check_safetensors
 
