@@ -95,6 +95,7 @@ def test_numbers_of_weights_gradients_and_state_have_the_bytes_of_their_dtypes()
         ("host", {"splits_weights": False}, (2, 2), 3 * bucket * 12),
         ("host", {"bucket_size": 1 << 22, "buffer_sets": 2}, (2, 2), 2 * (1 << 22) * 10),
         ("host", {"step_on": "host"}, (2, 2), 0),
+        ("host", {"step_on": "auto"}, (2, 2), 3 * bucket * 10),
         # SGD without momentum keeps the weights alone, and scales 1.8 million gradients at once.
         ("host", {"optimizer": "sgd"}, (2, 2), 3 * bucket * 2 + 4 * 1_800_000),
     ]
@@ -142,9 +143,19 @@ def test_gradients_apart_are_summed_where_they_lie():
     """Beside fp32 parameters they are packed into buckets of 64 MiB; apart, messages are parts of what is there."""
     machine = replace(H100, gpus_per_node=2, host_memory=1e12, in_node=NodeLink(bandwidth=450e9))
 
-    def temporary(location: str, size: int) -> float:  # of few tokens, in one pass
-        options = {"grid": {"data": size}, "batch": size, "seq_len": 64}
-        return plan_llama(location, machine, **options).step_memory["temporary"]
+    def temporary(location: str, size: int) -> float:
+        """Of few tokens, in one pass, of a small vocabulary: the end of the backward pass needs most."""
+        state = StateOptions(location)
+        plan = predict(
+            replace(LLAMA, vocab=64),
+            machine,
+            grid={"data": size},
+            batch=size,
+            seq_len=64,
+            recompute="full",
+            state=state,
+        )
+        return plan.step_memory["temporary"]
 
     assert temporary("fp32", 2) == temporary("fp32", 1) + 64 * 2**20
     assert temporary("device", 2) == temporary("device", 1)
@@ -185,6 +196,10 @@ def test_a_model_by_blocks_counts_its_shards():
     alone = predict(architecture, machine, **options | {"grid": {}}, state=StateOptions("device"))
     assert alone.step_memory["gathered_weights"] == 0  # weights in bf16 need no copies
     assert alone.step_memory["optimizer"] == 12 * PHI
+    # A ring of two ranks sends each number of the gradients once, in 30 chunks with 2 hops of 3 us each.
+    both = predict(architecture, machine, **options | {"grid": {"data": 2}}, state=StateOptions("device"))
+    assert both.communication["all_reduce_data"] == pytest.approx(2 * PHI / 50e9 + 30 * 2 * 3e-6, rel=1e-4)
+    assert plan_llama("device", machine, grid={"data": 2}).communication == both.communication
 
 
 def test_state_apart_is_refused_where_training_refuses_it():
@@ -410,12 +425,14 @@ SMALL = GPTConfig(layers=6, hidden=128, heads=8, vocab=500, max_seq_len=64)
 TILE = 4096  # of the steps of a CPU, whose numbers would be more than those of the model
 
 
-def peaks_of_training(sizes: dict[str, int], location: str, micro_batch: int) -> tuple[int, int]:
+def peaks_of_training(
+    sizes: dict[str, int], location: str, micro_batch: int, *, by_blocks: bool = False
+) -> tuple[int, int]:
     """Bytes at the peak of this rank when its parameters are taken over, and of its second step."""
     grid = Grid(**sizes)
     with torch.device("meta"):
         model = GPT(SMALL)
-    parallelize(model, grid, dtype=torch.bfloat16)
+    parallelize(model, grid, dtype=torch.bfloat16, blocks=["blocks.*"] if by_blocks else None)
     update = adamw_update(betas=(0.9, 0.95), eps=1e-8, tile=TILE)
     with PeakMemory() as beginning:
         for parameter in model.parameters():
@@ -443,6 +460,8 @@ def peaks_of_training(sizes: dict[str, int], location: str, micro_batch: int) ->
 @pytest.mark.parametrize(
     ("grid", "location", "micro_batch"),
     [
+        ({"z": 2, "by_blocks": True}, "host", 4),
+        ({"data": 2, "by_blocks": True}, "device", 4),
         ({"z": 2}, "host", 4),
         ({"x": 2}, "device", 1),
         ({"data": 2}, "device", 4),
@@ -456,11 +475,13 @@ def test_predicted_memory_is_within_10_percent_of_what_real_ranks_hold(
     ranks: Callable[[int], Ranks], grid: dict[str, int], location: str, micro_batch: int
 ) -> None:
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
+    by_blocks = bool(sizes.pop("by_blocks", False))
+    model = replace(read_architecture(SMALL, 64), is_sharded_by_blocks=by_blocks)
     machine = replace(H100, gpus_per_node=4, in_node=NodeLink(bandwidth=50e9))
     options = StateOptions(location, bucket_size=1 << 12, accumulates_fp32=micro_batch == 1)
     batch = micro_batch * sizes["data"] * sizes["z"]
-    expected = predict(SMALL, machine, grid=grid, batch=batch, seq_len=64, state=options)
-    seen = ranks(prod(sizes.values())).run(peaks_of_training, sizes, location, micro_batch)
+    expected = predict(model, machine, grid=sizes, batch=batch, seq_len=64, state=options)
+    seen = ranks(prod(sizes.values())).run(peaks_of_training, sizes, location, micro_batch, by_blocks=by_blocks)
     # A CPU's "host memory" is where the device's is.
     in_step = sum(expected.step_memory.values()) + expected.host_memory
     assert in_step == pytest.approx(max(step for _, step in seen), rel=0.1)
