@@ -8,6 +8,7 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.communication import AXIS_OF, KINDS, MEANINGS
 from stretto.planner.cost import Cost
 from stretto.planner.optimizer_state import (
+    USABLE_OF_HOST,
     Formula,
     PinnedMemory,
     bucket_numbers,
@@ -117,9 +118,9 @@ def _does_not_fit_the_host(host: PinnedMemory) -> str:
     assert host.limit is not None
     most, of = max((host.state, "optimizer state"), (host.activations, "activations"))
     return (
-        f"does not fit: the {host.ranks} ranks of a node need {host.of_node / 1e9:.1f} GB of its host memory, of which "
-        f"{host.limit / 1e9:.1f} GB are taken, most of it {of} ({most / 1e9:.1f} GB a rank); take more nodes, "
-        f"or keep {of} on the GPUs"
+        f"does not fit: the {host.ranks} ranks of a node pin {host.of_node / 1e9:.1f} GB, which is more than "
+        f"{USABLE_OF_HOST:.0%} of its memory, {host.limit / 1e9:.1f} GB, most of it {of} ({most / 1e9:.1f} GB a rank); "
+        f"try more nodes, or {of} on the GPUs"
     )
 
 

@@ -15,6 +15,7 @@ from stretto.execution import (
     StateOptions,
     resolve_recompute,
 )
+from stretto.planner.memory import activations_of_a_block
 from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
 
@@ -133,7 +134,8 @@ def make_search_space(
         Recomputation.parse(given).check_blocks(layers)
         recomputes = [given]
     elif memory == "auto":
-        segment = min(range(1, layers + 1), key=lambda length: (length + layers / length, length))
+        kept, own_input, _ = activations_of_a_block(workload, GridSizes())
+        segment = min(range(1, layers + 1), key=lambda length: layers * own_input / length + kept * length)
         lengths = [f"every:{segment}"] if segment > 1 else []
         recomputes = ["none", "full", *lengths, "communication", "products"]  # the time of copies is not predicted
     else:
