@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stretto.execution import ExecutionOptions, Recomputation
@@ -206,8 +207,9 @@ def test_products_sends_no_sum_again_but_statistics_of_norms_and_gathered_tokens
 class Doubling(nn.Module):
     """Writes to what its linear returns, as some models do, and counts its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes: bool = True) -> None:
         super().__init__()
+        self.writes = writes
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.counted: list[float] = []
         self.calls = 0
@@ -217,16 +219,17 @@ class Doubling(nn.Module):
         y = self.up(x).tanh()
         run_once(self.counted.append, float(y.detach().sum()))
         y = self.down(y)
-        y += 1.0
+        if self.writes:
+            y += 1.0
         return x + y.sin()
 
 
 class Loop(nn.Module):
     """Blocks in a loop that may do something of its own between two blocks."""
 
-    def __init__(self, between: float = 1.0) -> None:
+    def __init__(self, between: float = 1.0, writes: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Doubling() for _ in range(4))
+        self.blocks = nn.ModuleList(Doubling(writes) for _ in range(4))
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -398,3 +401,30 @@ def test_the_inputs_of_the_block_before_are_fetched_meanwhile():
         assert torch.equal(found, tensors[0])
         assert found.requires_grad
         assert found.is_leaf
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def count_products(mode: str, options: dict[str, Any]) -> int:
+    model = parallelize(Loop(writes=False), Grid(x=2), recompute=mode, **options)
+    with Products() as products:
+        model(torch.ones(3, 8)).sum().backward()
+    return products.count
+
+
+@pytest.mark.filterwarnings("ignore:.*is sharded over z alone")
+def test_products_that_are_kept_or_whose_sum_is_kept_are_not_computed_again(ranks):
+    """4 blocks of two linears, the second of which is summed over x."""
+    for options, of_sum in (({"roles": ROLES}, 4), ({"blocks": ["blocks.*"]}, 0)):
+        once = ranks(2).run(count_products, "none", options)[0]
+        again = {mode: ranks(2).run(count_products, mode, options)[0] - once for mode in MODES}
+        whole = dict.fromkeys(("full", "every:2", "every:3", "host"), 8)
+        assert again == whole | {"products": 0, "communication": 8 - of_sum}
