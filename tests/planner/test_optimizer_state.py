@@ -61,10 +61,10 @@ def test_memory_and_time_of_a_step_are_within_2_percent_of_what_an_h100_took():
 def test_a_model_with_state_on_the_host_is_predicted_as_the_committed_run_measured_it():
     """Llama's 32 blocks; a step of the optimizer took from 0.98 to 1.07 of its bytes over the link."""
     results = Path(__file__).parents[2] / "results" / "offload" / "h100"
-    (links,) = json.loads((results / "links.json").read_text())["rows"]
+    (links,) = json.loads((results / "offload-links.json").read_text())["rows"]
     to_device, to_host, both = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
     machine = replace(H100, host_link=HostLink(to_device, to_host, both))
-    rows = [row for row in json.loads((results / "train.json").read_text())["rows"] if row["name"] == "host, split"]
+    rows = [row for row in json.loads((results / "offload-train.json").read_text())["rows"] if row["name"] == "host, split"]
     assert len(rows) == 3
     for row in rows:
         batch = 2 * row["micro_batches"]
