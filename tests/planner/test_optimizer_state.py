@@ -64,7 +64,9 @@ def test_a_model_with_state_on_the_host_is_predicted_as_the_committed_run_measur
     (links,) = json.loads((results / "offload-links.json").read_text())["rows"]
     to_device, to_host, both = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
     machine = replace(H100, host_link=HostLink(to_device, to_host, both))
-    rows = [row for row in json.loads((results / "offload-train.json").read_text())["rows"] if row["name"] == "host, split"]
+    rows = [
+        row for row in json.loads((results / "offload-train.json").read_text())["rows"] if row["name"] == "host, split"
+    ]
     assert len(rows) == 3
     for row in rows:
         batch = 2 * row["micro_batches"]
@@ -492,3 +494,16 @@ def test_predicted_memory_is_within_10_percent_of_what_real_ranks_hold(
     kept = sum(expected.step_memory[name] for name in ("parameters", "gradients", "optimizer"))
     expected_first = max(beginning.bytes, kept) + expected.host_memory
     assert expected_first == pytest.approx(max(first for first, _ in seen), rel=0.1)
+
+
+def test_a_model_that_does_not_fit_when_training_begins_is_told_so():
+    """54 blocks need 6 phi = 72.2 GB then, and 4 phi and activations in a step; of 80 GB plans take 73.1."""
+    host = replace(H100, host_memory=1e12)
+    common = {"grid": {}, "batch": 2, "micro_batch": 2, "seq_len": 4096, "recompute": "full"}
+    plans = {
+        layers: predict(replace(LLAMA, layers=layers), host, **common, state=StateOptions("host"))
+        for layers in (54, 56)
+    }
+    assert plans[54].fits
+    assert not plans[56].fits
+    assert "when training begins" in plans[56].why

@@ -86,6 +86,11 @@ def _differences(cost: Cost, best: Cost) -> str:
 
 def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, float], limit: float) -> str:
     needed = sum(memory.values())
+    if config.state.is_apart and not memory["activations"]:
+        return (
+            f"does not fit: when training begins, fp32 parameters stand beside those that are computed with, "
+            f"{needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB; try more GPUs along x, y or z"
+        )
     largest = max(memory, key=lambda part: memory[part])
     remedies = []
     if not config.options.recomputation.is_on:

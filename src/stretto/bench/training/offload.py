@@ -11,8 +11,10 @@ more.
 import gc
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,13 @@ from torch import Tensor
 
 from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, write_result
 from stretto.bench.training.settings import OffloadSetting
+from stretto.cluster import Cluster, HostLink
 from stretto.execution import StateOptions
 from stretto.memory.pinned import allocate_pinned
 from stretto.models import GPT, GPTConfig
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.parallel import Grid, no_sync, parallelize
+from stretto.planner import GridPlan, predict, read_architecture
 from stretto.train.optimizer import local_shard
 from stretto.train.stored_optimizer import (
     MakeUpdate,
@@ -77,6 +81,19 @@ TRAIN_COLUMNS = (
 )
 
 
+LARGEST_COLUMNS = (
+    Column("layers", "layers"),
+    Column("parameters", "parameters (billions)", "{:.2f}"),
+    Column("fits", "fits, by stretto plan"),
+    Column("predicted_gib", "GPU memory, predicted (GiB)", "{:.2f}"),
+    Column("peak_gib", "GPU memory, measured (GiB)", "{:.2f}"),
+    Column("host_gib", "host memory, predicted (GiB)", "{:.1f}"),
+    Column("step_seconds", "step (s)", "{:.2f}"),
+    Column("loss", "loss", "{:.4f}"),
+    Column("error", "refused or failed"),
+)
+
+
 def bench_offload(setting: OffloadSetting, out: Path) -> Any:
     """Measure the parts one after another, and write a result for each."""
     results = run_ranks(1, _measure, setting)
@@ -99,6 +116,8 @@ def _measure(setting: OffloadSetting) -> dict[str, Any]:
         found["train"] = (TRAIN_COLUMNS, list(_train(setting, grid, links["both"] * 1e9)))
     if "peers" in setting.parts:
         found["peers"] = (TRAIN_COLUMNS, list(_peers(setting, grid, links["both"] * 1e9)))
+    if "largest" in setting.parts:
+        found["largest"] = (LARGEST_COLUMNS, list(_largest(setting, grid, links)))
     return found
 
 
@@ -328,6 +347,46 @@ def _activations(device: torch.device, store: OptimizerStateStore, run: Callable
     torch.cuda.reset_peak_memory_stats(device)
     run()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _largest(setting: OffloadSetting, grid: Grid, links: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """The most layers that the planner says fit this machine, trained; and one layer more, which it refuses."""
+    machine = Cluster.detect()
+    rates = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
+    machine = replace(machine, host_link=HostLink(*rates))
+    config, options = setting.model(), StateOptions("host")
+
+    def plan(layers: int) -> GridPlan:
+        return predict(
+            replace(config, layers=layers),
+            machine,
+            grid={},
+            batch=setting.micro_batch,
+            micro_batch=setting.micro_batch,
+            seq_len=config.max_seq_len,
+            recompute="full",
+            state=options,
+        )
+
+    layers = bisect_right(range(1, 4096), False, key=lambda count: not plan(count).fits)
+    for count in (layers, layers + 1):
+        planned = plan(count)
+        row = {
+            "layers": count,
+            "fits": "yes" if planned.fits else "no",
+            "parameters": read_architecture(replace(config, layers=count), config.max_seq_len).parameters / 1e9,
+            "predicted_gib": planned.peak_memory / GIB,
+            "host_gib": planned.host_memory_of_node / GIB,
+        }
+        if not planned.fits:
+            yield row | {"error": planned.why}
+            continue
+        once = replace(setting, repeats=2)
+        with _failing_softly("host, split", (1,)) as failed:
+            for measured in _train_one(once, grid, replace(config, layers=count), "largest", options, (1,), 1.0):
+                yield row | {name: measured[name] for name in ("peak_gib", "step_seconds", "loss")}
+        yield from (row | {"error": one["error"]} for one in failed)
+        _free(grid.device)
 
 
 def _peers(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
