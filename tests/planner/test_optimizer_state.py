@@ -336,6 +336,8 @@ def test_a_search_says_what_it_did_not_try():
     assert "fp16 needs fp32 weights apart" in search(H100, dtype="fp16")[0].notes[0]
     assert len(search(H100, accumulate_unsharded=True)[0].notes) == 2
     assert search(H100)[0].notes == ()
+    with pytest.raises(ValueError, match="optimizer state can lie nowhere"):
+        search(H100, accumulate_unsharded=True, dtype="fp16")
 
 
 def test_a_search_does_not_try_recomputation_where_all_fits_without(monkeypatch):
