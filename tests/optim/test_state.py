@@ -186,6 +186,23 @@ def test_gradients_that_come_after_their_chunk_was_sent_are_added() -> None:
     torch.testing.assert_close(store.weight(1), values[1] - 1)
 
 
+def test_a_step_needs_summed_gradients_and_does_nothing_without_any() -> None:
+    store, values = flat_store([100, 50], sgd_update(), StateOptions("device"), decay=0.0)
+    assert float(store.step(1.0)) == 0
+    store.add(0, torch.ones(100))
+    with pytest.raises(RuntimeError, match="must not be in no_sync"):
+        store.step(1.0)
+    store.drop()
+    store.finish()
+    assert float(store.step(1.0)) == 0
+    assert torch.equal(store.weight(0), values[0])
+    store.add(0, torch.ones(100))
+    store.finish()
+    assert float(store.step(1.0)) == 10
+    torch.testing.assert_close(store.weight(0), values[0] - 1)
+    assert torch.equal(store.weight(1), values[1])
+
+
 def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_steps_without_one() -> None:
     scale = LossScale(LossScaleOptions(1024.0, 3), torch.device("cpu"))
     found = []

@@ -6,7 +6,7 @@ torch's `checkpoint`. The modes differ in that function:
 
     full                     torch's checkpoint: the block's input is kept
     products, communication  torch's checkpoint, in contexts that keep outputs (`stretto.parallel.comm.kept_outputs`)
-    host                     torch's checkpoint, in saved-tensor hooks that move the input to pinned host memory
+    host                     torch's checkpoint of a function that finds the block's input in pinned host memory
     every:k                  `_Segment`: k blocks are computed again together, from the input of the first
 
 In every mode weights that were gathered over z are gathered again for the recomputation. transformers' layers

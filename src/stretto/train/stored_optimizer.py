@@ -158,9 +158,27 @@ class StoredOptimizer:
         torch.autograd.graph.increment_version(list(self.parameters.values()))
         return norm
 
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last step, which drops its own: for a backward pass that is not to count."""
+        self.store.drop()
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on: multiplied by the loss scale, if there is one."""
         return loss if self.loss_scale is None else self.loss_scale.apply(loss)
+
+    def describe(self) -> str:
+        """Where state lies and how it is stepped, for the log."""
+        store, options = self.store, self.options
+        numbers, buckets = store.layout.size, len(store.layout.buckets)
+        state = sum(array.numel() * array.element_size() for array in store.residence.arrays.values())
+        where = "on the device" if options.location == "device" else "in pinned host memory"
+        if options.location == "host":
+            where += f", stepped on the {options.step_on}"
+        return (
+            f"optimizer state of rank 0: {numbers:,} numbers, {state / 1e9:,.3g} GB {where}, in {buckets} buckets; "
+            f"gradients are summed in {len(store.layout.chunks)} messages, and a bucket is updated "
+            f"{store.step_order.value}"
+        )
 
     # For checkpoints, which hold fp32 weights and the optimizer's state, wherever they lie.
 

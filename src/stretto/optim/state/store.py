@@ -174,7 +174,7 @@ class OptimizerStateStore:
         self._step.started[chunk.index] = self.communicator.start_sum(key, part)
 
     def drop(self) -> None:
-        """Forget the gradients of the running step, after a backward pass that has failed."""
+        """Forget the gradients of the running step. Sums that have been started are waited for."""
         for reduction in self._step.started.values():
             reduction.wait()
         self._step = _StepGradients()
@@ -185,9 +185,16 @@ class OptimizerStateStore:
     def step(self, lr: float | Tensor) -> Tensor:
         """Update all parameters that have a gradient, at learning rate `lr`. Returns the gradient's global 2-norm.
 
-        The norm is fp64, 0-dim, on the device, before clipping; that of an overflow is not finite. Collective. Call it
-        after `finish`.
+        The norm is fp64, 0-dim, on the device, before clipping; that of an overflow is not finite. Collective. It does
+        nothing if no parameter has a gradient. RuntimeError before `finish`, after gradients have been added.
         """
+        if self._step.present and not self._step.started:
+            raise RuntimeError(
+                "gradients have not been summed over ranks: the last backward pass of a step must not be in no_sync"
+            )
+        if not self._step.present:
+            self._step = _StepGradients()
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         order = list(self._step.started)
         self._advance_histories()
         device = self.device

@@ -180,6 +180,9 @@ class GPTTask(TrainTask):
         flops = self.source.flops_per_token(options.seq_len)
         return None if peak is None or flops is None else self.grid.size("world") * peak / flops
 
+    def layout(self) -> str | None:
+        return self.optimizer.describe() if isinstance(self.optimizer, StoredOptimizer) else None
+
     def predict(self) -> dict[str, Any] | None:
         return predict_run(self.config, self.source)
 
