@@ -15,7 +15,6 @@ from stretto.planner.optimizer_state import (
     host_traffic,
     number_bytes,
     take_over,
-    tile_numbers,
 )
 from stretto.planner.workload import StepConfig, StepWorkload
 
@@ -139,8 +138,6 @@ def list_formulas(
         optimizer, terms = [f"{size} phi"], dict(phi)
     else:
         optimizer, terms = ([], {}) if steps_on_host else ([f"{size} n bsize"], dict(buffers))
-    if (tile := tile_numbers(workload, state, parameters)) > 0:
-        optimizer, terms = [*optimizer, "4 tile"], terms | {"tile": tile}
     made_of = {
         "parameters": (f"{weight} phi", phi),
         "optimizer": (" + ".join(optimizer) or "0", terms),

@@ -134,13 +134,7 @@ def state_on_device(types: NumberTypes, options: StateOptions, parameters: float
         kept = 0.0
     else:
         kept = options.buffer_sets * bucket_numbers(options, parameters) * of_number.state
-    return kept + 4 * tile_numbers(types, options, parameters)
-
-
-def tile_numbers(types: NumberTypes, options: StateOptions, parameters: float) -> float:
-    """Numbers whose fp32 gradients are on the device at once: those of a tile, of optimizers without a kernel."""
-    is_tiled = options.is_apart and types.optimizer != "adamw" and options.step_on != "host"
-    return min(options.tile, parameters) if is_tiled else 0.0
+    return kept
 
 
 def parameters_and_optimizer(types: NumberTypes, options: StateOptions, parameters: float) -> dict[str, float]:
@@ -221,10 +215,9 @@ def host_traffic(types: NumberTypes, options: StateOptions) -> HostTraffic:
 def update_bytes(types: NumberTypes, options: StateOptions) -> int:
     """Bytes of each number that a step reads and writes in the device's memory, that of the gradient's norm included.
 
-    AdamW scales gradients as it reads them, in one kernel with everything else. SGD has them scaled first, and a 16-bit
-    weight made afterwards.
+    With state apart, one kernel does all of it; beside fp32 parameters, SGD has gradients scaled first.
     """
-    weight, gradient, master, moments = of_number = number_bytes(types, options)
+    weight, gradient, master, _ = of_number = number_bytes(types, options)
     if not options.is_apart:
         passes = gradient + (2 * gradient if types.optimizer == "sgd" else 0)
         return passes + gradient + 2 * (weight + of_number.state)
@@ -232,12 +225,7 @@ def update_bytes(types: NumberTypes, options: StateOptions) -> int:
     if options.step_on == "host" and options.location == "host":
         return norm
     reads_weight = not master or is_split
-    if types.optimizer == "adamw":
-        return norm + gradient + (2 if reads_weight else 1) * weight + 2 * of_number.state
-    scaled = gradient + 4 + 4
-    joined = weight + master + 4 if is_split else 0
-    rounded = (4 + weight + (master if is_split else 0)) if master else 0
-    return norm + scaled + 2 * 4 + 2 * moments + joined + rounded
+    return norm + gradient + (2 if reads_weight else 1) * weight + 2 * of_number.state
 
 
 def optimizer_seconds(

@@ -82,7 +82,7 @@ def bench_offload(setting: OffloadSetting, out: Path) -> Any:
     results = run_ranks(1, _measure, setting)
     for name, (columns, rows) in results.items():
         print_table(f"Optimizer state on the host: {name}", columns, rows)
-        write_result(out, name, columns, rows)
+        write_result(out, f"offload-{name}", columns, rows)
     return {name: rows for name, (_, rows) in results.items()}
 
 
