@@ -64,7 +64,8 @@ def test_a_model_with_state_on_the_host_is_predicted_as_the_committed_run_measur
     (links,) = json.loads((results / "offload-links.json").read_text())["rows"]
     to_device, to_host, both = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
     machine = replace(H100, host_link=HostLink(to_device, to_host, both))
-    rows = [row for row in json.loads((results / "offload-train.json").read_text())["rows"] if row["name"] == "host, split"]
+    measured = json.loads((results / "offload-train.json").read_text())["rows"]
+    rows = [row for row in measured if row["name"] == "host, split"]
     assert len(rows) == 3
     for row in rows:
         batch = 2 * row["micro_batches"]
