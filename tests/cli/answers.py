@@ -56,6 +56,9 @@ ANSWERS = (
     Answer("train run.toml --set train.resume=broken-checkpoint", REFUSED, "is damaged"),
     Answer("train run.toml --set cluster=perlmuter", REFUSED, "did you mean 'perlmutter'"),
     Answer("train run.toml --set model.layers=4000 --set model.hidden=1048576", REFUSED, "but this machine has"),
+    Answer(
+        "train run.toml --set train.optimizer_state=host --set train.host_memory=10", REFUSED, "parameters would fit"
+    ),
     Answer("train run.toml --set model.path=nowhere", REFUSED, "leave out one of the two"),
     Answer("train folder.toml --set model.path=nowhere", REFUSED, "there is no such folder"),
     Answer("train folder.toml", REFUSED, "has no weights"),

@@ -64,9 +64,8 @@ def test_a_model_with_state_on_the_host_is_predicted_as_the_committed_run_measur
     (links,) = json.loads((results / "offload-links.json").read_text())["rows"]
     to_device, to_host, both = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
     machine = replace(H100, host_link=HostLink(to_device, to_host, both))
-    rows = [
-        row for row in json.loads((results / "offload-train.json").read_text())["rows"] if row["name"] == "host, split"
-    ]
+    measured = json.loads((results / "offload-train.json").read_text())["rows"]
+    rows = [row for row in measured if row["name"] == "host, split"]
     assert len(rows) == 3
     for row in rows:
         batch = 2 * row["micro_batches"]
@@ -340,6 +339,8 @@ def test_a_search_says_what_it_did_not_try():
     assert "fp16 needs fp32 weights apart" in search(H100, dtype="fp16")[0].notes[0]
     assert len(search(H100, accumulate_unsharded=True)[0].notes) == 2
     assert search(H100)[0].notes == ()
+    with pytest.raises(ValueError, match="optimizer state can lie nowhere"):
+        search(H100, accumulate_unsharded=True, dtype="fp16")
 
 
 def test_a_search_does_not_try_recomputation_where_all_fits_without(monkeypatch):

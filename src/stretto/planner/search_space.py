@@ -83,8 +83,8 @@ class SearchSpace:
     """The choices among which each grid's best is searched.
 
     recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
-    accumulate_unsharded: of all choices. skips_slower: whether a choice need not be tried that is another one which
-    takes all of a rank's part of the batch at once, and more work. notes: what was not tried, and why.
+    accumulate_unsharded: of all choices. skips_slower: whether to skip choices that only add work to one
+    that takes all of a rank's part of the batch at once. notes: what was not tried, and why.
     """
 
     recomputes: Sequence[str]
@@ -143,6 +143,8 @@ def make_search_space(
     states, notes = [state or StateOptions()], list[str]()
     if memory == "auto" and state is None:
         states, notes = _find_states(workload, cluster, cost, accumulate_unsharded)
+        if not states:
+            raise ValueError(f"memory is 'auto', but optimizer state can lie nowhere: {'; '.join(notes)}")
     for each in states:
         check_state(workload, ExecutionOptions(accumulate_unsharded=accumulate_unsharded), each)
     keeps = [keep_gathered] if keep_gathered is not None else [True] if cost == "paper" else [True, False]
