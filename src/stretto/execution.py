@@ -71,7 +71,6 @@ class StateOptions:
     bucket_size: numbers that are stepped, and fetched from the host, at once; a multiple of BUCKET_ALIGNMENT.
     buffer_sets: buckets that are on the device at once, of state on the host.
     coarsening: buckets whose gradients one all-reduce sums.
-    tile: numbers that an optimizer without a kernel of its own steps at once.
     splits_weights: of state on the host beside bf16 weights, keep the lower halves of the fp32 weights alone.
     accumulates_fp32: add up gradients of micro-batches in fp32.
     step_on: of state on the host, where a step is computed: "auto" measures which is faster.
@@ -83,7 +82,6 @@ class StateOptions:
     bucket_size: int = 1 << 24
     buffer_sets: int = 3
     coarsening: int = 4
-    tile: int = 1_800_000
     splits_weights: bool = True
     accumulates_fp32: bool = False
     step_on: StepPlace = "device"
@@ -99,7 +97,7 @@ class StateOptions:
                 f"a bucket has {self.bucket_size} numbers, but must have a positive multiple of {BUCKET_ALIGNMENT}; "
                 f"{near} would do"
             )
-        for name in ("buffer_sets", "coarsening", "tile"):
+        for name in ("buffer_sets", "coarsening"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
 

@@ -20,7 +20,9 @@ from torch import nn
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
+from stretto.optim.state.loss_scale import LossScaleOptions
 from stretto.parallel import Grid, gather, no_sync, parallelize
+from stretto.parallel.grid import GradientReduction
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.storage import read_tensor
@@ -84,7 +86,7 @@ def common_options(optimizer: str) -> list[str]:
 
 def host_options(k: int, n: int) -> list[str]:
     split = "false" if (k + n) % 2 else "true"
-    return apart("host", split_weights=split, state_bucket=512, reduce_buckets=k, state_buffers=n, state_tile=300)
+    return apart("host", split_weights=split, state_bucket=512, reduce_buckets=k, state_buffers=n)
 
 
 def check_bits(folder: Path, grid: dict[str, int], names: list[str]) -> None:
@@ -350,3 +352,49 @@ def test_families_of_transformers_train_as_with_state_beside_them(
     for found in ranks(4).run(losses_of_family, family, dict(list_families())[family], sizes, timeout=200):
         assert found["device"] == pytest.approx(found["fp32"], rel=1e-5)
         assert found["host"] == pytest.approx(found["fp32"], rel=1e-5)
+
+
+class Weighted(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight.float() * x).sum()
+
+
+def steps_of_large_gradients(gradients: GradientReduction) -> list[tuple[float, float, bool]]:
+    """Of each step: the norm, the scale after it, and whether it has changed the weight."""
+    grid = Grid(data=4, z=2, device="cpu")
+    model = parallelize(nn.Sequential(Weighted()), grid, dtype=torch.float16, blocks=["0"], gradients=gradients)
+    optimizer = StoredOptimizer(
+        model, grid, sgd_update(), name="sgd", dtype=torch.float16, options=StateOptions("host", bucket_size=64),
+        loss_scale=LossScaleOptions(16.0, 1000),
+    )  # fmt: skip
+    assert optimizer.loss_scale is not None
+    found = []
+    for _ in range(8):
+        before = optimizer.weight("0.weight").clone()
+        optimizer.scale_loss(model(torch.full((64,), 2500.0))).backward()
+        norm = float(optimizer.step(1e-6))
+        changed = not torch.equal(before, optimizer.weight("0.weight"))
+        found.append((norm, float(optimizer.loss_scale.value), changed))
+    return found
+
+
+@pytest.mark.parametrize(("gradients", "overflows"), [("mean", 0), ("sum", 3)])
+def test_sums_over_eight_ranks_in_fp16_overflow_on_all_of_them_or_on_none(
+    ranks: Any, gradients: GradientReduction, overflows: int
+) -> None:
+    """Scaled by 16, a rank's gradient is 40,000. Divided by the number of ranks before the sum, it stays that large.
+
+    Else the sum is 320,000, and exceeds the largest number of fp16, 65,504, until the scale is 2.
+    """
+    results = ranks(8).run(steps_of_large_gradients, gradients)
+    assert all(result == results[0] or str(result) == str(results[0]) for result in results)
+    steps = results[0]
+    assert [changed for _, _, changed in steps] == [False] * overflows + [True] * (8 - overflows)
+    assert steps[-1][1] == 16 / 2**overflows
+    assert steps[-1][0] == pytest.approx(2500 * (8 if gradients == "sum" else 1) * 8, rel=1e-3)

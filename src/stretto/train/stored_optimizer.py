@@ -268,10 +268,13 @@ def sgd_update(*, momentum: float = 0.0, tile: int = TILE) -> MakeUpdate:
     return lambda on_host: SGDUpdate(momentum=momentum, tile=min(tile, HOST_TILE) if on_host else tile)
 
 
-def tiled_update(make: MakeOptimizer, *, tile: int = TILE) -> MakeUpdate:
-    """Steps of any elementwise optimizer of torch. ValueError for one that is not."""
+def tiled_update(make: MakeOptimizer, *, tile: int | None = None) -> MakeUpdate:
+    """Steps of any elementwise optimizer of torch, in tiles of so many numbers (None: by the device).
+
+    ValueError for one that is not elementwise.
+    """
     slots = find_slots(make)
-    return lambda on_host: TiledUpdate(make, slots, tile=min(tile, HOST_TILE) if on_host else tile)
+    return lambda on_host: TiledUpdate(make, slots, tile=min(tile or HOST_TILE, HOST_TILE) if on_host else tile)
 
 
 _TRIED_BUCKETS = 6  # on which the two places of a step are compared
@@ -317,9 +320,9 @@ def choose_step_place(options: StateOptions, make: MakeUpdate, dtype: torch.dtyp
 def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> StoredOptimizer:
     """Build the optimizer of a run whose `optimizer_state` is "device" or "host", of the model's present weights."""
     if run.optimizer == "sgd":
-        make = sgd_update(momentum=run.momentum, tile=run.state_tile)
+        make = sgd_update(momentum=run.momentum)
     else:
-        make = adamw_update(betas=(run.beta1, run.beta2), eps=run.eps, tile=run.state_tile)
+        make = adamw_update(betas=(run.beta1, run.beta2), eps=run.eps)
     return StoredOptimizer(
         model,
         grid,

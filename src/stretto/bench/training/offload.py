@@ -30,6 +30,7 @@ from stretto.execution import StateOptions
 from stretto.memory.pinned import allocate_pinned
 from stretto.models import GPT, GPTConfig
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
+from stretto.optim.state.updates import GPU_TILE, TILE
 from stretto.parallel import Grid, no_sync, parallelize
 from stretto.planner import GridPlan, predict, read_architecture
 from stretto.train.optimizer import local_shard
@@ -205,7 +206,7 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, 
     def make(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, fused=is_cuda)
 
-    sizes = (1_800_000, 1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26)
+    sizes = (TILE, 1 << 22, 1 << 23, 1 << 24, 1 << 25, GPU_TILE, 1 << 27)
     tiles = [(f"tiles of {size / 1e6:.1f}M numbers", size) for size in sizes]
     for name, size in (("kernel", 0), *tiles, ("one tile", numbers)):
         options = StateOptions("device", bucket_size=max(1 << 24, -(-size // 64) * 64))

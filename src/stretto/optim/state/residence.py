@@ -167,6 +167,8 @@ class HostResidence(_HostArrays):
 
     def begin(self, order: Sequence[Bucket], *, are_summed: bool) -> None:
         super().begin(order, are_summed=are_summed)
+        if self.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph cannot hold steps of optimizer state on the host: keep it on the device")
         if self.is_cuda:
             self.to_device.wait_stream(self.to_host)  # what the last step returned
             self.to_device.wait_stream(torch.cuda.current_stream(self.device))  # which has made the buffers

@@ -216,10 +216,6 @@ class RunConfig(RunOptions):
         4, "optimizer_state device and host: buckets whose gradients one all-reduce sums (k of Singh, section 3.3.3)",
         unit="buckets", ge=1, le=1 << 20,
     )  # fmt: skip
-    state_tile: int = option(
-        1_800_000, "optimizer_state device and host, on CPUs and for steps on the host: numbers whose gradients are in "
-        "fp32 at once (on GPUs, kernels read 16-bit gradients)", ge=1, lt=1 << 40,
-    )  # fmt: skip
     split_weights: bool = option(
         True, "optimizer_state host with bf16: beside a bf16 weight keep the lower half of the fp32 weight alone, "
         "exactly; 2 bytes a parameter less travel each way",
@@ -247,7 +243,6 @@ class RunConfig(RunOptions):
             bucket_size=self.state_bucket,
             buffer_sets=self.state_buffers,
             coarsening=self.reduce_buckets,
-            tile=self.state_tile,
             splits_weights=self.split_weights,
             accumulates_fp32=self.accumulate_fp32,
             step_on=self.step_on,
@@ -448,7 +443,6 @@ _STATE_OPTIONS = (
     "state_bucket",
     "state_buffers",
     "reduce_buckets",
-    "state_tile",
     "split_weights",
     "accumulate_fp32",
     "step_on",
