@@ -146,6 +146,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device_on_8_ranks(
         assert max(found.values()) <= limit, found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sizes", "optimizer"), [((2, 1, 1, 2), "adamw"), ((1, 1, 2, 2), "sgd")])
 def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     ranks: Any, tmp_path: Path, sizes: tuple[int, ...], optimizer: str
@@ -176,6 +177,7 @@ MODES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), [("fp32", "host"), ("host", "device"), ("device", "fp32")])
 def test_runs_of_every_mode_resume_each_other_on_another_grid(
     ranks: Any, tmp_path: Path, first: str, second: str
@@ -240,6 +242,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, overrides: list[st
         configure(tmp_path / "out", {}, *overrides)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("clip", ["none", "0.5"])
 def test_steps_on_the_host_give_what_steps_on_the_device_do(ranks: Any, tmp_path: Path, clip: str) -> None:
     common = ["train.dtype=fp32", f"train.clip={clip}"]
