@@ -178,7 +178,7 @@ def test_the_planner_knows_an_axis_that_is_added_in_one_place():
 def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
     (found,) = with_made_up_axis(
         "import pydantic\n"
-        "from stretto.train.config.gpt import nearest_grid\n"
+        "from stretto.train.config.rules import nearest_grid\n"
         "from stretto.train.config.options import GridConfig\n"
         "from stretto.train.observe.timeline import ROWS, read_timeline\n"
         "from stretto.train.config.reference import reference\n"

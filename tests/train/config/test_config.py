@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from stretto.models import GPTConfig
 from stretto.train.config import ConfigError, ModelConfig, config_to_toml, load_config, make_config
-from stretto.train.config.gpt import TrainConfig, nearest_grid
+from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import GridConfig
+from stretto.train.config.rules import nearest_grid
 from stretto.train.launch import resolve_device
 
 SMALLEST: dict[str, Any] = {

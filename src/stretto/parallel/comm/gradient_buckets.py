@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of gradients: packed into one message, summed over ranks, and added to `.grad`."""
+"""Where gradients are before they are in `.grad`: buckets, of which a message sums one, and other states; sinks."""
 
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,3 +103,41 @@ def local_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert isinstance(gradient, DTensor)
     return gradient.to_local()
+
+
+@dataclass(frozen=True)
+class UnshardedGradient:
+    """A weight's whole gradient over several micro-batches, of which no rank of z has had its shard yet.
+
+    total: in the parameter's dtype. dtype: in which it is sent. start: begins the reduce-scatter. shown, versions: see
+    `note_state`.
+    """
+
+    total: Tensor
+    dtype: torch.dtype
+    start: Callable[[Tensor], Pending]
+    shown: Tensor
+    versions: tuple[int, int]
+
+
+@dataclass
+class BackwardPass:
+    """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
+
+    scatters: started reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
+    counts: how many parts each gradient had. open, closed: buckets.
+    """
+
+    scatters: deque[list[tuple[nn.Parameter, Pending]]] = field(default_factory=deque)
+    held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
+    arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
+    counts: dict[nn.Parameter, int] = field(default_factory=dict)
+    open: dict[Any, GradientBucket] = field(default_factory=dict)
+    closed: deque[GradientBucket] = field(default_factory=deque)
+
+
+def note_state(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, int]]:
+    """`.grad`, and numbers that change when it is written to: as a DTensor, and as this rank's shard."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient, (gradient._version, local_gradient(parameter)._version)

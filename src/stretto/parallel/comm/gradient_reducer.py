@@ -34,10 +34,8 @@ own, a copy engine on a side stream.
 """
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -51,7 +49,15 @@ from torch.utils.hooks import RemovableHandle
 from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
-from stretto.parallel.comm.gradient_buckets import GradientBucket, GradientSink, accumulate, local_gradient
+from stretto.parallel.comm.gradient_buckets import (
+    BackwardPass,
+    GradientBucket,
+    GradientSink,
+    UnshardedGradient,
+    accumulate,
+    local_gradient,
+    note_state,
+)
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
@@ -87,13 +93,13 @@ class GradientReducer:
         self.sink: GradientSink | None = None
         self.is_syncing = True
         self.accumulates_unsharded = self.keeps_unsharded = False
-        self._unsharded: dict[nn.Parameter, _UnshardedGradient] = {}  # in one order on all ranks, too
+        self._unsharded: dict[nn.Parameter, UnshardedGradient] = {}  # in one order on all ranks, too
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self._expected: dict[nn.Parameter, int] = {}
-        self._passes: dict[int, _BackwardPass] = {}  # the running ones, by autograd's number of the graph task
+        self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self._was_compared = False  # whether ranks have compared which gradients they sum
 
     def watch(self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool) -> None:
@@ -197,7 +203,7 @@ class GradientReducer:
         pending = start([self._with_unsharded(*pair) for pair in gradients])
         self._add_scatter(current, list(zip(parameters, pending, strict=True)))
 
-    def _add_scatter(self, current: "_BackwardPass", scatter: list[tuple[nn.Parameter, Pending]]) -> None:
+    def _add_scatter(self, current: BackwardPass, scatter: list[tuple[nn.Parameter, Pending]]) -> None:
         if not self.overlap.reduce_scatter:
             scatter[0][1].wait()
         current.scatters.append(scatter)
@@ -217,12 +223,12 @@ class GradientReducer:
             if parameter.grad is None:
                 accumulate(parameter, torch.zeros_like(local(parameter), requires_grad=False))
             total = gradient.to(parameter.dtype)
-            kept = _UnshardedGradient(total, gradient.dtype, start, *_note_state(parameter))
+            kept = UnshardedGradient(total, gradient.dtype, start, *note_state(parameter))
         else:
             kept.total.add_(gradient)
         self._unsharded[parameter] = kept
 
-    def _take_unsharded(self, parameter: nn.Parameter) -> "_UnshardedGradient | None":
+    def _take_unsharded(self, parameter: nn.Parameter) -> UnshardedGradient | None:
         """Take what earlier micro-batches kept whole; None if nothing, or if `.grad` was dropped since.
 
         RuntimeError if `.grad` was written to: it does not say whether what is kept is to be changed in the same way.
@@ -230,7 +236,7 @@ class GradientReducer:
         kept = self._unsharded.pop(parameter, None)
         if kept is None or parameter.grad is None:
             return None
-        shown, versions = _note_state(parameter)
+        shown, versions = note_state(parameter)
         if shown is not kept.shown or versions != kept.versions:
             raise RuntimeError(
                 "a gradient was written to between micro-batches of no_sync(unsharded=True), which keeps their sum "
@@ -239,11 +245,11 @@ class GradientReducer:
             )
         return kept
 
-    def _enter(self) -> "_BackwardPass":
+    def _enter(self) -> BackwardPass:
         """The state of the running backward pass; a new one schedules its `_finish`."""
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
-            self._passes[task] = _BackwardPass()
+            self._passes[task] = BackwardPass()
             at_end_of_backward(lambda: self._finish(task))
         return self._passes[task]
 
@@ -267,7 +273,7 @@ class GradientReducer:
         else:
             self._give(current, self.sink, parameter, mine)
 
-    def _give(self, current: "_BackwardPass", sink: GradientSink, parameter: nn.Parameter, mine: Tensor) -> None:
+    def _give(self, current: BackwardPass, sink: GradientSink, parameter: nn.Parameter, mine: Tensor) -> None:
         """Give a part of a gradient to the sink, and tell it when that was the last one of the step."""
         sink.add(parameter, mine)
         current.counts[parameter] = current.counts.get(parameter, 0) + 1
@@ -279,11 +285,11 @@ class GradientReducer:
             _check_zero(local_gradient(parameter))
         self._unsummed[parameter] = None
 
-    def _settle_all(self, current: "_BackwardPass", scatter: list[tuple[nn.Parameter, Pending]]) -> None:
+    def _settle_all(self, current: BackwardPass, scatter: list[tuple[nn.Parameter, Pending]]) -> None:
         for parameter, pending in scatter:
             self._settle(current, parameter, pending)
 
-    def _settle(self, current: "_BackwardPass", parameter: nn.Parameter, pending: Pending) -> None:
+    def _settle(self, current: BackwardPass, parameter: nn.Parameter, pending: Pending) -> None:
         mine = pending.wait()
         if self.sink is not None:
             self._give(current, self.sink, parameter, mine)
@@ -295,14 +301,14 @@ class GradientReducer:
         else:
             self._arrive(current, parameter, mine)
 
-    def _arrive(self, current: "_BackwardPass", parameter: nn.Parameter, mine: Tensor) -> None:
+    def _arrive(self, current: BackwardPass, parameter: nn.Parameter, mine: Tensor) -> None:
         """Keep one part of a gradient; with the last part, put the gradient into its bucket."""
         parts = current.arrived.pop(parameter, [])  # popped and put in again: the order is that of the last parts
         current.arrived[parameter] = [*parts, mine]
         if len(current.arrived[parameter]) == self._expected.get(parameter):
             self._put(current, parameter)
 
-    def _put(self, current: "_BackwardPass", parameter: nn.Parameter) -> None:
+    def _put(self, current: BackwardPass, parameter: nn.Parameter) -> None:
         parts = current.arrived.pop(parameter)
         current.counts[parameter] = len(parts)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -320,14 +326,14 @@ class GradientReducer:
         parameter.grad = None
         return earlier
 
-    def _fill(self, current: "_BackwardPass", parameter: nn.Parameter, total: Tensor) -> None:
+    def _fill(self, current: BackwardPass, parameter: nn.Parameter, total: Tensor) -> None:
         groups = self._groups[parameter]
         bucket = current.open.setdefault((groups, parameter.dtype), GradientBucket(groups))
         bucket.add(parameter, total.to(self.precision.wire(total)))
         if bucket.num_bytes >= BUCKET_BYTES:
             self._close(current, (groups, parameter.dtype))
 
-    def _close(self, current: "_BackwardPass", key: Any) -> None:
+    def _close(self, current: BackwardPass, key: Any) -> None:
         bucket = current.open.pop(key)
         bucket.pack()
         current.closed.append(bucket)
@@ -364,7 +370,7 @@ class GradientReducer:
         del self._passes[task]
         self.at_end()
 
-    def _scatter_unsharded(self, current: "_BackwardPass") -> None:
+    def _scatter_unsharded(self, current: BackwardPass) -> None:
         """Reduce what was kept whole of weights that the last micro-batch has no gradient of."""
         for parameter in list(self._unsharded):
             kept = self._take_unsharded(parameter)
@@ -398,44 +404,6 @@ class GradientReducer:
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh
-
-
-@dataclass(frozen=True)
-class _UnshardedGradient:
-    """A weight's whole gradient over several micro-batches, of which no rank of z has had its shard yet.
-
-    total: in the parameter's dtype. dtype: in which it is sent. start: begins the reduce-scatter. shown, versions: see
-    `_note_state`.
-    """
-
-    total: Tensor
-    dtype: torch.dtype
-    start: Callable[[Tensor], Pending]
-    shown: Tensor
-    versions: tuple[int, int]
-
-
-@dataclass
-class _BackwardPass:
-    """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
-
-    scatters: started reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
-    counts: how many parts each gradient had. open, closed: buckets.
-    """
-
-    scatters: deque[list[tuple[nn.Parameter, Pending]]] = field(default_factory=deque)
-    held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
-    arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
-    counts: dict[nn.Parameter, int] = field(default_factory=dict)
-    open: dict[Any, GradientBucket] = field(default_factory=dict)
-    closed: deque[GradientBucket] = field(default_factory=deque)
-
-
-def _note_state(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, int]]:
-    """`.grad`, and numbers that change when it is written to: as a DTensor, and as this rank's shard."""
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient, (gradient._version, local_gradient(parameter)._version)
 
 
 def _alive(reducer: "ref[GradientReducer]") -> GradientReducer:

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a GPT's training run, and the rules between its options. Imports no torch."""
 
-import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
-from stretto.axes import OUTER_TO_INNER, GridSizes
 from stretto.execution import ExecutionOptions, Overlap, Recomputation, StateOptions
-from stretto.planner.grids import divisors, every_grid
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_LAYERS,
@@ -23,8 +19,6 @@ from stretto.train.config.options import (
     JobConfig,
     RunOptions,
     Section,
-    contradictions_of_run,
-    nearest_multiple,
     option,
 )
 
@@ -318,151 +312,8 @@ class TrainConfig(JobConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":
-        if problems := list(_contradictions(self)):
+        from stretto.train.config.rules import contradictions
+
+        if problems := contradictions(self):
             raise ValueError("\n".join(problems))
         return self
-
-
-def _contradictions(config: TrainConfig) -> list[str]:
-    """Check the rules between options. Returns a message for each rule that is broken."""
-    grid, run, problems = config.grid, config.train, []
-    parts = grid.batch_parts
-    if grid.ranks != config.ranks:
-        problems.append(
-            f"ranks is {config.ranks}, but the grid {grid} has {grid.ranks}; "
-            f"the grid {nearest_grid(grid, config.ranks)} would do, or ranks={grid.ranks}"
-        )
-    if run.batch % parts:
-        problems.append(
-            f"train.batch is {run.batch}, but grid.data x grid.z = {parts} must divide it; "
-            f"the nearest batch that would do is {nearest_multiple(run.batch, parts)}"
-        )
-    elif run.micro_batch is not None and run.batch // parts % run.micro_batch:
-        local, wanted = run.batch // parts, run.micro_batch
-        problems.append(
-            f"train.micro_batch is {wanted}, but must divide a rank's {local} sequences "
-            f"(train.batch {run.batch} / (grid.data x grid.z = {parts})); the nearest that would do is "
-            f"{min(divisors(local), key=lambda n: abs(n - wanted))}, "
-            f"or a train.batch of {nearest_multiple(run.batch, parts * wanted)}"
-        )
-    else:
-        tokens = (run.micro_batch or run.batch // parts) * run.seq_len
-        if run.shard_sequence and tokens % grid.x:
-            problems.append(
-                f"train.shard_sequence is on, but grid.x = {grid.x} must divide a rank's {tokens} tokens at once "
-                f"(its micro-batch x train.seq_len); train.seq_len={nearest_multiple(run.seq_len, grid.x)} would do"
-            )
-    problems += contradictions_of_run(run)
-    problems += _contradictions_of_copies(config)
-    problems += _contradictions_of_state(config)
-    if run.accumulate_unsharded:
-        reasons = {
-            f"grid.z is {grid.z}, so that z divides no gradient": grid.z == 1,
-            "a rank's whole part of the batch is one micro-batch": run.micro_batch in (None, run.batch // parts),
-        }
-        problems += [
-            f"train.accumulate_unsharded is on, but {reason}; train.accumulate_unsharded=false would do"
-            for reason, is_so in reasons.items()
-            if is_so
-        ]
-    if run.cuda_graph and run.trace:
-        problems.append(
-            "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "
-            "train.cuda_graph=false would do"
-        )
-    if run.cuda_graph and run.recompute_mode != "none":
-        name = "checkpoint_activations" if run.checkpoint_activations else "recompute"
-        problems.append(
-            f"train.cuda_graph and train.{name} are both on, but a block that is run again asks for the "
-            "state of random numbers, which a graph does not have; train.cuda_graph=false would do"
-        )
-    if run.cuda_graph and config.model.dropout:
-        problems.append(
-            f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
-            "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
-        )
-    for name in ("path", "evaluation_path"):
-        if getattr(config.data, name) == []:
-            problems.append(f"data.{name} is [], but must name at least one file or folder")
-    if run.evaluate_every is not None and config.data.evaluation_path is config.data.evaluation_sequences is None:
-        problems.append(
-            f"train.evaluate_every is {run.evaluate_every}, but nothing is held out to evaluate on: give "
-            "data.evaluation_path, or data.evaluation_sequences for a part of data.path"
-        )
-    return problems
-
-
-def _contradictions_of_copies(config: TrainConfig) -> list[str]:
-    """Check that train.writes_copies has weights to write. Returns a message for each reason why it has none."""
-    grid, run = config.grid, config.train
-    reasons = {
-        f"train.dtype is {run.dtype!r}, in which the weights are kept": run.dtype != "bf16",
-        f"train.optimizer is {run.optimizer!r}, and only adamw writes them": run.optimizer != "adamw",
-        f"grid.z is {grid.z}, and there are copies only of weights that z does not cut": grid.z > 1,
-        "train.keep_gathered is off, so that no weight stays from one pass to another": not run.keep_gathered,
-    }
-    return [
-        f"train.writes_copies is on, but {reason}; train.writes_copies=false would do"
-        for reason, is_so in reasons.items()
-        if run.writes_copies and is_so
-    ]
-
-
-def _contradictions_of_state(config: TrainConfig) -> list[str]:
-    """Check the options of optimizer state apart from the model. Returns a message for each rule that is broken."""
-    run, problems = config.train, []
-    if run.optimizer_state == "fp32":
-        if run.dtype == "fp16":
-            problems.append(
-                "train.dtype is 'fp16', which needs its fp32 weights apart: train.optimizer_state='device' or 'host' "
-                "would do"
-            )
-        changed = [name for name in _STATE_OPTIONS if getattr(run, name) != type(run).model_fields[name].default]
-        problems += [
-            f"train.{name} is {getattr(run, name)}, but train.optimizer_state is 'fp32', which has no such state; "
-            "train.optimizer_state='device' or 'host' would do"
-            for name in changed
-        ]
-        return problems
-    reasons = {
-        "train.dtype is 'fp64'; train.dtype='bf16', 'fp16' or 'fp32' would do": run.dtype == "fp64",
-        "train.writes_copies is on, whose copies are the weights already; train.writes_copies=false would do": (
-            run.writes_copies
-        ),
-        "train.accumulate_unsharded is on, which keeps whole gradients in fp32; train.accumulate_unsharded=false would "
-        "do": run.accumulate_unsharded,
-        "train.cuda_graph is on, and a graph cannot wait for the host; train.cuda_graph=false or "
-        "train.optimizer_state='device' would do": run.cuda_graph and run.optimizer_state == "host",
-    }
-    return [
-        f"train.optimizer_state is {run.optimizer_state!r}, but {reason}" for reason, is_so in reasons.items() if is_so
-    ]
-
-
-_STATE_OPTIONS = (
-    "state_bucket",
-    "state_buffers",
-    "reduce_buckets",
-    "split_weights",
-    "accumulate_fp32",
-    "step_on",
-    "host_memory",
-)
-
-
-def nearest_grid(
-    grid: GridConfig, ranks: int, suits: Callable[[GridSizes], bool] = lambda sizes: True
-) -> GridConfig | None:
-    """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios.
-
-    suits: whether a grid will do; None if no grid will.
-    """
-
-    def distance(sizes: GridSizes) -> tuple[float, ...]:
-        ratios = [abs(math.log2(sizes[axis] / old)) for axis, old in grid.sizes().items()]
-        # Of grids that are equally close, the one with the smallest sizes inside data.
-        return sum(ratio > 0 for ratio in ratios), sum(ratios), *(sizes[axis] for axis in OUTER_TO_INNER[1:])
-
-    suitable = filter(suits, every_grid(ranks))
-    nearest = min(suitable, key=distance, default=None)
-    return None if nearest is None else GridConfig(**nearest)

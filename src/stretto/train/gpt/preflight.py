@@ -26,7 +26,7 @@ from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.config import TrainConfig
-from stretto.train.config.gpt import nearest_grid
+from stretto.train.config.rules import nearest_grid
 from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
 from stretto.train.data.files import find_files
 from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource

@@ -5,8 +5,9 @@ import os
 
 from stretto.cluster.detection import count_gpus
 from stretto.cluster.local_ranks import count_ranks_here, is_rank
-from stretto.train.config.gpt import TrainConfig, nearest_grid
+from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig, JobConfig
+from stretto.train.config.rules import nearest_grid
 
 
 def check_started_ranks(config: JobConfig) -> None:
