@@ -343,6 +343,11 @@ class _StoreSink:
         self._store, self._index = store, index
 
     def add(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        if parameter not in self._index:
+            raise ValueError(
+                f"a parameter of shape {list(parameter.shape)} has a gradient, but was frozen when its optimizer was "
+                "made, which has no state for it: make the optimizer when all are unfrozen that will be trained"
+            )
         self._store.add(self._index[parameter], shard)
 
     def complete(self, parameter: nn.Parameter) -> None:
