@@ -446,6 +446,5 @@ def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, mon
     found = {"buckets": (BUCKET_COLUMNS, offload_buckets(5)["rows"]), "tiles": (TILE_COLUMNS, [])}
     monkeypatch.setattr("stretto.bench.training.offload.run_ranks", lambda *_: found)
     bench_offload(OffloadSetting(), tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"chunks", "offload-buckets"}
-    bench_offload(OffloadSetting(cpu=True), tmp_path / "cpu")  # buckets are smaller than their rows say
-    assert not list((tmp_path / "cpu").glob("*.png"))
+    bench_offload(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
+    assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
