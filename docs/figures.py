@@ -15,6 +15,8 @@ from matplotlib.patches import Rectangle
 
 from stretto.report.style import (
     GREEN,
+    GREY,
+    GUIDE,
     INK,
     ORANGE,
     PURPLE,
@@ -182,6 +184,68 @@ def draw_channels(path: Path) -> None:
         )
 
 
+def draw_memory(path: Path) -> None:
+    """A training step with `train.optimizer_state = "host"`: what lies where, and what runs when (Singh, 3.3)."""
+    ends = {"forward": 3.0, "backward": 9.0, "step": 15.4, "next forward": 17.2}
+    last = ends["next forward"]
+    colours = (tint(SKY), tint(ORANGE), tint(GREEN))  # of chunks
+    resident = tint(GREY, 0.3)
+    fetched, updates, sums, num_sets = 1.0, 0.4, 3.0, 3
+    with drawing(path, 10, 5.2) as picture:
+        gpu, work, host = picture.panels(3, 1, sharex=True, height_ratios=(4.1, 4, 3))[:, 0]
+        draw_box(gpu, 0, 3.2, (last, 0.8), resident)
+        draw_box(gpu, 0, 2.4, (last, 0.8), resident)
+        grown = [0, 0.9, 0, 0, 0.9 * (last - ends["step"]) / ends["forward"]]
+        gpu.fill_between([0, *ends.values()], 1.3, [1.3 + each for each in grown], color=tint(PURPLE), linewidth=0)
+        for number in range(num_sets):
+            draw_box(gpu, 0, 0.8 - 0.4 * number, (last, 0.4), resident)
+        for chunk, start in enumerate((5.0, 8.0, 11.0)):
+            draw_box(work, start, 3, (sums, 0.9), colours[chunk], f"chunk {chunk}")
+        draw_box(work, 0, 2, (ends["forward"], 0.9), tint(PURPLE), "forward")
+        draw_box(work, ends["forward"], 2, (ends["backward"] - ends["forward"], 0.9), tint(PURPLE), "backward")
+        draw_box(work, ends["step"], 2, (last - ends["step"], 0.9), tint(PURPLE), "forward")
+        for bucket in range(6):
+            colour, came = colours[bucket // 2], ends["backward"] + (bucket + 1) * fetched
+            draw_box(work, came - fetched, 1, (fetched, 0.9), colour, str(bucket))
+            draw_box(work, came, 2, (updates, 0.9), colour, str(bucket))
+            draw_box(work, came + updates, 0, (fetched, 0.9), colour, str(bucket))
+            held = (2 * fetched + updates, 0.4)
+            draw_box(gpu, came - fetched, 0.8 - 0.4 * (bucket % num_sets), held, colour, str(bucket))
+        draw_box(host, 0, 0.8, (last, 2.4), resident)
+        draw_box(host, 0, 0, (last, 0.8), resident)
+        middle = (ends["forward"] + ends["backward"]) / 2
+        for panel, height, text in (
+            (gpu, 3.6, "bf16: upper halves of the fp32 weights"),
+            (gpu, 2.8, "bf16: of micro-batches, then of all ranks"),
+            (host, 2, "fp32: AdamW's first and second moments"),
+            (host, 0.4, "16 bits: lower halves of the fp32 weights"),
+        ):
+            panel.text(middle, height, text, ha="center", va="center_baseline", fontsize=TEXT)
+        rows = {
+            gpu: {"weights, 2 phi": 3.6, "gradients, 2 phi": 2.8, "activations": 1.75, "n buffers of 10 bsize": 0.6},
+            work: {"all-reduces": 3.45, "GPU": 2.45, "host to device": 1.45, "device to host": 0.45},
+            host: {"moments, 8 phi": 2, "lower halves, 2 phi": 0.4},
+        }
+        for panel, title in ((gpu, "GPU memory"), (work, "what runs"), (host, "host memory")):
+            hide_frame(panel)
+            panel.set_title(title, loc="left", weight="bold")
+            panel.set_yticks(list(rows[panel].values()), list(rows[panel]))
+            panel.tick_params(length=0)
+            for end in list(ends.values())[:-1]:
+                panel.axvline(end, linestyle=(0, (2, 2)), zorder=0 if panel is work else 2, **GUIDE)
+        gpu.set(xlim=(0, last), ylim=(-0.05, 4.05))
+        work.set(ylim=(-0.05, 3.95))
+        host.set(ylim=(-0.05, 3.25))
+        starts = [0.0, *ends.values()]
+        host.set_xticks([(start + end) / 2 for start, end in zip(starts, ends.values(), strict=False)], list(ends))
+        picture.title = 'A training step with train.optimizer_state = "host": AdamW, bf16, split weights'
+        picture.caption = (
+            "A number is a bucket, and a colour a chunk of two buckets. While the GPU updates a bucket, the next one "
+            "is fetched and the one before is returned. Without clipping and loss scale, chunk 0 is updated while "
+            "later chunks are summed. Sizes are in bytes, with n\u00a0=\u00a03; times are not to scale."
+        )
+
+
 def draw_timeline(path: Path) -> None:
     """The timeline of a run on CPU processes, from timeline.json."""
     content = json.loads((FOLDER / "timeline.json").read_text())
@@ -223,6 +287,7 @@ def main() -> None:
     draw_two_level(FOLDER / "two-level.png")
     draw_fused_kernel(FOLDER / "fused-kernel.png")
     draw_channels(FOLDER / "channels.png")
+    draw_memory(FOLDER / "memory.png")
     draw_timeline(FOLDER / "timeline.png")
     draw_schedules(FOLDER / "collectives")
 

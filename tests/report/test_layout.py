@@ -13,6 +13,9 @@ from matplotlib.figure import Figure
 from tests.report.layout import find_faults
 
 from stretto.bench.pictures import _PLOTS, draw_result, redraw
+from stretto.bench.training.chunks import bench_chunks
+from stretto.bench.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
+from stretto.bench.training.settings import ChunksSetting, OffloadSetting
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.schedule import plot_schedule
@@ -241,6 +244,26 @@ def checkouts(count: int) -> dict[str, Any]:
     return {"bound": 0.02, "rows": rows}
 
 
+def offload_buckets(count: int) -> dict[str, Any]:
+    tried = [("split", size, 3) for size in (1, 2, 4, 16, 64)[:count]]
+    tried += [("whole", 16, 3)] + [("split", 16, sets) for sets in (1, 2, 4, 8)[: count - 1]]
+    rows = [
+        {"step_on": "device", "weights": weights, "bucket": size, "buffers": sets, "ratio": 0.9 + place / 50}
+        for place, (weights, size, sets) in enumerate(tried)
+    ]
+    rows.append(rows[0] | {"step_on": "host", "ratio": 50.4})
+    return {"rows": [row | {"seconds": 0.12 * row["ratio"], "limit_seconds": 0.12} for row in rows]}
+
+
+def chunks(count: int) -> dict[str, Any]:
+    rows = [
+        {"latency": latency, "coarsening": k, "chunks": 64 // k, "seconds": 0.4 + k / 1e3, "predicted_seconds": 0.41}
+        for latency in (0.4, 0.02, 0.001)[:count]
+        for k in (64, 32, 16, 8, 1)[:count][::-1]
+    ]
+    return {"setting": {"buckets": 64, "ranks": 2}, "rows": rows}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -258,6 +281,8 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "two-level.json": two_level,
     "checkouts.json": checkouts,
     "ddp.json": ddp,
+    "offload-buckets.json": offload_buckets,
+    "chunks.json": chunks,
 }
 
 
@@ -337,7 +362,7 @@ def test_labels_of_a_schedule_are_clear_of_each_other(
     assert find_faults(drawn[0]) == []
 
 
-@pytest.mark.parametrize("name", ["grid", "two_level", "fused_kernel", "channels", "timeline"])
+@pytest.mark.parametrize("name", ["grid", "two_level", "fused_kernel", "channels", "memory", "timeline"])
 def test_labels_of_the_docs_pictures_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str) -> None:
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"), run_name="figures")
     figures[f"draw_{name}"](tmp_path / "picture.png")
@@ -412,3 +437,14 @@ def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no result of a bench that has a picture"):
         redraw(tmp_path / "empty")
+
+
+def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # bench_chunks sets it
+    monkeypatch.setattr("stretto.bench.training.chunks.run_ranks", lambda *_: chunks(3) | {"choices": []})
+    bench_chunks(ChunksSetting(), tmp_path)
+    found = {"buckets": (BUCKET_COLUMNS, offload_buckets(5)["rows"]), "tiles": (TILE_COLUMNS, [])}
+    monkeypatch.setattr("stretto.bench.training.offload.run_ranks", lambda *_: found)
+    bench_offload(OffloadSetting(), tmp_path)
+    bench_offload(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
+    assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]

@@ -20,6 +20,8 @@ _PLOTS = {
     "overlap.json": "training.plot:plot_overlap",
     "dlrm.json": "training.plot:plot_dlrm",
     "ddp.json": "training.plot:plot_ddp",
+    "offload-buckets.json": "training.plot:plot_buckets",
+    "chunks.json": "training.plot:plot_chunks",
     "plan.json": "plan.plot:plot_plan",
     "collectives.json": "collectives.plot:plot_collectives",
     "compile.json": "collectives.plot:plot_compile",

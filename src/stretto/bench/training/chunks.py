@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.pictures import draw_result
 from stretto.bench.training.settings import ChunksSetting
 from stretto.execution import StateOptions
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
@@ -77,13 +78,14 @@ class _SlowLink:
 
 
 def bench_chunks(setting: ChunksSetting, out: Path) -> list[dict[str, Any]]:
-    """Measure each k over each link, print the table, and write chunks.json and .md to `out`."""
+    """Measure each k over each link, print the table, and write chunks.json, .md and .png to `out`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
     result = run_ranks(setting.ranks, measure_chunks, setting)
     print_table(f"Gradients' sum and the optimizer's step on {setting.ranks} CPU ranks", COLUMNS, result["rows"])
     for line in result["choices"]:
         print(line)
-    write_result(out, "chunks", COLUMNS, result["rows"], setting=asdict(setting), choices=result["choices"])
+    about = {"setting": asdict(setting), "choices": result["choices"]}
+    draw_result(write_result(out, "chunks", COLUMNS, result["rows"], **about))
     return result["rows"]
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, write_result
+from stretto.bench.pictures import draw_result
 from stretto.bench.training.settings import OffloadSetting
 from stretto.cluster import Cluster, HostLink
 from stretto.execution import StateOptions
@@ -96,11 +97,13 @@ LARGEST_COLUMNS = (
 
 
 def bench_offload(setting: OffloadSetting, out: Path) -> Any:
-    """Measure the parts one after another, and write a result for each."""
+    """Measure the parts one after another, and write a result for each; that of buckets is also drawn."""
     results = run_ranks(1, _measure, setting)
     for name, (columns, rows) in results.items():
         print_table(f"Optimizer state on the host: {name}", columns, rows)
-        write_result(out, f"offload-{name}", columns, rows)
+        path = write_result(out, f"offload-{name}", columns, rows)
+        if name == "buckets" and not setting.cpu:
+            draw_result(path)
     return {name: rows for name, (_, rows) in results.items()}
 
 

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of `stretto bench train`, `peers`, `overlap` and `dlrm`, drawn from their JSON."""
+"""Pictures of the benches of training (`stretto bench train`, `overlap`, `chunks` ...), drawn from their JSON."""
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mode
 from typing import Any
+
+from matplotlib.ticker import MaxNLocator
 
 from stretto.bench.pictures import describe_origin
 from stretto.bench.training.ddp import split_kernels
-from stretto.report.style import EXPOSED, PEER, STRETTO, Look, drawing, name_bars
+from stretto.report.style import EXPOSED, GUIDE, PEER, SERIES, STRETTO, Look, drawing, name_bars
 from stretto.train.observe.timeline import subtract
 
 _BAR = 0.24  # inches
@@ -167,5 +170,71 @@ def plot_ddp(result: Path, picture: Path) -> None:
         drawn.subtitle = describe_origin(data)
 
 
+def plot_buckets(result: Path, picture: Path) -> None:
+    """Draw the time of a step with state on the host, over the link's, against the size of buckets."""
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if row["step_on"] == "device"]
+    sets = mode(row["buffers"] for row in rows)  # of the lines; other rows are single points
+    with drawing(picture, 7.5, 3.2) as drawn:
+        panel = drawn.panels(1, 1)[0, 0]
+        panel.axhline(1, **GUIDE)
+        limits = {row["weights"]: row["limit_seconds"] for row in rows}
+        for weights, look in zip(limits, SERIES, strict=False):
+            mine = sorted((row["bucket"], row["ratio"]) for row in rows if _is_of(row, weights, sets))
+            panel.plot(*zip(*mine, strict=True), label=f"{weights} fp32 weights, {_name_sets(sets)}", **look.line)
+        others = sorted({(row["buffers"], row["weights"]) for row in rows if row["buffers"] != sets})
+        for (count, weights), look in zip(others, SERIES[len(limits) :], strict=False):
+            mine = [(row["bucket"], row["ratio"]) for row in rows if _is_of(row, weights, count)]
+            points = look.line | {"linestyle": "", "markerfacecolor": "white", "markersize": 6}
+            panel.plot(*zip(*mine, strict=True), label=f"{weights}, {_name_sets(count)}", **points)
+        drawn.log_ticks(panel.xaxis, [row["bucket"] for row in rows])
+        panel.set_xlabel("numbers of a bucket (millions)")
+        panel.set_ylabel("step time / link time")
+        drawn.title = "A step of AdamW with state on the host, beside the time that its bytes take on the link"
+        drawn.subtitle = describe_origin(data)
+        times = ", ".join(f"{seconds:.3f} s ({weights})" for weights, seconds in limits.items())
+        drawn.caption = f"Link time: all bytes over the bandwidth of copies both ways at once, {times}." + "".join(
+            f" Not drawn: step on the host ({row['weights']}, {row['bucket']} million), {row['seconds']:.2f} s a step."
+            for row in data["rows"]
+            if row["step_on"] == "host"
+        )
+
+
+def plot_chunks(result: Path, picture: Path) -> None:
+    """Draw a panel a latency: measured and predicted time of sums and step, against k (Singh, figure 3.6)."""
+    data = json.loads(result.read_text())
+    latencies = list(dict.fromkeys(row["latency"] for row in data["rows"]))
+    with drawing(picture, max(5.0, 4.2 * len(latencies)), 3) as drawn:
+        panels = drawn.panels(1, len(latencies), sharey=True)[0]
+        for panel, latency in zip(panels, latencies, strict=True):
+            rows = [row for row in data["rows"] if row["latency"] == latency]
+            sizes = [row["coarsening"] for row in rows]
+            panel.plot(sizes, [row["seconds"] for row in rows], label="measured", **STRETTO.line)
+            predicted = [row["predicted_seconds"] for row in rows]
+            panel.plot(sizes, predicted, label="predicted by the planner", **PEER.line)
+            for row in rows:
+                if row["chunks"] == 1:
+                    panel.axhline(row["seconds"], linestyle="--", label="measured without overlap", **GUIDE)
+            drawn.log_ticks(panel.xaxis, sizes)
+            panel.set_xlabel("k: buckets an all-reduce")
+            panel.set_title(f"latency of a message: {latency:g} of a bucket's time")
+        panels[0].yaxis.set_major_locator(MaxNLocator(5))  # the same ticks whatever the panel's height becomes
+        panels[0].set_ylabel("seconds")
+        drawn.title = "Gradients' sum and the optimizer's step together, by the size of all-reduces"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            f"{data['setting']['buckets']} buckets, {data['setting']['ranks']} ranks. Without overlap: one all-reduce "
+            "of all buckets, then all steps. A bucket's time is that of its bytes on the link."
+        )
+
+
 def _bars(times: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(start / 1e3, (end - start) / 1e3) for start, end in times]
+
+
+def _is_of(row: Mapping[str, Any], weights: str, sets: int) -> bool:
+    return bool(row["weights"] == weights and row["buffers"] == sets)
+
+
+def _name_sets(count: int) -> str:
+    return f"{count} set{'s' if count > 1 else ''} of buffers"
