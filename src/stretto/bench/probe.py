@@ -93,7 +93,7 @@ def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -
     effort = ON_GPU if device.type == "cuda" else ON_CPU
     timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
     measured: dict[str, Any] = {"transfers": list(_transfers(ranks, effort, device, timed))}
-    measured["host_link"] = _host_link(device, timed) if device.type == "cuda" else None
+    measured["host_link"] = measure_host_link(device, timed) if device.type == "cuda" else None
     crowding = _crowding(effort, dtype, device) if device.type == "cpu" else 1.0
     computed = partial(_time_crowded, timed, crowding)
     table = {(m, n, k) for m, n, k in itertools.product(effort.sides, repeat=3)} | set(shapes)
@@ -156,7 +156,7 @@ def _collective(kind: str, rows: int, group: dist.ProcessGroup, device: torch.de
             return lambda: start_all_reduce(whole, group).wait()
 
 
-def _host_link(device: torch.device, timed: Callable[[Callable[[], Any]], float]) -> HostLink:
+def measure_host_link(device: torch.device, timed: Callable[[Callable[[], Any]], float]) -> HostLink:
     """Measure copies between pinned host memory and a GPU: in each direction alone, and in both, on two streams."""
     sent, received = allocate_pinned(2 * _HOST_COPY_BYTES, device).split(_HOST_COPY_BYTES)
     there, source = torch.zeros(2, _HOST_COPY_BYTES, dtype=torch.uint8, device=device)

@@ -96,6 +96,7 @@ def measure_chunks(setting: ChunksSetting) -> dict[str, Any]:
     link = _SlowLink(dist.group.WORLD)  # type: ignore[arg-type]
     stores = {k: _build(setting, k, link) for k in setting.coarsenings()}
     everything = max(stores)
+    _time(stores[everything], link, alone=True)  # to warm up
     steps = _agree(statistics.median(_time(stores[everything], link, alone=True) for _ in range(setting.repeats)))
     num_bytes = 2 * setting.bucket * setting.buckets
     rate = num_bytes / (SUMS_TO_STEPS * steps)

@@ -20,21 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, write_result
+from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, time_steps, write_result
 from stretto.bench.pictures import draw_result
+from stretto.bench.probe import measure_host_link
 from stretto.bench.training.settings import OffloadSetting
+from stretto.bench.training.torch_peers import build_offloaded
 from stretto.cluster import Cluster, HostLink
 from stretto.execution import StateOptions
-from stretto.memory.pinned import allocate_pinned
 from stretto.models import GPT, GPTConfig
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.optim.state.updates import GPU_TILE, TILE
 from stretto.parallel import Grid, no_sync, parallelize
 from stretto.planner import GridPlan, predict, read_architecture
-from stretto.train.optimizer import local_shard
 from stretto.train.stored_optimizer import (
     MakeUpdate,
     NoRanks,
@@ -125,27 +124,13 @@ def _measure(setting: OffloadSetting) -> dict[str, Any]:
     return found
 
 
-def measure_links(device: torch.device, num_bytes: int = 1 << 28) -> dict[str, float]:
+def measure_links(device: torch.device) -> dict[str, float]:
     """GB/s between pinned host memory and the device: each way alone, and both ways at once, together."""
-    num_bytes = num_bytes if device.type == "cuda" else 1 << 20
-    there = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    here = [allocate_pinned(num_bytes, device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
-
-    def copy(ways: tuple[int, ...]) -> float:
-        _synchronize(device)
-        began = time.perf_counter()
-        for _ in range(4):
-            for way in ways:
-                with torch.cuda.stream(streams[way]):
-                    target, source = (there[0], here[0]) if way == 0 else (here[1], there[1])
-                    target.copy_(source, non_blocking=True)
-        _synchronize(device)
-        return 4 * len(ways) * num_bytes / (time.perf_counter() - began) / 1e9
-
-    copy((0, 1))
-    rates = {"to_device": (0,), "to_host": (1,), "both": (0, 1)}
-    return {name: statistics.median(copy(ways) for _ in range(5)) for name, ways in rates.items()}
+    if device.type != "cuda":
+        return {"to_device": 10.0, "to_host": 10.0, "both": 20.0}  # there is no link: a try
+    link = measure_host_link(device, partial(time_steps, warm_up=2, repeats=7))
+    rates = (link.to_device_bandwidth, link.to_host_bandwidth, link.duplex_bandwidth)
+    return {name: (rate or 0.0) / 1e9 for name, rate in zip(("to_device", "to_host", "both"), rates, strict=True)}
 
 
 def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> Iterator[dict[str, Any]]:
@@ -418,29 +403,8 @@ def _failing_softly(name: str, counts: tuple[int, ...]) -> Iterator[list[dict[st
 def _train_fsdp(
     setting: OffloadSetting, grid: Grid, config: GPTConfig, counts: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    from stretto.parallel import checkpoint_activations
-
     device = grid.device
-    with torch.device("meta"):
-        model = GPT(config)
-    checkpoint_activations(model)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    kept: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": CPUOffloadPolicy()}
-    for block in model.blocks:
-        fully_shard(block, **kept)
-    fully_shard(model, **kept)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # drawn on the device: a CPU draws them one by one
-            own = local_shard(parameter)
-            drawn = torch.empty(own.shape, device=device)
-            own.copy_(drawn.normal_(std=0.02) if own.dim() >= 2 else drawn.fill_(1.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    model, optimizer = build_offloaded(config, device, learning_rate=LEARNING_RATE)
     tokens, targets = _draw(setting, config, device)
     phi = sum(parameter.numel() for parameter in model.parameters())
     for count in (1, *counts):

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,8 +27,9 @@ from torch.distributed.tensor.parallel import (
 
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, compile_blocks, fused_adamw, local_batch
 from stretto.bench.training.settings import TrainingWorkload
-from stretto.models import GPT
+from stretto.models import GPT, GPTConfig
 from stretto.parallel import checkpoint_activations
+from stretto.train.optimizer import local_shard
 
 
 @dataclass(frozen=True)
@@ -198,3 +199,27 @@ def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     shards = [shard for some in alike.values() for shard in some]
     torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
     return norm
+
+
+def build_offloaded(
+    config: GPTConfig, device: torch.device, *, learning_rate: float
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A GPT under FSDP2 with `CPUOffloadPolicy`, which keeps parameters, gradients and state on the CPU; and AdamW.
+
+    Blocks are checkpointed; the computation and the reduction are in bf16.
+    """
+    with torch.device("meta"):
+        model = GPT(config)
+    checkpoint_activations(model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # drawn on the device: a CPU draws them one by one
+            own = local_shard(parameter)
+            drawn = torch.empty(own.shape, device=device)
+            own.copy_(drawn.normal_(std=0.02) if own.dim() >= 2 else drawn.fill_(1.0))
+    return model, torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
