@@ -234,7 +234,10 @@ def test_a_run_with_a_loss_scale_resumes_with_it(ranks: Any, tmp_path: Path) -> 
         ([*apart("host"), "train.dtype=fp64"], "train.optimizer_state is 'host', but train.dtype is 'fp64'"),
         ([*apart("host"), "train.cuda_graph=true"], "a graph cannot wait for the host"),
         ([*apart("device"), "train.writes_copies=true"], "whose copies are the weights already"),
-        ([*apart("host"), "train.state_bucket=100"], "multiple of 64"),
+        (
+            [*apart("host"), "train.state_bucket=100"],
+            "train.state_bucket is 100, but must be a multiple of 64; 128 would do",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:

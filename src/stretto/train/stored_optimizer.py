@@ -171,7 +171,8 @@ class StoredOptimizer:
         store, options = self.store, self.options
         numbers, buckets = store.layout.size, len(store.layout.buckets)
         state = sum(array.numel() * array.element_size() for array in store.residence.arrays.values())
-        where = "on the device" if options.location == "device" else "in pinned host memory"
+        pinned = "pinned " if store.device.type == "cuda" else ""
+        where = "on the device" if options.location == "device" else f"in {pinned}host memory"
         if options.location == "host":
             where += f", stepped on the {options.step_on}"
         return (

@@ -45,6 +45,10 @@ def _explain(key: str, detail: ErrorDetails, options: Mapping[str, FieldInfo]) -
             (name, bound) = next(iter(context.items()))
             words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[name]
             return f"{key} is {value!r}, but must be {words} {bound}; {_inside(name, bound, default)} would do"
+        case "multiple_of":
+            divisor = context["multiple_of"]
+            near = max(1, round(value / divisor)) * divisor
+            return f"{key} is {value!r}, but must be a multiple of {divisor}; {near} would do"
         case "finite_number":
             return f"{key} is {value!r}, but must be a finite number{_for_example(default)}"
         case "int_type" if isinstance(value, float) and math.isfinite(value):
