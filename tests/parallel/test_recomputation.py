@@ -91,7 +91,7 @@ def compare_modes(sizes: Sizes, options: dict[str, Any]) -> list[str]:
         pytest.param((1, 2, 1, 2), {"keep_gathered": False}, marks=pytest.mark.sampled(1)),
         pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.sampled(1)),
         pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.sampled(1)),
-        ((1, 2, 1, 1), {"shard_sequence": True}),
+        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1)),
         pytest.param((1, 2, 2, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1)),
     ],
     ids=str,
