@@ -51,7 +51,8 @@ class StoredOptimizer:
 
     The model's fp32 parameters become views of one flat tensor of weights in `dtype`; their values, as they are
     now, become the fp32 weights of the store. Gradients go to the store, and `.grad` of parameters stays None. Frozen
-    parameters are converted, too. make: `adamw_update`, or `tiled_update` of any elementwise optimizer.
+    parameters are converted, too. make: `adamw_update`, `sgd_update`, or `tiled_update` of any
+    elementwise optimizer.
 
     Raises ValueError for parameters that are not fp32, or that are not of a model that `parallelize` has returned.
     """
@@ -81,7 +82,7 @@ class StoredOptimizer:
                     f"{parameter_name} is {parameter.dtype}, but parameters must be fp32 when an optimizer takes them "
                     "over: it keeps them, and makes the weights that are computed with"
                 )
-        self._names = list(self.parameters)
+        self._numbers = {name: number for number, name in enumerate(self.parameters)}
         stored = [
             StoredParameter(
                 name,
@@ -185,19 +186,19 @@ class StoredOptimizer:
 
     def weight(self, name: str) -> Tensor:
         """This rank's shard of a parameter's fp32 weight."""
-        return self.store.weight(self._names.index(name))
+        return self.store.weight(self._numbers[name])
 
     def state(self, name: str) -> dict[str, Any]:
         """The state of one parameter, by key: tensors like its shard, and 0-dim ones. Empty before its first step."""
-        return self.store.state(self._names.index(name))
+        return self.store.state(self._numbers[name])
 
     def slots(self, name: str) -> dict[str, Tensor]:
         """The tensors that a checkpoint's state of one parameter is read into, by key."""
-        return self.store.slots(self._names.index(name))
+        return self.store.slots(self._numbers[name])
 
     def set_scalars(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
         """Set what parameters' states have beside `slots`: 0-dim tensors by name and key."""
-        self.store.set_scalars({self._names.index(name): own for name, own in scalars.items()})
+        self.store.set_scalars({self._numbers[name]: own for name, own in scalars.items()})
 
 
 def build_store(

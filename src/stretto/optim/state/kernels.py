@@ -24,7 +24,7 @@ class _Numbers(NamedTuple):
     master: Any
 
 
-class _Buffers(NamedTuple):
+class _SGDNumbers(NamedTuple):
     """Kernel argument: numbers of one range for SGD; momentum None without momentum."""
 
     weight: Any
@@ -167,7 +167,7 @@ def launch_sgd(
     launch_kernel(
         _sgd_mixed,
         triton.cdiv(weight.numel(), BLOCK),
-        _Buffers(weight, gradient, buffer, master),
+        _SGDNumbers(weight, gradient, buffer, master),
         lr,
         scale,
         skip,

@@ -22,7 +22,7 @@ from stretto.execution import BUCKET_ALIGNMENT as ALIGNMENT
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterRange:
     """Where a parameter's numbers lie: `size` of them from `start` on, in this segment."""
 
     start: int
@@ -68,7 +68,7 @@ class StateLayout:
     size: numbers in all, with what is left free between parameters.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[ParameterRange, ...]
     buckets: tuple[Bucket, ...]
     chunks: tuple[Chunk, ...]
     size: int
@@ -80,7 +80,7 @@ class StateLayout:
         bucket_size: numbers, a multiple of ALIGNMENT. coarsening: buckets of a chunk.
         """
         numbers = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-        places: dict[int, Place] = {}
+        places: dict[int, ParameterRange] = {}
         buckets: list[Bucket] = []
         chunks: list[Chunk] = []
         end = 0
@@ -88,7 +88,7 @@ class StateLayout:
             begin = end
             members = [index for index, own in enumerate(keys) if own == key]
             for index in members:
-                places[index] = Place(end, sizes[index], segment)
+                places[index] = ParameterRange(end, sizes[index], segment)
                 end = -(-(end + sizes[index]) // ALIGNMENT) * ALIGNMENT
             for first in range(begin, end, bucket_size * coarsening):
                 last = min(first + bucket_size * coarsening, end)

@@ -107,6 +107,8 @@ class OptimizerStateStore:
         self.clip, self.loss_scale = clip, loss_scale
         self.histories = [0] * len(self.parameters)
         self._history: dict[int, History] = {0: History()}
+        decays = {layout.places[index].segment: own.weight_decay for index, own in enumerate(self.parameters)}
+        self._weight_decays = tuple(decays[segment] for segment in sorted(decays))
         self._step = _StepGradients()
         self._chunks_of: dict[int, list[Chunk]] = {index: [] for index in range(len(self.parameters))}
         for chunk in layout.chunks:
@@ -253,11 +255,9 @@ class OptimizerStateStore:
 
     def _begin_update(self, lr: float | Tensor, scale: Tensor, skip: Tensor) -> None:
         active = {history: self._history[history] for history in {self.histories[i] for i in self._step.present}}
-        decays = {self.layout.places[i].segment: p.weight_decay for i, p in enumerate(self.parameters)}
-        weight_decays = tuple(decays[segment] for segment in sorted(decays))
         device = self.residence.step_device
         settings = StepSettings(lr, scale.to(device), skip.to(device))
-        self.update.begin(settings, dict(sorted(active.items())), weight_decays)
+        self.update.begin(settings, dict(sorted(active.items())), self._weight_decays)
 
     def _update(self, bucket: Bucket) -> None:
         opened = self.residence.open(bucket)
