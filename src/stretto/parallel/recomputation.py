@@ -7,7 +7,7 @@ torch's `checkpoint`. The modes differ in that function:
     full                     torch's checkpoint: the block's input is kept
     products, communication  torch's checkpoint, in contexts that keep outputs (`stretto.parallel.comm.kept_outputs`)
     host                     torch's checkpoint of a function that finds the block's input in pinned host memory
-    every:k                  `_Segment`: k blocks are computed again together, from the input of the first
+    every:k                  `_BlockSegment`: k blocks are computed again together, from the input of the first
 
 In every mode weights that were gathered over z are gathered again for the recomputation. transformers' layers
 checkpoint themselves: there the function takes the place of their `_gradient_checkpointing_func`.
@@ -171,7 +171,7 @@ class _SegmentedLoop:
         self._length = length
         self._blocks = blocks
         self._contexts = contexts
-        self._open: _Segment | None = None
+        self._open: _BlockSegment | None = None
 
     def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run block `number`. ValueError if it goes on with a segment, and was not given what the last one returned."""
@@ -180,7 +180,7 @@ class _SegmentedLoop:
             return function(*args, **kwargs)
         segment, self._open = self._open, None
         if number % self._length == 0:
-            segment = _Segment(self._contexts())
+            segment = _BlockSegment(self._contexts())
         elif segment is None or segment.next_block != number or not segment.continues_with(args, kwargs):
             raise ValueError(
                 f"recompute='every:{self._length}' computes blocks {number - 1} and {number} again together, but block "
@@ -272,7 +272,7 @@ class _Call:
             return self.function(*args, **kwargs)
 
 
-class _Segment:
+class _BlockSegment:
     """Blocks that are computed again together, as torch's checkpoint does with one: saved tensors are their numbers."""
 
     def __init__(self, contexts: tuple[Any, Any]) -> None:
