@@ -20,6 +20,7 @@ from stretto.bench.stress.kernels import list_kernels
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.optim import adamw_kernel
+from stretto.optim.state import kernels as state_kernels
 from stretto.parallel.comm import copy_engine_scatter
 from stretto.tiles import begin_call, signals
 from stretto.tiles.compile_only import compile_kernel
@@ -48,9 +49,26 @@ def launch_gradients(name: str) -> Launch:
 
 def launch_adamw() -> Launch:
     moments = adamw_kernel._Moments(FLOATS, FLOATS, FLOATS, FLOATS)
-    decays = adamw_kernel._Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
+    decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
     arguments = moments, FLOATS, FLOATS, WORDS, FLOATS.bfloat16(), 4096, decays, True, adamw_kernel.BLOCK
     return Launch(adamw_kernel._adamw, arguments, {})
+
+
+def launch_mixed_adamw() -> Launch:
+    numbers = state_kernels._Numbers(FLOATS.bfloat16(), FLOATS.bfloat16(), FLOATS, FLOATS, WORDS.to(torch.int16))
+    decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
+    options = {"IS_SPLIT": True, "BLOCK": state_kernels.BLOCK}
+    return Launch(state_kernels._adamw_mixed, (numbers, FLOATS, FLOATS, WORDS, WORDS, 4096, decays), options)
+
+
+def launch_mixed_sgd() -> Launch:
+    numbers = state_kernels._SGDNumbers(FLOATS.bfloat16(), FLOATS.bfloat16(), FLOATS, FLOATS)
+    options = {"IS_SPLIT": False, "BLOCK": state_kernels.BLOCK}
+    return Launch(state_kernels._sgd_mixed, (numbers, FLOATS, FLOATS, WORDS, None, 4096, 0.9, 0.1), options)
+
+
+def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
+    return Launch(getattr(state_kernels, name), (*arguments, 4096), {"BLOCK": state_kernels.BLOCK})
 
 
 def launch_sum_of_parts() -> Launch:
@@ -100,6 +118,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
+    "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
+    "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
+    "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),
+    "optim.state.kernels._scale": lambda: launch_rounding("_scale", FLOATS.bfloat16(), FLOATS, FLOATS),
+    "optim.state.kernels._sgd_mixed": launch_mixed_sgd,
     "parallel.comm.copy_engine_scatter.begin_scatter": lambda: Launch(
         copy_engine_scatter.begin_scatter, (make_channel("p2p"), WORDS, WORDS, 3), {"num_warps": 1}
     ),
