@@ -21,9 +21,8 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
 - Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;
   docs/parallelize.md and docs/planning.md by hand.
 
-Today data, z, y and x exist. What the others will be:
+Today pipe, data, z, y and x exist. What the others will be:
 
-- pipe: stages of layers. Its ranks hold other parameters, so it belongs to no parameter's mesh.
 - context: parts of a sequence. Gradients and the loss are summed over it (`sums_gradients`), but all of its ranks are
   fed from the same sequences, so the loader does not count it (not `splits_batch`).
 - expert multiplies nothing: for the parameters of experts alone it takes ranks of data, then of z, never of context
@@ -43,6 +42,7 @@ class Axis:
     splits_batch: its ranks are fed other sequences, as the data loader has to know.
     sums_gradients: its ranks see other tokens, so gradients and the loss are summed over it.
     splits_weights: it cuts weights; the other axes hold copies of them, or other layers.
+    splits_layers: its ranks hold other layers, so it is a dim of no parameter's mesh.
     cuts_last: it cuts what all other axes have left of a weight's dim 0, so it is the last dim of a DeviceMesh.
     """
 
@@ -51,10 +51,17 @@ class Axis:
     splits_batch: bool = False
     sums_gradients: bool = False
     splits_weights: bool = False
+    splits_layers: bool = False
     cuts_last: bool = False
 
 
 AXES = (
+    Axis(
+        "pipe",
+        "pipeline stages: contiguous blocks of the model, between which activations and their gradients are sent; "
+        "the outermost axis",
+        splits_layers=True,
+    ),
     Axis(
         "data",
         "replicas of the model, each of which trains on its part of the batch",
@@ -85,7 +92,11 @@ OUTER_TO_INNER = tuple(axis.name for axis in AXES)
 INNER_TO_OUTER = OUTER_TO_INNER[::-1]
 WEIGHT_AXES = tuple(axis.name for axis in reversed(AXES) if axis.splits_weights)
 NAMES = (*(axis.name for axis in AXES if not axis.splits_weights), *WEIGHT_AXES)
-"""Axes in the order in which people read and write them: data, x, y, z."""
+"""Axes in the order in which people read and write them: pipe, data, x, y, z."""
+STAGE_AXES = tuple(axis.name for axis in AXES if not axis.splits_layers)
+"""The axes over whose ranks one pipeline stage is laid out, from the outermost to the innermost."""
+STAGE = "stage"
+"""The group of all ranks of a pipeline stage; with one stage, that of all ranks."""
 MESH_ORDER = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.cuts_last))
 """The dims of a grid's DeviceMesh. DTensor applies placements in this order (docs/decisions/001)."""
 
@@ -123,13 +134,14 @@ class GridSizes(Mapping[str, int]):
     Raises ValueError for an unknown axis.
     """
 
+    pipe: int
     data: int
     x: int
     y: int
     z: int
 
-    def __init__(self, data: int = 1, x: int = 1, y: int = 1, z: int = 1, **others: int) -> None:
-        given = {"data": data, "x": x, "y": y, "z": z} | others
+    def __init__(self, data: int = 1, x: int = 1, y: int = 1, z: int = 1, pipe: int = 1, **others: int) -> None:
+        given = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | others
         _require_axes(given)
         self.__dict__.update({axis: given.get(axis, 1) for axis in NAMES})
 
@@ -155,11 +167,16 @@ class GridSizes(Mapping[str, int]):
         return name_grid(self)
 
     def __repr__(self) -> str:
-        return "GridSizes(" + ", ".join(f"{axis}={size}" for axis, size in self.items()) + ")"
+        return "GridSizes(" + ", ".join(f"{axis}={size}" for axis, size in shown_sizes(self).items()) + ")"
 
     def sizes(self) -> dict[str, int]:
         """Plain data, for files."""
         return dict(self)
+
+    @cached_property
+    def stage_ranks(self) -> int:
+        """How many ranks a pipeline stage has."""
+        return self.over(STAGE_AXES)
 
     def over(self, axes: Collection[str]) -> int:
         """The product of these axes' sizes."""
@@ -195,6 +212,11 @@ def name_grid(sizes: Mapping[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one rank"
 
 
+def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that a message or a repr lists: all, but those of axes that split layers where they are 1."""
+    return {axis: size for axis, size in sizes.items() if size > 1 or axis in STAGE_AXES}
+
+
 def check_sizes(sizes: Mapping[str, int]) -> GridSizes:
     """The sizes of all axes, 1 where one is absent. ValueError for an unknown axis or a size that is not positive."""
     _require_axes(sizes)
@@ -217,9 +239,9 @@ def axes_of(group: str) -> tuple[str, ...]:
 def parameter_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The dims of the mesh that parameters live on, in MESH_ORDER: the axes of several ranks (docs/decisions/002).
 
-    One dim at least, also on one rank.
+    One dim at least, also on one rank. The ranks of pipe hold other parameters.
     """
-    return tuple(axis for axis in MESH_ORDER if sizes[axis] > 1) or MESH_ORDER[-1:]
+    return tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES and sizes[axis] > 1) or MESH_ORDER[-1:]
 
 
 def fold_experts(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

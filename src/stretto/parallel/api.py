@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.axes import LOSS, check_sizes
+from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
 from stretto.parallel.builder import Builder
@@ -118,7 +118,7 @@ def parallelize(
             raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
     _check_ranks_agree(model, grid, drops=drops)
-    matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group("world"))
+    matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group(STAGE))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, seed)
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
@@ -203,7 +203,7 @@ def _shard_by_blocks(
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
     _check_ranks_agree(model, grid, drops=drops and copies > 1)
     warn_of_replication(model, grid, blocks.reason)
-    matmuls = MatmulTuner(False, grid.device, grid.group("world"))
+    matmuls = MatmulTuner(False, grid.device, grid.group(STAGE))
     builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, seed)
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0

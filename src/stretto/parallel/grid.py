@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid: ranks laid out over data x X x Y x Z (Singh, section 5.1.1), as a named DeviceMesh."""
+"""The grid: ranks laid out over pipe x data x X x Y x Z (Singh, sections 3.1 and 5.1.1), as a named DeviceMesh."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,8 +16,11 @@ from stretto.axes import (
     MESH_ORDER,
     NAMES,
     OUTER_TO_INNER,
+    STAGE,
+    STAGE_AXES,
     check_sizes,
     parameter_axes,
+    shown_sizes,
 )
 from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank, is_rank
 from stretto.memory import group_timeout, shared_gpus
@@ -28,14 +31,16 @@ GradientReduction = Literal["sum", "mean"]
 
 
 class Grid:
-    """The ranks of a job over the axes of `stretto.axes`; x is innermost: rank = ((data * Z + z) * Y + y) * X + x.
+    """The ranks of a job over the axes of `stretto.axes`; x is innermost and pipe outermost:
+    rank = (((pipe * Data + data) * Z + z) * Y + y) * X + x.
 
-    `data` and `z` split the batch; `x`, `y` and `z` split the weights. Start the job with torchrun (or
-    `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the same grid.
+    `data` and `z` split the batch; `x`, `y` and `z` split the weights; `pipe` splits the layers. Start the job with
+    torchrun (or `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the
+    same grid.
 
-    Attributes: `mesh`, the DeviceMesh with dims named data, y, x, z; `parameter_mesh`, its part without dims of size 1,
-    on which parameters are; `device`, this rank's torch.device; `sizes`, a mapping from axis to size; `timeout`, the
-    groups' time limit, a timedelta.
+    Attributes: `mesh`, the DeviceMesh with dims named pipe, data, y, x, z; `parameter_mesh`, its part without
+    pipe and without dims of size 1, on which this stage's parameters are; `device`, this rank's torch.device; `sizes`,
+    a mapping from axis to size; `timeout`, the groups' time limit, a timedelta.
 
     device: this rank's (default: of the process group that is there, else a GPU where torch sees one, else the CPU).
     timeout: the time limit of all of the grid's groups, in seconds or as a timedelta, for their collectives and for
@@ -51,12 +56,13 @@ class Grid:
         x: int = 1,
         y: int = 1,
         z: int = 1,
+        pipe: int = 1,
         *,
         device: torch.device | str | None = None,
         timeout: timedelta | float | None = None,
         **others: int,
     ) -> None:
-        sizes = check_sizes({"data": data, "x": x, "y": y, "z": z} | others)
+        sizes = check_sizes({"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | others)
         self.sizes: Mapping[str, int] = sizes.sizes()
         ranks = sizes.ranks
         limit = None if timeout is None else check_timeout(timeout)
@@ -81,16 +87,21 @@ class Grid:
         world = dist.group.WORLD
         assert world is not None
         self._groups["world"] = world
-        self._mesh_groups = {self.parameter_mesh: world}
+        is_one_stage = sizes.stage_ranks == sizes.ranks
+        in_stage = tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES)
+        self._groups[STAGE] = world if is_one_stage else self.mesh[in_stage]._flatten(STAGE).get_group()
+        self._mesh_groups = {self.parameter_mesh: self._groups[STAGE]}
         self.timeout = timedelta(seconds=group_timeout(world)) if limit is None else limit
         for each in self._groups.values():  # DeviceMesh makes groups with torch's default limit
             if group_timeout(each) != self.timeout.total_seconds():
                 set_timeout(each, self.timeout)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in `axis` only (in data and z for "batch", in any for "world").
+        """The ranks that differ from this one in `axis` only.
 
-        axis: one of `stretto.axes.NAMES`, of its `DERIVED_GROUPS`, or "world".
+        In data and z for "batch", in all axes but pipe for "stage", in any for "world".
+
+        axis: one of `stretto.axes.NAMES`, of its `DERIVED_GROUPS`, "stage" or "world".
 
         Raises ValueError for an unknown axis; so do `size` and `coordinate`.
         """
@@ -103,7 +114,7 @@ class Grid:
         return self._mesh_groups[mesh]
 
     def size(self, axis: str) -> int:
-        """How many ranks `axis` has: data, x, y, z, "batch" (data x z) or "world"."""
+        """How many ranks `axis` has: pipe, data, x, y, z, "batch" (data x z), "stage" (all but pipe) or "world"."""
         return self.group(axis).size()
 
     def coordinate(self, axis: str) -> int:
@@ -111,13 +122,13 @@ class Grid:
         return self.group(axis).rank()
 
     def __repr__(self) -> str:
-        return "Grid(" + ", ".join(f"{axis}={size}" for axis, size in self.sizes.items()) + ")"
+        return "Grid(" + ", ".join(f"{axis}={size}" for axis, size in shown_sizes(self.sizes).items()) + ")"
 
 
 def mismatch(sizes: Mapping[str, int], ranks: int) -> str:
     """What to tell a user whose grid is not the size of the job."""
     product = prod(sizes.values())
-    shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    shape = " x ".join(f"{axis}={size}" for axis, size in shown_sizes(sizes).items())
     rest = product // sizes["data"]
     hint = f"; with data={ranks // rest} it would" if ranks % rest == 0 and ranks >= rest else ""
     return f"the grid {shape} has {product} ranks, but the job has {ranks}: they must be equal{hint}"

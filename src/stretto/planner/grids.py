@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterator
 
-from stretto.axes import OUTER_TO_INNER, GridSizes
+from stretto.axes import STAGE_AXES, GridSizes
 from stretto.planner.architecture import Architecture
 
 
@@ -15,8 +15,8 @@ def divisors(number: int) -> list[int]:
 
 
 def every_grid(ranks: int) -> Iterator[GridSizes]:
-    """Every factorization of `ranks` into sizes of the axes."""
-    return (GridSizes(**sizes) for sizes in _factorize(ranks, OUTER_TO_INNER))
+    """Every factorization of `ranks` into sizes of the axes of one pipeline stage."""
+    return (GridSizes(**sizes) for sizes in _factorize(ranks, STAGE_AXES))
 
 
 def _factorize(ranks: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.axes import DERIVED_GROUPS, NAMES
+from stretto.axes import DERIVED_GROUPS, NAMES, STAGE
 from stretto.parallel.grid import Grid
 
 
@@ -100,11 +100,11 @@ class _Counter(TorchDispatchMode):
 
 
 def axes_of_groups(grid: Grid) -> dict[str, str]:
-    """Which axis a process group is ("batch" and "world" too), by the group's name.
+    """Which axis a process group is ("batch", "stage" and "world" too), by the group's name.
 
     Groups of one rank send nothing, so that their names need not be told apart.
     """
-    return {grid.group(axis).group_name: axis for axis in ("world", *DERIVED_GROUPS, *NAMES)}
+    return {grid.group(axis).group_name: axis for axis in (STAGE, "world", *DERIVED_GROUPS, *NAMES)}
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:

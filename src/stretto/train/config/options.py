@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from stretto.axes import AXES, NAMES, GridSizes
+from stretto.axes import AXES, NAMES, GridSizes, shown_sizes
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
 MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
@@ -73,7 +73,7 @@ class _GridSection(Section):
         return GridSizes(**self.sizes()).batch_parts
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}={size}" for axis, size in self.sizes().items())
+        return " ".join(f"{axis}={size}" for axis, size in shown_sizes(self.sizes()).items())
 
     def sizes(self) -> dict[str, int]:
         """The sizes by axis, as `stretto.parallel.validate` takes them."""
@@ -83,6 +83,7 @@ class _GridSection(Section):
 if TYPE_CHECKING:
 
     class GridConfig(_GridSection):
+        pipe: int = 1
         data: int = 1
         x: int = 1
         y: int = 1
