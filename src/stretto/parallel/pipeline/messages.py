@@ -96,11 +96,8 @@ class Carrier(ABC):
         self._awaited: tuple[Collection[int], str, float] | None = None  # ranks, what of them, since when
         self._failure: Report | None = None
         self._reports = FailureReports(self._store, self._topic, self.rank, self._name_rank)
-        text: list[str] = []  # the watchdog's message; a record may not refer to the carrier itself
-        self._failure_text = text
-        self._record = register(
-            self, lambda words: text[0] if text else f"carrier of messages: {words[0]}", self.device
-        )
+        self._failure_text = text = [""]
+        self._record = register(self, lambda words: text[0], self.device)  # it may not refer to the carrier itself
 
     # What a schedule calls.
 
@@ -130,6 +127,9 @@ class Carrier(ABC):
         """
         self._require_usable(in_step=True)
         self._require_rank(destination, "destination")
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type != "cpu" and tensor.device != self.device:
+                raise ValueError(f"{key} has a tensor on {tensor.device}: this carrier's are on {self.device} or a CPU")
         values = [None if tensor is None else tensor.detach() for tensor in tensors]
         if destination == self.rank:
             self._deliver(self.rank, key, values, self._step)
@@ -233,8 +233,9 @@ class Carrier(ABC):
     def _send(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> None:
         """Send contiguous tensors, without waiting for the receiver, and call `note_sent` when that is done."""
 
-    def _progress(self) -> None:  # noqa: B027  (a carrier whose threads do all does nothing here)
-        """Move what can be moved without waiting."""
+    def _progress(self) -> bool:
+        """Move what can be moved without waiting; returns whether anything was."""
+        return False
 
     def _pause(self, seconds: float) -> None:
         """Wait for a change for at most so long; called with the condition's lock held."""
