@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of failed carriers, from which each rank finds the rank that the failure came from.
+
+When one rank stops, its neighbours wait for it, theirs wait for them, and any of them may reach its time limit first.
+So a rank that fails writes to the group's store whom it blames, and what it waits for itself; it then closes its
+channels. Ranks that notice do the same. The first report says how the failure was noticed; from the rank that it blames
+one follows who waits for whom to a rank that waits for nobody, or that has written nothing at all: there it began.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+GRACE = 1.5
+"""Seconds that a rank has to write its report, from the moment that another rank asks for it."""
+_PERIOD = 0.02
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of its failure.
+
+    blamed: the ranks that it was noticed at (none where this rank itself is the cause). waits_for: the ranks that it
+    was waiting for at that moment (none: it was computing). awaited: the message, and for how long.
+    """
+
+    blamed: list[int]
+    text: str
+    waits_for: list[int]
+    awaited: str
+
+
+class FailureReports:
+    """The reports of one carrier's ranks, in a store. A store that does not answer delays nobody for long.
+
+    topic: the keys' prefix. name_rank: how errors call a rank.
+    """
+
+    def __init__(self, store: dist.Store, topic: str, rank: int, name_rank: Callable[[int], str]) -> None:
+        self._store = store
+        self._topic = topic
+        self._rank = rank
+        self._name_rank = name_rank
+        self._explanation: str | None = None
+
+    def write(self, report: Report) -> None:
+        """Write this rank's report; the first rank to do so is the one whom all follow."""
+
+        def write() -> None:
+            self._store.set(f"{self._topic} report {self._rank}", json.dumps(asdict(report)))
+            order = self._store.add(f"{self._topic} reports", 1)
+            self._store.set(f"{self._topic} order {order}", str(self._rank))
+
+        _within(GRACE, write)
+
+    def explain(self, own: Report) -> str:
+        """The error's text: what this rank noticed, and where it began. It takes GRACE at the first call."""
+        if self._explanation is None:
+            found: list[str] = []
+            _within(3 * GRACE, lambda: found.append(self._trace(own)))
+            self._explanation = (
+                f"rank {self._rank} of the pipe: {own.text}{found[0] if found else '. The store does not answer'}"
+            )
+        return self._explanation
+
+    def _trace(self, own: Report) -> str:
+        """Follow the first report to where the failure began."""
+        first = self._text("order 1", GRACE)
+        root, report = (self._rank, own) if first is None else (int(first), self._report(int(first)) or own)
+        lines = []
+        if root != self._rank:
+            lines.append(f"noticed first by {self._name_rank(root)}: {report.text}")
+        if not report.blamed:
+            return self._conclude(lines, [root], "the cause is {}")
+        seen: list[int] = []
+        ends: list[int] = []
+        next_ranks = list(report.blamed)
+        deadline = time.monotonic() + GRACE
+        while next_ranks:
+            rank = next_ranks.pop(0)
+            if rank in seen or rank == root:
+                continue
+            seen.append(rank)
+            said = own if rank == self._rank else self._report(rank, deadline)
+            if said is None:
+                lines.append(f"{self._name_rank(rank)} has not reported anything: it has ended, stopped or hung")
+                ends.append(rank)
+            elif said.waits_for:
+                names = " or ".join(self._name_rank(one) for one in said.waits_for)
+                lines.append(f"{self._name_rank(rank)} was waiting for {names}: {said.awaited}")
+                next_ranks += said.waits_for
+            else:
+                lines.append(f"{self._name_rank(rank)} was not waiting for a message")
+                ends.append(rank)
+        if ends:
+            return self._conclude(lines, ends, "the cause is {}")
+        return self._conclude(lines, sorted({root, *seen}), "{} wait for each other")
+
+    def _conclude(self, lines: list[str], ranks: list[int], end: str) -> str:
+        names = " and ".join(self._name_rank(rank) for rank in ranks)
+        return "".join(f"; {line}" for line in [*lines, end.format(names)])
+
+    def _report(self, rank: int, deadline: float = 0.0) -> Report | None:
+        text = self._text(f"report {rank}", deadline - time.monotonic())
+        return None if text is None else Report(**json.loads(text))
+
+    def _text(self, key: str, seconds: float) -> str | None:
+        """What the store has under a key, once it is there; None if it is not within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not self._store.check([f"{self._topic} {key}"]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_PERIOD)
+        return self._store.get(f"{self._topic} {key}").decode()
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Run a call that may hang or fail, as a store whose host is gone does, in a thread, and leave it after a while."""
+
+    def run() -> None:
+        try:
+            call()
+        except RuntimeError:  # the store is gone: what is known without it has to do
+            return
+
+    thread = threading.Thread(target=run, name="stretto-failure-report", daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The header of a message: its key, and of each tensor the dtype, the shape and where it belongs.
+
+A header is int64 words, the same on every kind of carrier:
+
+    step, operation, stage, micro-batch, choice of the carrier, number of tensors, then of each tensor
+        -1                                                        for None
+        0 or 1 (of a GPU), index of the dtype, number of dims, sizes
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+MAX_BYTES_OF_HEADER = 1 << 15
+"""Enough for 500 tensors of 4 dims."""
+
+_FIXED_WORDS = 6
+_OPERATIONS = ("F", "B")
+
+
+class MessageKey(NamedTuple):
+    """What a message is.
+
+    operation: "F" for an activation that the forward pass of `stage` needs, "B" for a gradient that its backward pass
+    needs. stage: the virtual stage that will consume it.
+    """
+
+    operation: Literal["F", "B"]
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        what = "activation for the forward" if self.operation == "F" else "gradient for the backward"
+        return f"the {what} of stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """What a tensor is. is_on_gpu: the sender's was, so it goes to the receiver's device."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_on_gpu: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def view(self, data: Tensor) -> Tensor:
+        """The tensor whose bytes uint8 `data`, aligned to the dtype, begins with."""
+        return data[: self.num_bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class MessageHeader:
+    """A message's header. choice: a number that the carrier defines."""
+
+    CHOICE: ClassVar[int] = 4
+    """The word that holds `choice`."""
+
+    step: int
+    key: MessageKey
+    tensors: tuple[TensorLayout | None, ...]
+    choice: int = 0
+
+    @classmethod
+    def of(cls, step: int, key: MessageKey, tensors: Sequence[Tensor | None], choice: int = 0) -> "MessageHeader":
+        """The header of a message of these tensors. ValueError for a tensor that no message can hold, or too many."""
+        dims = sum(tensor.dim() for tensor in tensors if tensor is not None)
+        if 8 * (_FIXED_WORDS + 3 * len(tensors) + dims) > MAX_BYTES_OF_HEADER:
+            raise ValueError(f"{key}: {len(tensors)} tensors of {dims} dims in all are too many for one message")
+        layouts: list[TensorLayout | None] = []
+        for tensor in tensors:
+            if tensor is None:
+                layouts.append(None)
+                continue
+            if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+                raise ValueError(
+                    f"messages hold dense tensors of PyTorch's plain dtypes, not {tensor.dtype} ({tensor.layout})"
+                )
+            layouts.append(TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu"))
+        return cls(step, key, tuple(layouts), choice)
+
+    def pack(self) -> Tensor:
+        """The header as uint8."""
+        operation, stage, micro_batch = self.key
+        words = [self.step, _OPERATIONS.index(operation), stage, micro_batch, self.choice, len(self.tensors)]
+        for layout in self.tensors:
+            if layout is None:
+                words.append(-1)
+            else:
+                words += (int(layout.is_on_gpu), DTYPES.index(layout.dtype), len(layout.shape), *layout.shape)
+        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> tuple["MessageHeader", int]:
+        """Read the header at the beginning of uint8 data; returns it and its size in bytes."""
+        words = data[: data.numel() // 8 * 8].view(torch.int64)
+        step, operation, stage, micro_batch, choice, count = words[:_FIXED_WORDS].tolist()
+        at = _FIXED_WORDS
+        layouts: list[TensorLayout | None] = []
+        for _ in range(count):
+            if words[at] < 0:
+                layouts.append(None)
+                at += 1
+                continue
+            is_on_gpu, dtype, dims = words[at : at + 3].tolist()
+            shape = tuple(words[at + 3 : at + 3 + dims].tolist())
+            layouts.append(TensorLayout(DTYPES[dtype], shape, bool(is_on_gpu)))
+            at += 3 + dims
+        key = MessageKey(_OPERATIONS[operation], stage, micro_batch)  # type: ignore[arg-type]
+        return cls(step, key, tuple(layouts), choice), 8 * at
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as uint8 [num_bytes]."""
+    return tensor.reshape(-1).view(torch.uint8)
