@@ -111,6 +111,41 @@ class StateOptions:
         return self.location == "host" and self.splits_weights and is_bf16 and element == 2 and self.step_on == "device"
 
 
+StagePlacement = Literal["loops", "v"]
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a model is cut into pipeline stages (`parallelize(stages=...)`).
+
+    virtual_stages: stages that each rank of pipe has.
+    placement: the rank of each stage, where a rank has several. "loops": round the ranks, as interleaved schedules have
+        it. "v": down the ranks and back up, as ZB-V and DualPipe-V have it, with two stages a rank.
+    cuts: the blocks with which stages 1, 2, ... begin. None: so that the costliest stage is as cheap as can be.
+    blocks: names or patterns of the blocks between which the model is cut. None: the children of its longest
+        nn.ModuleList.
+    first, last: names of modules beside the blocks that belong to the first, and to the last stage, where the order of
+        their registration says otherwise.
+
+    Raises ValueError for others.
+    """
+
+    virtual_stages: int = 1
+    placement: StagePlacement = "loops"
+    cuts: tuple[int, ...] | None = None
+    blocks: tuple[str, ...] | None = None
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.placement not in get_args(StagePlacement):
+            raise ValueError(f"placement is {self.placement!r}, but must be 'loops' or 'v'")
+        if self.virtual_stages < 1:
+            raise ValueError(f"virtual_stages is {self.virtual_stages}, but must be at least 1")
+        if self.placement == "v" and self.virtual_stages != 2:
+            raise ValueError(f"placement 'v' takes two stages a rank, and virtual_stages is {self.virtual_stages}")
+
+
 # Numbers: each parameter begins at a multiple of it in flat tensors, so that kernels may read 16 bytes at a time.
 BUCKET_ALIGNMENT = 64
 
@@ -194,6 +229,7 @@ class ExecutionOptions:
     tune_matmuls: time every linear's products in each layout of the operands, and use the fastest.
     accumulate_unsharded: with several micro-batches, add up weights' gradients whole, and reduce-scatter them over z
         once a step; False reduce-scatters those of each micro-batch, and keeps shards alone.
+    stages: how the model is cut into pipeline stages, where the grid has several, or a rank has several.
 
     Raises ValueError for an unknown mode of recomputation.
     """
@@ -204,6 +240,7 @@ class ExecutionOptions:
     shard_sequence: bool
     tune_matmuls: bool
     accumulate_unsharded: bool
+    stages: "StageOptions"
 
     def __init__(
         self,
@@ -213,6 +250,7 @@ class ExecutionOptions:
         shard_sequence: bool = False,
         tune_matmuls: bool = False,
         accumulate_unsharded: bool = False,
+        stages: "StageOptions | None" = None,
         *,
         checkpoint_activations: bool | None = None,
     ) -> None:
@@ -223,6 +261,7 @@ class ExecutionOptions:
             "shard_sequence": shard_sequence,
             "tune_matmuls": tune_matmuls,
             "accumulate_unsharded": accumulate_unsharded,
+            "stages": StageOptions() if stages is None else stages,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -256,6 +295,7 @@ class ExecutionKeywords(TypedDict, total=False):
     shard_sequence: bool
     tune_matmuls: bool
     accumulate_unsharded: bool
+    stages: "StageOptions"
 
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's

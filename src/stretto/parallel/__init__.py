@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallelizes a model over a grid of data x X x Y x Z ranks (Singh, section 5.1.1).
+"""Parallelizes a model over a grid of pipe x data x X x Y x Z ranks (Singh, chapters 3 and 5).
 
 `Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` distributes the
 embedding tables of a recommendation model; the rest is what a training loop needs.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stretto.lazy import attach
 
 if TYPE_CHECKING:
-    from stretto.execution import Overlap
+    from stretto.execution import Overlap, StageOptions
     from stretto.parallel.api import parallelize, validate
     from stretto.parallel.capture import CapturedStep
     from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.parallel.layers.dropout import micro_batch_of
     from stretto.parallel.layers.loss import mean_over_batch
     from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
+    from stretto.parallel.pipeline.pipeline import Pipeline
     from stretto.parallel.recomputation import checkpoint_activations
     from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
     from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
@@ -38,11 +39,13 @@ __all__ = [
     "Grid",
     "Overlap",
     "ParameterLayout",
+    "Pipeline",
     "Role",
     "SegmentLoadPlanner",
     "SegmentSavePlanner",
     "ShardedTables",
     "Split",
+    "StageOptions",
     "TablePlacement",
     "TableSize",
     "checkpoint_activations",
@@ -65,6 +68,7 @@ __all__ = [
 
 _HOMES = {
     "Overlap": "stretto.execution",
+    "StageOptions": "stretto.execution",
     "parallelize": "stretto.parallel.api",
     "validate": "stretto.parallel.api",
     "CapturedStep": "stretto.parallel.capture",
@@ -86,6 +90,7 @@ _HOMES = {
     "gather": "stretto.parallel.layout",
     "layout_of": "stretto.parallel.layout",
     "checkpoint_activations": "stretto.parallel.recomputation",
+    "Pipeline": "stretto.parallel.pipeline.pipeline",
     "TablePlacement": "stretto.parallel.recsys.placement",
     "TableSize": "stretto.parallel.recsys.placement",
     "place_tables": "stretto.parallel.recsys.placement",

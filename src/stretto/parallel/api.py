@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -27,6 +27,15 @@ from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelL
 from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
+from stretto.parallel.pipeline.stages import (
+    ModelStages,
+    cut_model,
+    find_stages,
+    make_tie_group,
+    restrict_plan,
+    tied_parameters,
+    wrap_forwards,
+)
 from stretto.parallel.precision import Precision
 from stretto.parallel.recomputation import check_blocks, checkpoint_activations
 from stretto.parallel.roles import huggingface
@@ -89,6 +98,7 @@ def parallelize(
     recompute: what blocks compute again in the backward pass ("none"), which saves memory (docs/memory.md): "full" all;
         "every:k" all, k blocks together; "products" what is no product with a weight; "communication" what was not
         sent; "host" all, from inputs that wait in host memory. checkpoint_activations=True is "full".
+    stages: how the model is cut, where the grid has several pipeline stages (`stretto.parallel.Pipeline` runs them).
     accumulate_unsharded: with `no_sync`, add up weights' gradients whole and reduce-scatter them over z once a step,
         with the last micro-batch (True), in place of once a micro-batch (default), which keeps shards alone.
 
@@ -102,26 +112,80 @@ def parallelize(
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
-    if not isinstance(plan, ShardingPlan):
-        return _shard_by_blocks(model, grid, precision, options, seed, plan, gradients or "mean")
+    if options.recomputation.is_on:
+        check_blocks(model, options.recompute)
+    cut = _cut_into_stages(model, grid, options)
+    try:
+        if not isinstance(plan, ShardingPlan):
+            return _shard_by_blocks(model, grid, precision, options, seed, plan, gradients or "mean", cut)
+        return _shard_by_roles(model, grid, precision, options, seed, plan, gradients, cut, sharded_loss=sharded_loss)
+    except Exception:
+        if cut is not None:
+            cut.undo()
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """A model that was cut into stages, the parameters that both its ends hold, and what puts the rest back."""
+
+    stages: ModelStages
+    tied: Sequence[nn.Parameter]
+    undo: Callable[[], None]
+
+    def tie(self, builder: Builder, grid: Grid) -> None:
+        """Have the gradients of what both ends hold summed over them."""
+        ends = make_tie_group(self.stages, grid) if self.tied else None
+        builder.tied |= {id(parameter): ends for parameter in self.tied}
+        self.stages.is_tied = ends is not None
+
+
+def _cut_into_stages(model: nn.Module, grid: Grid, options: ExecutionOptions) -> _Cut | None:
+    """Leave this rank's pipeline stages in the model; None where there is one stage."""
+    if grid.size("pipe") * options.stages.virtual_stages == 1:
+        return None
+    stages = find_stages(model, grid, options.stages)
+    tied = tied_parameters(model, stages)
+    _check_ranks_agree(model, grid, grid.group("world"), drops=stages.needs_random_state)
+    return _Cut(stages, tied, cut_model(model, stages))
+
+
+def _shard_by_roles(
+    model: nn.Module,
+    grid: Grid,
+    precision: Precision,
+    options: ExecutionOptions,
+    seed: int | None,
+    plan: ShardingPlan,
+    gradients: GradientReduction | None,
+    cut: _Cut | None,
+    *,
+    sharded_loss: bool,
+) -> nn.Module:
+    """Shard a model, or its pipeline stages, by the roles of its submodules, and return it."""
     if gradients == "mean":
         raise ValueError(
             "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this one is the "
             "mean over the global batch, whose gradients are summed"
         )
     grid.gradients.add("sum")
-    if options.recomputation.is_on:
-        check_blocks(model, options.recompute)
     if options.shard_sequence:
         check_takes_sharded_sequence(model)
         if plan.replicated:
             raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
+    if cut is not None:
+        plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
-    _check_ranks_agree(model, grid, drops=drops)
+    _check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops)
     matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group(STAGE))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
-    builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, seed)
+    is_stage = cut is not None
+    builder = Builder(
+        model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, seed, is_stage=is_stage
+    )
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
+    if cut is not None:
+        cut.tie(builder, grid)
     # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     shared = builder.shared_places(plan)
@@ -145,8 +209,17 @@ def parallelize(
     _finish(model, builder)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(_explain_sizes, always_call=True)
-    checkpoint_activations(model, options.recompute)
+    _finish_blocks(model, options, cut)
     return model
+
+
+def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: _Cut | None) -> None:
+    """Have blocks be computed again, and follow the pipeline stage that runs."""
+    if cut is not None:
+        model.pipeline_stages = cut.stages  # type: ignore[assignment]
+    checkpoint_activations(model, options.recompute)
+    if cut is not None:
+        wrap_forwards(model, cut.stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,22 +263,26 @@ def _shard_by_blocks(
     seed: int | None,
     blocks: _BlockPlan,
     gradients: GradientReduction,
+    cut: _Cut | None,
 ) -> nn.Module:
-    """Shard a model without roles over z, and return it."""
+    """Shard a model without roles, or its pipeline stages, over z, and return it."""
     if options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
-    if options.recomputation.is_on:
-        check_blocks(model, options.recompute)
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
-    _check_ranks_agree(model, grid, drops=drops and copies > 1)
+    _check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops and copies > 1)
     warn_of_replication(model, grid, blocks.reason)
     matmuls = MatmulTuner(False, grid.device, grid.group(STAGE))
-    builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, seed)
+    is_stage = cut is not None
+    builder = Builder(
+        model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, seed, is_stage=is_stage
+    )
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
+    if cut is not None:
+        cut.tie(builder, grid)
     scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0
     sharded = BlockBuilder(model, builder, blocks.names, scale=scale)
     buffers = builder.buffers()
@@ -217,7 +294,7 @@ def _shard_by_blocks(
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         _take_means_over_batch(model, means, only_with_labels=True)
     _finish(model, builder)
-    checkpoint_activations(model, options.recompute)
+    _finish_blocks(model, options, cut)
     return model
 
 
@@ -382,8 +459,8 @@ def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: A
             )
 
 
-def _check_ranks_agree(model: nn.Module, grid: Grid, *, drops: bool) -> None:
-    """Raise ValueError unless all ranks have the same weights, and the same seed if there is dropout (`drops`)."""
+def _check_ranks_agree(model: nn.Module, grid: Grid, group: dist.ProcessGroup, *, drops: bool) -> None:
+    """Raise ValueError unless a group's ranks have the same weights, and, with dropout (`drops`), the same seed."""
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     sums = [
         (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))
@@ -393,7 +470,6 @@ def _check_ranks_agree(model: nn.Module, grid: Grid, *, drops: bool) -> None:
     flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
     highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
     lowest = highest.clone()
-    group = grid.group_of_mesh(grid.parameter_mesh)
     all_reduce(highest, group, dist.ReduceOp.MAX)
     all_reduce(lowest, group, dist.ReduceOp.MIN)
     spread = (highest - lowest).tolist()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace as Namespace
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.execution import Overlap
@@ -16,7 +17,7 @@ from stretto.parallel.comm.copy_engine_gather import (
     make_scatter_ring,
 )
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightPrefetcher
+from stretto.parallel.comm.weight_gathering import StepGatherer, WeightGatherer, WeightPrefetcher
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
 
 
 class Builder:
-    """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter."""
+    """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter.
+
+    is_stage: the model is a pipeline stage, which has several micro-batches in flight. The attribute `tied`: the
+    parameters that the first and the last stage share, by their ids, and the group of ranks that hold them (None: this
+    rank alone does).
+    """
 
     def __init__(
         self,
@@ -59,6 +65,8 @@ class Builder:
         keep_gathered: bool,
         tokens: TokenShards | None,
         seed: int | None,
+        *,
+        is_stage: bool = False,
     ) -> None:
         self.model = model
         self.grid = grid
@@ -71,11 +79,15 @@ class Builder:
         self.linears = 0
         self.gradient_reducer = GradientReducer(grid, precision, overlap, at_end=matmuls.finish)
         over_z = grid.group("z")
-        by_copies = overlap.copy_engines and have_copy_engines(over_z, grid.device)
+        # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
+        by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
         self.gatherer: WeightGatherer = WeightPrefetcher(over_z, is_on=overlap.all_gather)
         if by_copies and keep_gathered and overlap.all_gather:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
+        if is_stage and keep_gathered:
+            self.gatherer = StepGatherer(self.gatherer)
+        self.tied: dict[int, dist.ProcessGroup | None] = {}
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: they must not be freed, and their ids reused, while they are replaced.
         self._originals = list(model.parameters())
@@ -229,9 +241,11 @@ class Builder:
     def parameter(self, original: nn.Parameter, whole: Tensor, sharding: ParameterSharding) -> nn.Parameter:
         """The sharded parameter that stands for the original wherever it is held; made at the first call."""
         if id(original) not in self._made:
-            layout = ParameterLayout(tuple(original.shape), sharding.splits)
+            ends = self.tied.get(id(original))
+            layout = ParameterLayout(tuple(original.shape), sharding.splits, 1 if ends is None else ends.size())
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
-            self.gradient_reducer.watch(parameter, sharding.sum_axes, is_weight=sharding.is_weight)
+            others = () if ends is None else (ends,)
+            self.gradient_reducer.watch(parameter, sharding.sum_axes, is_weight=sharding.is_weight, others=others)
             self._made[id(original)] = parameter
         return self._made[id(original)]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stretto.axes import NAMES
+from stretto.axes import NAMES, STAGE_AXES
 from stretto.parallel.grid import Grid
 
 
@@ -42,10 +42,14 @@ class Box:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter of `shape` is split: `splits` in the order in which they apply; other axes replicate it."""
+    """How one parameter of `shape` is split: `splits` in the order in which they apply; other axes replicate it.
+
+    pipe_copies: how many ranks of pipe hold it: 2 for a tied embedding that the first and the last stage share.
+    """
 
     shape: tuple[int, ...]
     splits: tuple[Split, ...]
+    pipe_copies: int = 1
 
     def placements(self, axes: Sequence[str]) -> list[Placement]:
         """The same, as DTensor placements over a mesh with these axes."""
@@ -54,7 +58,8 @@ class ParameterLayout:
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """How many ranks hold each number of the parameter."""
-        return prod(size for axis, size in sizes.items() if axis not in {split.axis for split in self.splits})
+        cutting = {split.axis for split in self.splits}
+        return self.pipe_copies * prod(sizes[axis] for axis in STAGE_AXES if axis not in cutting)
 
     def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """Which indices of `dim` a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""

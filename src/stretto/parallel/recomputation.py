@@ -30,6 +30,7 @@ from stretto.execution import Recomputation
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.pipeline.stages import PassedBy
 from stretto.parallel.roles.huggingface import is_pretrained_model
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
@@ -58,8 +59,20 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full") -> None:
         _run_layers_by(model, recompute)
         _gather_in_recomputation(model)
         return
-    for block, run in zip(blocks, _make_runners(recompute, len(blocks)), strict=True):
-        block.forward = partial(run, block.forward)
+    for together in _computed_together(model, blocks):
+        for block, run in zip(together, _make_runners(recompute, len(together)), strict=True):
+            block.forward = partial(run, block.forward)
+
+
+def _computed_together(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The runs of blocks among which segments are cut: all blocks, or those of each pipeline stage of this rank."""
+    stages = getattr(model, "pipeline_stages", None)
+    if stages is None:
+        return [list(blocks)]
+    modules = dict(model.named_modules())
+    own = {id(modules[name]): index for index, name in enumerate(stages.block_names)}
+    here = {own[id(block)]: block for block in blocks if id(block) in own}
+    return [[here[index] for index in run if index in here] for run in stages.local_runs()]
 
 
 def check_blocks(model: nn.Module, recompute: str) -> list[nn.Module]:
@@ -90,7 +103,8 @@ def check_blocks(model: nn.Module, recompute: str) -> list[nn.Module]:
 
 def _checkpoints_itself(layer: nn.Module) -> bool:
     """Whether this is a transformers layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
-    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+    is_elsewhere = isinstance(layer, PassedBy)  # on another rank of a pipeline
+    return is_elsewhere or any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
 
 
 def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
@@ -112,7 +126,8 @@ def _run_layers_by(model: nn.Module, recompute: str) -> None:
     is_segmented = Recomputation.parse(recompute).kind == "every"
     for layers in model.modules() if is_segmented else ():
         if isinstance(layers, nn.ModuleList) and all(map(_checkpoints_itself, layers)):
-            runners |= zip(map(id, layers), _make_runners(recompute, len(layers)), strict=True)
+            for together in _computed_together(model, list(layers)):
+                runners |= zip(map(id, together), _make_runners(recompute, len(together)), strict=True)
     # Layers that no segment has are computed again by themselves.
     (alone,) = _make_runners("full" if is_segmented else recompute, 1)
     for module in model.modules():

@@ -81,7 +81,8 @@ class GradientReducer:
     Buckets are filled in that order, so they are the same whatever is overlapped, and so are the bits of their sums.
 
     `at_end` is called at the end of each backward pass. `ring` reduce-scatters by copy engines, if they are used.
-    `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`).
+    `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a
+    list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
     """
 
     def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
@@ -91,6 +92,7 @@ class GradientReducer:
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
+        self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
         self.accumulates_unsharded = self.keeps_unsharded = False
         self._unsharded: dict[nn.Parameter, UnshardedGradient] = {}  # in one order on all ranks, too
@@ -102,10 +104,12 @@ class GradientReducer:
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self._was_compared = False  # whether ranks have compared which gradients they sum
 
-    def watch(self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool) -> None:
-        """Sum this parameter's gradients over `axes` from now on. Those of a weight come by
-        `reduce_scatter_gradient`."""
-        self._groups[parameter] = tuple(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1)
+    def watch(
+        self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool, others: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
+        """Sum this parameter's gradients over `axes`, and over the groups `others`, from now on. Those of a weight come
+        by `reduce_scatter_gradient`."""
+        self._groups[parameter] = (*(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1), *others)
         if is_weight:
             self._weights.add(parameter)
         elif self._groups[parameter]:
@@ -157,6 +161,20 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(lambda done: _alive(this)._after_accumulation(done)),
         ]
         parameter.requires_grad_(is_trainable)
+
+    def run_pass(self, work: Sequence[Callable[[], None]] = ()) -> None:
+        """Call the functions of `work`, which give gradients to this reducer, as a backward pass of its own.
+
+        What earlier micro-batches have left unsummed is summed at its end, unless it runs under `no_sync`.
+        """
+
+        def run() -> None:
+            self._enter()
+            for make in work:
+                make()
+
+        root = torch.zeros((), device=self.grid.device, requires_grad=True)
+        _RunInBackward.apply(root, run).backward()
 
     def drop_failed_passes(self) -> None:
         """Forget backward passes that an exception has ended. No backward pass may be running."""
@@ -404,6 +422,21 @@ class GradientReducer:
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh
+
+
+class _RunInBackward(torch.autograd.Function):
+    """Calls a function in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return root.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        with torch.no_grad():
+            ctx.run()
+        return None, None
 
 
 def _alive(reducer: "ref[GradientReducer]") -> GradientReducer:

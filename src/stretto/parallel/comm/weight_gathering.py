@@ -198,3 +198,69 @@ class WeightPrefetcher(WeightGatherer):
             weight = self._weights[key]
             version = weight.version(weight.parameter)
             order.started.append(_Prefetch(key, version, weight.start(weight.parameter, self.group)))
+
+
+class StepGatherer(WeightGatherer):
+    """Gathers each weight once a step, for all micro-batches that a pipeline has in flight.
+
+    Between `begin_step` and `end_step` the whole rows of a weight are kept after their first use; `release` frees those
+    of one stage earlier. At other times `inner` does all. The attribute `stage` says which stage runs.
+    """
+
+    def __init__(self, inner: WeightGatherer) -> None:
+        self.inner = inner
+        self.stage = 0
+        self._used: dict[int, dict[object, None]] = {}  # by stage, in the order of use
+        self._sources: dict[object, GatherSource] = {}
+        self._held: dict[object, tuple[Any, GatheredWeight]] | None = None
+
+    def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
+        """Gather this weight from now on."""
+        self._sources[key] = weight
+        self.inner.register(key, weight, may_keep=may_keep)
+
+    def gather(self, key: object, parameter: Any) -> GatheredWeight:
+        """Return the rows that were gathered in this step, or gather them."""
+        if self._held is None:
+            return self.inner.gather(key, parameter)
+        version = self._sources[key].version(parameter)
+        self._used.setdefault(self.stage, {})[key] = None
+        known = self._held.get(key)
+        if known is None or known[0] != version:
+            known = self._held[key] = (version, self.inner.gather(key, parameter))
+        return known[1]
+
+    def begin_step(self) -> None:
+        """Keep from now on what is gathered."""
+        self._held = {}
+
+    def gather_all(self, stage: int) -> None:
+        """Gather the weights that a stage has used in earlier steps."""
+        for key in list(self._used.get(stage, {})):
+            self.gather(key, self._sources[key].parameter)
+
+    def release(self, stage: int) -> None:
+        """Free the weights of a stage."""
+        for key in self._used.get(stage, {}):
+            if self._held is not None:
+                self._held.pop(key, None)
+
+    def end_step(self) -> None:
+        """Free all that is kept."""
+        self._held = None
+
+    def begin_forward(self) -> None:
+        """Begin a forward pass of the whole model, or of one of its stages."""
+        self.inner.begin_forward()
+
+    def end_forward(self) -> None:
+        """End it."""
+        self.inner.end_forward()
+
+    def stop_keeping(self) -> None:
+        """Keep no whole rows between passes outside of a step."""
+        self.inner.stop_keeping()
+
+    def was_overwritten(self, key: object, version: Version | None) -> bool:
+        """Whether rows have been overwritten with other numbers since."""
+        return self.inner.was_overwritten(key, version)

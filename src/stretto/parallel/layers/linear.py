@@ -12,7 +12,7 @@ all-gather and the reduce-scatter run within the product then (`stretto.ops`).
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -232,6 +232,14 @@ class LinearPlan:
             )
         return kept
 
+    def make_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
+        """Make the weight's gradient now, or leave that to whoever has asked to defer it."""
+        deferred = self.shard.gradients.deferred
+        if deferred is None:
+            self.reduce_weight_gradient(parameter, x, gradient)
+        else:
+            deferred.append(partial(self.reduce_weight_gradient, parameter, x, gradient))
+
     def reduce_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
         """Make the weight's gradient from x [tokens, in] and the output's gradient [tokens, out], and start its sum."""
         left, right = (x, gradient) if self.is_transposed else (gradient, x)
@@ -272,7 +280,7 @@ class _Linear3D(torch.autograd.Function):
         elif wants_weight:
             whole = plan.gather_gradient(gradient)
         if wants_weight:
-            plan.reduce_weight_gradient(ctx.parameter, x.flatten(0, -2), whole.flatten(0, -2))
+            plan.make_weight_gradient(ctx.parameter, x.flatten(0, -2), whole.flatten(0, -2))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = gradient.flatten(0, -2).sum(0)
         return None if pending is None else pending.wait(), None, grad_bias, None, None

@@ -363,4 +363,5 @@ def _loss_function(loss: ParallelLoss, *, is_shifted: bool) -> Callable[..., Ten
             shift_labels = torch.where(shift_labels == ignore_index, IGNORED_TARGET, shift_labels)
         return loss(logits, shift_labels.contiguous(), num_items_in_batch)
 
+    language_model_loss.is_shifted = is_shifted  # type: ignore[attr-defined]
     return language_model_loss

@@ -1,0 +1,603 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline stages: a model is cut between its blocks, and each rank keeps the blocks of its stages, under their names.
+
+A stage runs the model's own forward. Around its blocks that code runs as it always does, but what the rank does not
+have is passed by: a block before the stage returns what it is given, a module before the blocks (an embedding) returns
+a tensor of the right shape, and the first block of the stage gets the activations that the stage before has sent in the
+place of its arguments. When the code reaches the first block after the stage, `_EndOfStage` ends the forward, and the
+arguments that were meant for that block are what the stage sends. Masks, positions and rotary angles are computed by
+each stage from the model's inputs.
+
+    model code of a stage that has blocks 2 and 3:
+
+    x = embedding(ids)      passed by        x = blocks[2](x)     gets the activations that were received
+    x = blocks[0](x)        passed by        x = blocks[3](x)     computes
+    x = blocks[1](x)        passed by        x = blocks[4](x)     ends the forward; x is sent to the next stage
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.execution import StageOptions
+from stretto.parallel.blocks import find_blocks
+from stretto.parallel.grid import Grid
+from stretto.parallel.roles.plan import ShardingPlan
+from stretto.schedules import partition
+from stretto.suggestions import did_you_mean
+
+
+class _EndOfStage(BaseException):
+    """Ends a stage's forward with what it sends. No code of a model catches it by `except Exception`."""
+
+    def __init__(self, activations: "Activations") -> None:
+        super().__init__("a pipeline stage has ended")
+        self.activations = activations
+
+
+@dataclass
+class Activations:
+    """What one stage sends to the next: tensors, and which arguments of the next block they are.
+
+    places: of each tensor, the number of the block's parameter. outputs: how many outputs the blocks before return, 0
+    for a tensor alone. random_state: of the generators of the CPU and of this rank's GPU (None without dropout).
+    """
+
+    tensors: list[Tensor]
+    places: list[int]
+    outputs: int
+    random_state: tuple[Tensor, Tensor | None] | None = None
+
+    def as_message(self) -> list[Tensor | None]:
+        """The tensors that travel: a header, the states of random generators, and the activations."""
+        header = torch.tensor([self.outputs, *self.places], dtype=torch.int64)
+        cpu, gpu = self.random_state or (None, None)
+        return [header, cpu, gpu, *self.tensors]
+
+    @classmethod
+    def from_message(cls, message: Sequence[Tensor | None], *, records: bool) -> "Activations":
+        """Read what `as_message` has made. records: the activations require gradients where they can."""
+        header, cpu, gpu, *received = message
+        assert header is not None
+        outputs, *places = header.tolist()
+        tensors = []
+        for tensor in received:
+            assert tensor is not None
+            tensors.append(tensor.requires_grad_(records and tensor.is_floating_point()))
+        return cls(tensors, places, outputs, None if cpu is None else (cpu, gpu))
+
+
+@dataclass
+class StagePass:
+    """One forward pass of one stage, and its backward pass, which may run blocks again.
+
+    received: of the stage before; None on the first stage. marker: stands for what earlier stages have computed; that a
+    result depends on it shows a connection across the cut.
+    """
+
+    stage: int
+    first: int
+    end: int
+    received: Activations | None
+    marker: Tensor | None
+    records_marker: bool
+    sends_random_state: bool
+    has_entered: bool = False
+    outputs: int = 0
+
+    def pass_by(self) -> Any:
+        """What a block before the stage returns."""
+        outputs = 0 if self.received is None else self.received.outputs
+        return (self.marker, *[None] * (outputs - 1)) if outputs else self.marker
+
+
+@dataclass
+class _Part:
+    """A module outside of the blocks that has parameters, and which stage has it."""
+
+    name: str
+    is_before: bool
+
+
+@dataclass
+class ModelStages:
+    """The stages of a parallelized model, as the attribute `pipeline_stages` of it.
+
+    cuts: stage s has the blocks cuts[s]:cuts[s + 1]. stage_ranks: the pipe rank of each stage. rank: this one's.
+    block_names: of all blocks. current: the pass that runs now. is_tied: whether this rank holds parameters that
+    another stage's rank has too. checked: stages that were found to have no connections across their cuts. carried:
+    which arguments of the next block a stage sends.
+    """
+
+    cuts: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
+    rank: int
+    block_names: tuple[str, ...]
+    placement: str
+    parts: tuple[_Part, ...] = ()
+    is_tied: bool = False
+    needs_random_state: bool = False
+    current: StagePass | None = None
+    checked: set[int] = field(default_factory=set)
+    carried: dict[int, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def whole(cls, name: str) -> "ModelStages":
+        """The one stage of a model that is not cut."""
+        return cls((0, 1), (0,), 0, (name,), "loops")
+
+    @property
+    def count(self) -> int:
+        """The number of stages of all ranks."""
+        return len(self.stage_ranks)
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """This rank's stages, in order."""
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages a rank."""
+        return len(self.mine)
+
+    def must_learn(self, stage: int) -> bool:
+        """Whether a forward pass must record gradients to show what the stage sends."""
+        return stage < self.count - 1 and stage not in self.carried
+
+    def has_block(self, index: int) -> bool:
+        """Whether one of this rank's stages has this block."""
+        return any(self.cuts[stage] <= index < self.cuts[stage + 1] for stage in self.mine)
+
+    def local_runs(self) -> list[tuple[int, ...]]:
+        """The numbers of the blocks of each of this rank's stages."""
+        return [tuple(range(self.cuts[stage], self.cuts[stage + 1])) for stage in self.mine]
+
+    @contextmanager
+    def running(self, stage_pass: StagePass) -> Iterator[None]:
+        """Have the model's forward, or blocks that are computed again, be of this pass."""
+        before, self.current = self.current, stage_pass
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def begin(self, stage: int, received: Activations | None) -> StagePass:
+        """Begin a forward pass of a stage with what the stage before has sent."""
+        records = received is not None and torch.is_grad_enabled() and stage not in self.checked
+        marker = None
+        if received is not None:
+            marker = received.tensors[0].detach()
+            if records and marker.is_floating_point():
+                marker.requires_grad_()
+        return StagePass(
+            stage, self.cuts[stage], self.cuts[stage + 1], received, marker, records, self.needs_random_state
+        )
+
+    def run(self, model: nn.Module, stage_pass: StagePass, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward for one stage: `Activations` to send, or what the model returns on the last stage."""
+        stage, is_last = stage_pass.stage, stage_pass.stage == self.count - 1
+        with self.running(stage_pass):
+            try:
+                output = model(*args, **kwargs)
+            except _EndOfStage as end:
+                output = end.activations
+        if is_last == isinstance(output, Activations) or (stage > 0 and not stage_pass.has_entered):
+            raise ValueError(
+                f"the forward of {type(model).__name__} has not called its blocks {self.block_names[0]} to "
+                f"{self.block_names[-1]} once each and in order, as pipeline stages need"
+            )
+        if stage_pass.records_marker:
+            self._check_connections(model, stage_pass, output)
+            self.checked.add(stage)
+        return output
+
+    def _check_connections(self, model: nn.Module, stage_pass: StagePass, output: Any) -> None:
+        """Raise ValueError if a stage's output depends on an earlier stage but for what it has received."""
+        ends = output.tensors if isinstance(output, Activations) else _tensors_of(output)
+        waiting = [tensor.grad_fn for tensor in ends if tensor.grad_fn is not None]
+        seen = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if getattr(node, "variable", None) is stage_pass.marker:
+                raise ValueError(
+                    f"stage {stage_pass.stage} of {type(model).__name__} uses what an earlier stage has computed, "
+                    f"beside the arguments of {self.block_names[stage_pass.first]}: a connection skips the cut before "
+                    "that block. Cut elsewhere, with parallelize(..., stages=StageOptions(cuts=...)), or use pipe=1"
+                )
+            waiting += [before for before, _ in node.next_functions if before is not None]
+
+    # What the modules of a cut model do in their forward.
+
+    def run_block(self, index: int, signature: inspect.Signature, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run, pass by or end at a block, in the place of its forward (None where another rank has it)."""
+        now = self._require_pass()
+        if index < now.first:
+            return now.pass_by()
+        if index >= now.end:
+            raise _EndOfStage(self._leaving(now, index, signature, args, kwargs))
+        if index == now.first:
+            now.has_entered = True
+            if now.received is not None:
+                args, kwargs = self._entering(now, index, signature, args, kwargs)
+        output = forward(*args, **kwargs)
+        now.outputs = len(output) if isinstance(output, tuple) else 0
+        return output
+
+    def run_part(self, part: _Part, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run a module outside of the blocks, or pass it by."""
+        now = self._require_pass()
+        if part.is_before:
+            if now.has_entered:
+                raise ValueError(
+                    f"{part.name} is called after the blocks, and was taken for a part of the first stage: "
+                    f"parallelize(..., stages=StageOptions(last=[{part.name!r}])) gives it to the last one"
+                )
+            return forward(*args, **kwargs) if now.received is None else now.marker
+        if not now.has_entered or now.stage != self.count - 1:
+            raise ValueError(
+                f"{part.name} is called before the blocks, and was taken for a part of the last stage: "
+                f"parallelize(..., stages=StageOptions(first=[{part.name!r}])) gives it to the first one"
+            )
+        return forward(*args, **kwargs)
+
+    def _require_pass(self) -> StagePass:
+        if self.current is None:
+            raise ValueError(
+                "this model is cut into pipeline stages, and each rank has some of them: call step or evaluate of "
+                "stretto.parallel.Pipeline, in place of the model"
+            )
+        return self.current
+
+    def _leaving(self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any) -> Activations:
+        """The arguments of the block after the stage that are sent: its first tensor, and all that need gradients."""
+        given = signature.bind(*args, **kwargs).arguments
+        names = list(signature.parameters)
+        known = self.carried.get(now.stage)
+        places: list[int] = []
+        for name, value in given.items():
+            place = names.index(name)
+            if signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+                if any(tensor.requires_grad for tensor in _tensors_of(value)):
+                    raise ValueError(
+                        f"{self.block_names[index]} gets a tensor that needs a gradient in {name}, which no stage can "
+                        "send: name it among the parameters of the block's forward"
+                    )
+                continue
+            is_carried = known is not None and place in known
+            if isinstance(value, Tensor) and (not places or is_carried or value.requires_grad):
+                places.append(place)
+            elif any(tensor.requires_grad for tensor in _tensors_of(value)):
+                raise ValueError(
+                    f"{self.block_names[index]} gets several tensors that need gradients in {name}, which no stage can "
+                    "send: pass each as an argument of its own"
+                )
+        if not places:
+            raise ValueError(f"{self.block_names[index]} gets no tensor, so there is nothing for a stage to send")
+        if torch.is_grad_enabled():
+            self.carried[now.stage] = places
+        tensors = [given[names[place]] for place in places]
+        state = None
+        if now.sends_random_state:
+            on_gpu = tensors[0].is_cuda
+            state = torch.get_rng_state(), torch.cuda.get_rng_state(tensors[0].device) if on_gpu else None
+        return Activations(tensors, places, now.outputs, state)
+
+    def _entering(
+        self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a stage's first block, with what was received in its places."""
+        received = now.received
+        assert received is not None
+        bound = signature.bind(*args, **kwargs)
+        names = list(signature.parameters)
+        for place, tensor in zip(received.places, received.tensors, strict=True):
+            if not 0 <= place < len(names):
+                raise ValueError(f"{self.block_names[index]} has no argument {place}, which the stage before has sent")
+            bound.arguments[names[place]] = tensor
+        if received.random_state is not None:
+            cpu, gpu = received.random_state
+            torch.set_rng_state(cpu)
+            if gpu is not None and received.tensors[0].is_cuda:
+                torch.cuda.set_rng_state(gpu, received.tensors[0].device)
+        return bound.args, bound.kwargs
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class PassedBy(nn.Module):
+    """Stands for a block, or for another module, that another rank has.
+
+    It keeps the plain attributes of what it stands for, which models read, and parameters that this rank has under
+    another name too (a tied embedding).
+    """
+
+    def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        own = vars(nn.Module())
+        for name, value in vars(original).items():
+            if name not in own and not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
+                setattr(self, name, value)
+        self._call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass by, or end the stage."""
+        return self._call(args, kwargs)
+
+    def extra_repr(self) -> str:
+        """What a print of the model shows."""
+        return "of another pipeline stage"
+
+
+def find_stages(model: nn.Module, grid: Grid, options: StageOptions) -> ModelStages:
+    """Decide where a model is cut: nothing is changed.
+
+    Raises ValueError where the model has fewer blocks than stages, and for names that it does not have.
+    """
+    pipe, rank = grid.size("pipe"), grid.coordinate("pipe")
+    names = _block_names(model, options)
+    count = pipe * options.virtual_stages
+    if len(names) < count:
+        raise ValueError(
+            f"pipe={pipe} with {options.virtual_stages} stages a rank makes {count} stages, but {type(model).__name__} "
+            f"has {len(names)} blocks ({names[0]} to {names[-1]}), and each stage needs one: "
+            f"pipe={max(1, len(names) // options.virtual_stages)} would do"
+        )
+    parts = _find_parts(model, names, options)
+    cuts = _find_cuts(model, names, parts, count, options)
+    loops = [stage % pipe for stage in range(count)]
+    v_shape = [*range(pipe), *reversed(range(pipe))]
+    placed = v_shape if options.placement == "v" else loops
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
+    return ModelStages(cuts, tuple(placed), rank, names, options.placement, parts, needs_random_state=drops)
+
+
+def _block_names(model: nn.Module, options: StageOptions) -> tuple[str, ...]:
+    if options.blocks is not None:
+        return tuple(find_blocks(model, options.blocks))
+    lists = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    ]
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.ModuleList, so its blocks are not known: name them with "
+            "parallelize(..., stages=StageOptions(blocks=[...]))"
+        )
+    name, longest = max(lists, key=lambda item: len(item[1]))
+    return tuple(f"{name}.{index}" for index in range(len(longest)))
+
+
+def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) -> tuple[_Part, ...]:
+    """The modules with parameters beside the blocks, and whether they come before these.
+
+    They come in the order of transformers' plan for pipelines, or else in that of their registration.
+    """
+    parents = {parent for name in blocks for parent in _parents(name)}
+    planned = _planned_order(model)
+    beside: dict[str, bool] = {}
+    for parent in sorted(parents, key=lambda name: name.count(".") if name else -1):
+        owner = model.get_submodule(parent)
+        if own := [key for key, _ in owner.named_parameters(recurse=False)]:
+            where = parent or type(model).__name__
+            raise ValueError(
+                f"{where} has parameters of its own ({', '.join(own[:3])}) beside its blocks, which belong to no "
+                "pipeline stage: put them into a submodule, or use pipe=1"
+            )
+        is_before = True
+        for key, child in owner.named_children():
+            name = f"{parent}.{key}".removeprefix(".")
+            if name in parents or name in blocks:
+                is_before = False
+            elif next(child.parameters(), None) is not None:
+                beside[name] = planned.get(name, is_before)
+    for pattern, is_before in [*((name, True) for name in options.first), *((name, False) for name in options.last)]:
+        if pattern not in beside:
+            raise ValueError(f"no module beside the blocks is named {pattern!r}{did_you_mean(pattern, beside)}")
+        beside[pattern] = is_before
+    return tuple(_Part(name, is_before) for name, is_before in beside.items())
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts))]
+
+
+def _planned_order(model: nn.Module) -> dict[str, bool]:
+    """Which modules come before the blocks by `base_model_pp_plan` of a transformers model."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    if "layers" not in plan:
+        return {}
+    place = list(plan).index("layers")
+    return {prefix + name: index < place for index, name in enumerate(plan) if index != place}
+
+
+def _find_cuts(
+    model: nn.Module, names: Sequence[str], parts: Sequence[_Part], count: int, options: StageOptions
+) -> tuple[int, ...]:
+    if options.cuts is not None:
+        cuts = (0, *options.cuts, len(names))
+        if len(cuts) != count + 1 or any(later <= before for before, later in pairwise(cuts)):
+            raise ValueError(
+                f"cuts is {list(options.cuts)}, but must be the {count - 1} ascending numbers, between 1 and "
+                f"{len(names) - 1}, of the blocks with which stages 1 to {count - 1} begin"
+            )
+        return cuts
+    # A product with a weight takes operations in proportion to its numbers; looking up rows of an embedding takes none.
+    costs = [float(_multiplied(model.get_submodule(name))) for name in names]
+    last = float(sum(_multiplied(model.get_submodule(part.name)) for part in parts if not part.is_before))
+    if not any(costs):
+        costs = [1.0] * len(costs)
+    return partition(costs, count, last=last)
+
+
+def _multiplied(module: nn.Module) -> int:
+    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    return sum(p.numel() for p in module.parameters() if p.dim() > 1 and id(p) not in embeddings)
+
+
+def tied_parameters(model: nn.Module, stages: ModelStages) -> list[nn.Parameter]:
+    """The parameters that modules of several stages share. ValueError unless the first and the last stage share them.
+
+    They are tied embeddings: both ends hold them, and sum their gradients.
+    """
+    users: dict[int, set[int]] = {}
+    by_id: dict[int, nn.Parameter] = {}
+    where = {name: _stage_of_block(stages, index) for index, name in enumerate(stages.block_names)}
+    where |= {part.name: 0 if part.is_before else stages.count - 1 for part in stages.parts}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id[id(parameter)] = parameter
+        for owner, stage in where.items():
+            if name.startswith(f"{owner}."):
+                users.setdefault(id(parameter), set()).add(stage)
+    shared = [key for key, used in users.items() if len(used) > 1]
+    for key in shared:
+        if users[key] != {0, stages.count - 1}:
+            name = next(name for name, parameter in model.named_parameters() if id(parameter) == key)
+            raise ValueError(
+                f"{name} is shared by pipeline stages {', '.join(map(str, sorted(users[key])))}: the first and the "
+                "last stage may share parameters, others may not. Use fewer stages, or cuts that keep them together"
+            )
+    return [by_id[key] for key in shared]
+
+
+def _stage_of_block(stages: ModelStages, index: int) -> int:
+    return next(stage for stage in range(stages.count) if index < stages.cuts[stage + 1])
+
+
+def cut_model(model: nn.Module, stages: ModelStages) -> Callable[[], None]:
+    """Replace what other ranks have by modules that pass it by. Returns what undoes it."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    kept = _kept_parameters(model, stages)
+    for index, name in enumerate(stages.block_names):
+        if not stages.has_block(index):
+            block = model.get_submodule(name)
+            signature = inspect.signature(type(block).forward)
+            call = functools.partial(_run_block, stages, index, _without_self(signature), None)
+            replaced.append(_replace_module(model, name, PassedBy(block, call), kept))
+    for part in stages.parts:
+        if (0 if part.is_before else stages.count - 1) not in stages.mine:
+            module = model.get_submodule(part.name)
+            call = functools.partial(_run_part, stages, part, None)
+            replaced.append(_replace_module(model, part.name, PassedBy(module, call), kept))
+
+    def undo() -> None:
+        for owner, key, original in replaced:
+            owner._modules[key] = original
+
+    return undo
+
+
+def _kept_parameters(model: nn.Module, stages: ModelStages) -> dict[int, nn.Parameter]:
+    """The parameters of this rank's stages, by id."""
+    names = [name for index, name in enumerate(stages.block_names) if stages.has_block(index)]
+    names += [part.name for part in stages.parts if (0 if part.is_before else stages.count - 1) in stages.mine]
+    return {id(parameter): parameter for name in names for parameter in model.get_submodule(name).parameters()}
+
+
+def _replace_module(
+    model: nn.Module, name: str, new: nn.Module, kept: dict[int, nn.Parameter]
+) -> tuple[nn.Module, str, nn.Module]:
+    parent, _, key = name.rpartition(".")
+    owner, original = model.get_submodule(parent), model.get_submodule(name)
+    for path, parameter in original.named_parameters(remove_duplicate=False):
+        if id(parameter) in kept:
+            *inner, last = path.split(".")
+            holder = new
+            for child in inner:
+                if child not in holder._modules:
+                    holder.add_module(child, nn.Module())
+                holder = holder.get_submodule(child)
+            holder.register_parameter(last, parameter)
+    owner._modules[key] = new
+    return owner, key, original
+
+
+def _run_block(
+    stages: ModelStages, index: int, signature: inspect.Signature, forward: Any, args: Any, kwargs: Any
+) -> Any:
+    return stages.run_block(index, signature, forward, args, kwargs)
+
+
+def _run_part(stages: ModelStages, part: _Part, forward: Any, args: Any, kwargs: Any) -> Any:
+    return stages.run_part(part, forward, args, kwargs)
+
+
+def _without_self(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def wrap_forwards(model: nn.Module, stages: ModelStages) -> None:
+    """Have this rank's blocks, and its modules beside them, follow the pass that runs."""
+    for index, name in enumerate(stages.block_names):
+        block = model.get_submodule(name)
+        if isinstance(block, PassedBy):
+            continue
+        signature = _without_self(inspect.signature(type(block).forward))
+        block.forward = _wrapped(functools.partial(_run_block, stages, index, signature, block.forward), block.forward)
+    for part in stages.parts:
+        module = model.get_submodule(part.name)
+        if not isinstance(module, PassedBy):
+            module.forward = _wrapped(functools.partial(_run_part, stages, part, module.forward), module.forward)
+
+
+def _wrapped(call: Callable[..., Any], forward: Any) -> Any:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(args, kwargs)
+
+    return torch.compiler.disable(run, recursive=False)
+
+
+def restrict_plan(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """The plan without what other ranks have."""
+    modules = {name for name, module in model.named_modules(remove_duplicate=False) if not isinstance(module, PassedBy)}
+    away = [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, PassedBy)]
+
+    def is_here(name: str) -> bool:
+        return name in modules and not any(f"{name}.".startswith(f"{other}.") for other in away)
+
+    return ShardingPlan(
+        {name: role for name, role in plan.roles.items() if is_here(name)},
+        {name: axis for name, axis in plan.local_attributes.items() if is_here(name.rpartition(".")[0])},
+        tuple(part for part in plan.plain if is_here(part.whose)),
+        plan.of_own_plan,
+    )
+
+
+def make_tie_group(stages: ModelStages, grid: Grid) -> dist.ProcessGroup | None:
+    """The group of the ranks that hold the first and the last stage; None if that is one rank. Collective."""
+    ends = {stages.stage_ranks[0], stages.stage_ranks[-1]}
+    if len(ends) == 1:
+        return None
+    pipe_ranks = dist.get_process_group_ranks(grid.group("pipe"))
+    return make_group([pipe_ranks[rank] for rank in ends], grid)
+
+
+def make_group(ranks: Sequence[int], grid: Grid, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group of these ranks, one of which this is, while other ranks make theirs. Collective over all ranks.
+
+    Ranks may name a group that they are not in, which is made without them.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sorted(ranks))
+    mine: Any = None
+    for members in sorted(set(map(tuple, gathered))):
+        group = dist.new_group(list(members), timeout=grid.timeout, backend=backend)
+        if dist.get_rank() in members:
+            mine = group
+    return mine
