@@ -130,12 +130,12 @@ class Carrier(ABC):
         for tensor in tensors:
             if tensor is not None and tensor.device.type != "cpu" and tensor.device != self.device:
                 raise ValueError(f"{key} has a tensor on {tensor.device}: this carrier's are on {self.device} or a CPU")
+        header = MessageHeader.of(self._step, key, tensors)
         values = [None if tensor is None else tensor.detach() for tensor in tensors]
         if destination == self.rank:
             self._deliver(self.rank, key, values, self._step)
             return
         values = [None if value is None else value.resolve_conj().resolve_neg().contiguous() for value in values]
-        header = MessageHeader.of(self._step, key, values)
         with self._changed:
             self._unsent.setdefault(destination, []).append(key)
         self._send(destination, header, values)
@@ -263,9 +263,7 @@ class Carrier(ABC):
         with self._changed:
             left = self._outstanding.get(source, 0)
             if step != self._step:
-                problem = (
-                    f"{self._name_rank(source)} sent {key} in step {step}, and this rank expects it in {self._step}"
-                )
+                problem = f"{self._name_rank(source)} sent {key} in step {step}, and this rank is in step {self._step}"
             elif left == 0 and source != self.rank:
                 problem = f"pipe rank {source} sent {key}, one message more than expected"
             elif key in self._messages or key in self._taken:
