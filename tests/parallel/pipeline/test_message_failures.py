@@ -18,7 +18,7 @@ from stretto.memory import PeerError, failures
 from stretto.parallel.pipeline.messages import MessageKey
 from tests.parallel.pipeline.test_messages import CARRIERS
 
-LIMIT = 2.0
+LIMIT = 1.5
 SLACK = 8.0  # seconds for all reports, on a machine that is busy
 MICRO_BATCHES = 4
 
@@ -88,11 +88,13 @@ def live(rank, world, kind, folder, fault, culprit, seed):
     Path(folder, f"rank-{rank}").write_text("\n".join(lines))
 
 
-def run_ranks(target, world, folder, *args):
+def run_ranks(pool, target, world, *args):
+    """Processes of their own, which may be killed, forked from the server of the pool's."""
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=target, args=(rank, world, *args)) for rank in range(world)]
-    for process in processes:
-        process.start()
+    with pool._forking():
+        for process in processes:
+            process.start()
     return processes
 
 
@@ -105,14 +107,13 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "fault", "world", "repeat"), CASES)
-def test_the_rank_at_which_a_failure_began_is_named_by_all_others(kind, fault, world, repeat, ranks, tmp_path):
+def test_the_rank_at_which_a_failure_began_is_named_by_all_others(kind, fault, world, repeat, pool, tmp_path):
     seed = random.randrange(1 << 30)
     culprit = random.Random(seed).randrange(world)
     print("seed", seed, "culprit", culprit)
-    ranks(1).run(int)  # the server that processes are forked from is there
-    processes = run_ranks(live, world, tmp_path, kind, str(tmp_path), fault, culprit, seed)
+    processes = run_ranks(pool, live, world, kind, str(tmp_path), fault, culprit, seed)
     survivors = [rank for rank in range(world) if rank != culprit]
     deadline = time.monotonic() + 60
     for rank in survivors:
@@ -128,3 +129,104 @@ def test_the_rank_at_which_a_failure_began_is_named_by_all_others(kind, fault, w
         assert text.endswith(f"the cause is pipe rank {culprit} (global rank {culprit})"), text
         if fault == "kill":
             assert float(seconds) < LIMIT + 4, text
+
+
+def fail_otherwise(kind, how):
+    """What is wrong in a program, rather than with a rank: every rank raises, and says what."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    carrier = CARRIERS[kind](group)
+    carrier.begin_step({1 - rank: 1})
+    match how:
+        case "deadlock":
+            expected = r"pipe rank 0 .*global rank 0\) and pipe rank 1 .*global rank 1\) wait for each other"
+            with pytest.raises(PeerError, match=expected):
+                carrier.take(MessageKey("F", 2, 7 + rank))
+        case "left":
+            carrier.send(1 - rank, MessageKey("F", 2, 7), [])
+            assert carrier.wait_any() == MessageKey("F", 2, 7)
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="not been taken: the activation for the forward of stage 2, mi"):
+                    carrier.end_step()
+            else:
+                carrier.take(MessageKey("F", 2, 7))
+                with pytest.raises(PeerError, match=r"not been taken.*the cause is pipe rank 0 \(global rank 0\)$"):
+                    take_in_the_next_step(carrier)
+        case "missing":
+            if rank == 0:
+                carrier.take(MessageKey("F", 2, 7))
+                carrier.end_step()
+            else:
+                carrier.send(0, MessageKey("F", 2, 7), [torch.ones(1 << 20)])
+                with pytest.raises(RuntimeError, match="not been taken: 1 messages of pipe rank"):
+                    carrier.end_step()
+        case "twice":
+            for _ in range(2):
+                carrier.send(1 - rank, MessageKey("B", 2, 7), [])
+            carrier.take(MessageKey("B", 2, 7))
+            expected = "(sent|taken) the gradient for the backward of stage 2, micro-batch 7 (in step 1|within 1 s)"
+            with pytest.raises(PeerError, match=expected):
+                take_in_the_next_step(carrier)
+        case "closed":
+            if rank == 0:
+                carrier.close()
+            else:
+                expected = r"closed its carrier of messages in the middle of a step.*the cause is pipe rank 0"
+                with pytest.raises(PeerError, match=expected):
+                    carrier.take(MessageKey("F", 0, 0))
+    carrier.close()
+    failures.check()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
+
+
+def take_in_the_next_step(carrier):
+    carrier.end_step()
+    carrier.begin_step({1 - carrier.rank: 1})
+    carrier.take(MessageKey("F", 0, 0))
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("how", ["deadlock", "left", "missing", "twice", "closed"])
+def test_errors_of_a_schedule_are_told_from_dead_ranks(kind, how, ranks):
+    assert ranks(2).run(fail_otherwise, kind, how, timeout=30) == [[], []]
+
+
+def wait_beside_a_stopped_store(rank, world, kind, folder):
+    """The store is a process's that stops, so it does not answer; rank 1 gives up in time all the same."""
+    port = Path(folder, "port")
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, world, is_master=True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(port.read_text()), world, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    carrier = CARRIERS[kind](dist.new_group(timeout=timedelta(seconds=LIMIT)))
+    carrier.begin_step({0: 1} if rank else {})
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        carrier.take(MessageKey("F", 1, 0))
+    except PeerError as error:
+        carrier.close()
+        Path(folder, "rank-1").write_text(f"{time.monotonic() - began:.2f}\n{error}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_a_store_that_stops_delays_nobody_for_long(kind, pool, tmp_path):
+    processes = run_ranks(pool, wait_beside_a_stopped_store, 2, kind, str(tmp_path))
+    processes[1].join(40)
+    code = processes[1].exitcode
+    for process in processes:
+        process.kill()
+        process.join()
+    assert code == 0
+    seconds, text = (tmp_path / "rank-1").read_text().split("\n", 1)
+    assert float(seconds) < LIMIT + SLACK
+    assert "pipe rank 0 (global rank 0) has not sent the activation for the forward of stage 1, micro-batch 0" in text
+    assert text.endswith("The store does not answer")

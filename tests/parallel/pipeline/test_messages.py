@@ -3,6 +3,7 @@
 
 import random
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -103,4 +104,180 @@ def exchange_at_random(kind, seed, steps, messages, largest):
 def test_random_messages_arrive_whole(ranks, kind, world):
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    assert ranks(world).run(exchange_at_random, kind, seed, 3, 60, 300_000) == [[]] * world
+    assert ranks(world).run(exchange_at_random, kind, seed, 3, 40, 300_000) == [[]] * world
+
+
+def number(key):
+    return MessageKey("F", 0, key)
+
+
+def exchange_listed(kind, listed, options):
+    """Rank 0 sends messages of tensors of so many bytes, rank 1 takes them in another order; twice."""
+    rank = dist.get_rank()
+    with CARRIERS[kind](**options) as carrier:
+        for step in range(2):
+            carrier.begin_step({0: len(listed)} if rank else {})
+            if rank == 0:
+                for place, sizes in enumerate(listed):
+                    tensors = [torch.full((size,), (place + step) % 251, dtype=torch.uint8) for size in sizes]
+                    carrier.send(1, number(place), tensors)
+            else:
+                order = list(range(len(listed)))
+                random.Random(step).shuffle(order)
+                for place in order:
+                    tensors = carrier.take(number(place), 0)
+                    assert [tensor.numel() for tensor in tensors] == list(listed[place])
+                    assert all(bool((tensor == (place + step) % 251).all()) for tensor in tensors)
+            carrier.end_step()
+
+
+LARGE = 100_000  # more than gloo's first part holds
+CHANGING = [
+    *((LARGE,), (LARGE,), (LARGE // 2 + 1,), (LARGE // 2,), (3 * LARGE,), (3 * LARGE,), (), (LARGE,), (1,)),
+    *((LARGE, 2 * LARGE, LARGE), (2 * LARGE, LARGE, 10), (2 * LARGE - 1,), (LARGE,) * 5, (65_000,), (66_000,), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_sizes_may_change_from_message_to_message(kind, ranks):
+    ranks(2).run(exchange_listed, kind, CHANGING, {})
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    draw = random.Random(seed)
+    listed = [tuple(draw.randrange(2 * LARGE) for _ in range(draw.randrange(3))) for _ in range(40)]
+    ranks(2).run(exchange_listed, kind, listed, {})
+
+
+def test_messages_of_many_slots_wrap_around_the_ring(ranks):
+    ranks(2).run(exchange_listed, "shared memory", CHANGING, {"slot_bytes": 1 << 15, "slots": 1})
+    ranks(2).run(exchange_listed, "shared memory", CHANGING, {"slot_bytes": (1 << 15) + 64, "slots": 3})
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_thousands_of_small_messages(kind, ranks):
+    ranks(2).run(exchange_listed, kind, [(place % 7,) for place in range(1000)], {})
+
+
+def send_before_taking(kind):
+    """All ranks send far more than any buffer holds before any takes; they end the step before another calls."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    with CARRIERS[kind]() as carrier:
+        others = [other for other in range(world) if other != rank]
+        carrier.begin_step(dict.fromkeys(others, 5))
+        for place in range(5):
+            for other in others:
+                carrier.send(other, MessageKey("B", rank, place), [torch.full((1 << 20,), float(rank))])
+        for place in range(5):
+            for other in others:
+                (tensor,) = carrier.take(MessageKey("B", other, place))
+                assert tensor.eq(other).all()
+        carrier.end_step()
+        # Rank 0 calls nothing until rank 1 has ended a step in which it sent to rank 0.
+        carrier.begin_step({1: 3} if rank == 0 else {})
+        if rank == 1:
+            for place in range(3):
+                carrier.send(0, number(place), [torch.ones(5 << 20)])
+        if rank == 0:
+            store.wait(["rank 1 has ended its step"], timedelta(seconds=20))
+            for place in range(3):
+                assert carrier.take(number(place))[0].eq(1).all()
+        carrier.end_step()
+        if rank == 1:
+            store.set("rank 1 has ended its step", "")
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_messages_move_while_their_receiver_computes(kind, ranks):
+    ranks(3).run(send_before_taking, kind)
+
+
+def send_to_itself(kind):
+    with CARRIERS[kind]() as carrier:
+        for _ in range(2):
+            carrier.begin_step({0: 1})
+            sent = torch.randn(3, 5, requires_grad=True).t()
+            carrier.send(0, number(1), [sent, None])
+            assert carrier.wait_any() == number(1)
+            tensor, nothing = carrier.take(number(1))
+            assert nothing is None
+            assert tensor.data_ptr() == sent.data_ptr()
+            assert tensor.shape == (5, 3)
+            assert not tensor.requires_grad
+            carrier.end_step()
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_a_rank_hands_messages_to_itself_without_a_copy(kind, ranks):
+    ranks(1).run(send_to_itself, kind)
+
+
+def report_arrivals(kind):
+    rank = dist.get_rank()
+    with CARRIERS[kind]() as carrier:
+        carrier.begin_step({} if rank else {1: 4, 2: 1})
+        if rank == 1:
+            for place in range(4):
+                carrier.send(0, number(place), [torch.ones(2)])
+            dist.barrier()
+        else:
+            dist.barrier()  # rank 1 has sent
+        if rank == 2:
+            carrier.send(0, MessageKey("B", 3, 0), [])
+        if rank == 0:
+            with pytest.raises(ValueError, match="has been taken"):
+                carrier.take(number(2)) and carrier.take(number(2))
+            seen = [carrier.wait_any() for _ in range(2)]
+            while len(seen) < 4:
+                seen += carrier.poll()
+            of_one = [key for key in seen if key.operation == "F"]
+            assert of_one == [number(0), number(1), number(3)]
+            assert MessageKey("B", 3, 0) in seen
+            with pytest.raises(RuntimeError, match="all messages of this step have been reported"):
+                carrier.wait_any()
+            with pytest.raises(ValueError, match=r"stage 0, micro-batch 9 cannot come"):
+                carrier.take(number(9))
+            for key in seen:
+                carrier.take(key)
+        carrier.end_step()
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_messages_are_reported_once_in_the_order_of_arrival(kind, ranks):
+    ranks(3).run(report_arrivals, kind)
+
+
+def misuse():
+    carrier = GlooCarrier()
+    with pytest.raises(RuntimeError, match="call begin_step first"):
+        carrier.send(0, number(0), [])
+    with pytest.raises(ValueError, match="expected names pipe rank 2: there are ranks 0 to 1"):
+        carrier.begin_step({2: 1})
+    with pytest.raises(ValueError, match="-1 messages are expected of pipe rank 1"):
+        carrier.begin_step({1: -1})
+    carrier.begin_step({})
+    with pytest.raises(RuntimeError, match="a step has begun"):
+        carrier.begin_step({})
+    with pytest.raises(ValueError, match="destination names pipe rank -1"):
+        carrier.send(-1, number(0), [])
+    with pytest.raises(ValueError, match="messages hold dense tensors"):
+        carrier.send(1 - carrier.rank, number(0), [torch.eye(2).to_sparse()])
+    with pytest.raises(ValueError, match="on meta: this carrier's are on cpu"):
+        carrier.send(1 - carrier.rank, number(0), [torch.empty(1, device="meta")])
+    with pytest.raises(ValueError, match="1000 tensors of 2000 dims in all are too many"):
+        carrier.send(1 - carrier.rank, number(0), [torch.eye(2)] * 1000)
+    carrier.end_step()  # nothing of it was sent
+    carrier.close()
+    carrier.close()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        carrier.begin_step({})
+    with pytest.raises(ValueError, match="a multiple of 64 bytes from 32768 on, not 1000"):
+        SharedMemoryCarrier(slot_bytes=1000)
+    with pytest.raises(ValueError, match="not on cuda: take gloo"):
+        SharedMemoryCarrier(device="cuda")
+    with pytest.raises(ValueError, match="must make the same carrier of messages, not"):
+        (GlooCarrier if dist.get_rank() else SharedMemoryCarrier)()
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent(ranks):
+    ranks(2).run(misuse)

@@ -64,7 +64,6 @@ class GlooCarrier(Carrier):
         self._receivers: list[threading.Thread] = []
         self._senders: dict[int, _Sender] = {}
         self._staging = _HostStaging(self.device) if self.device.type == "cuda" else None
-        self._events: dict[MessageKey, torch.cuda.Event] = {}  # of copies to the GPU of messages that have come
         # A process that ends in the middle of a step may not leave threads in gloo.
         self._finalizer = weakref.finalize(self, _close_connections, self._gloo, self.rank, self.size)
 
@@ -185,9 +184,10 @@ class GlooCarrier(Carrier):
                 tensors.append(layout.view(buffers[index]))
         for work in works:
             work.wait(_WITHOUT_LIMIT)
+        event = None
         if self._staging is not None:
-            tensors, self._events[header.key] = self._staging.to_device(tensors, header.tensors)
-        self._deliver(source, header.key, tensors, header.step)
+            tensors, event = self._staging.to_device(tensors, header.tensors)
+        self._deliver(source, header.key, tensors, header.step, event)
         return following
 
     def _post_ahead(self, source: int) -> "_Posted":
@@ -205,16 +205,6 @@ class GlooCarrier(Carrier):
 
     def _host_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._staging is not None)
-
-    def _received(self, key: MessageKey, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        event = self._events.pop(key, None)
-        if event is not None:
-            stream = torch.cuda.current_stream(self.device)
-            event.wait(stream)
-            for tensor in tensors:
-                if tensor is not None and tensor.is_cuda:
-                    tensor.record_stream(stream)
-        return tensors
 
     def lose(self, rank: int, error: Exception) -> None:
         """Note that the connection to a rank is gone."""

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Condition
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,7 @@ class Carrier(ABC):
         self._outstanding: dict[int, int] = {}  # messages that have yet to come in this step, by source
         self._messages: dict[MessageKey, list[Tensor | None]] = {}  # that came and were not taken
         self._arrived: deque[MessageKey] = deque()  # those of them that were not reported
+        self._events: dict[MessageKey, torch.cuda.Event] = {}  # after which their tensors on a GPU hold their values
         self._taken: set[MessageKey] = set()
         self._unsent: dict[int, list[MessageKey]] = {}  # by destination, in the order of sending
         self._awaited: tuple[Collection[int], str, float] | None = None  # ranks, what of them, since when
@@ -130,12 +131,12 @@ class Carrier(ABC):
         for tensor in tensors:
             if tensor is not None and tensor.device.type != "cpu" and tensor.device != self.device:
                 raise ValueError(f"{key} has a tensor on {tensor.device}: this carrier's are on {self.device} or a CPU")
+        header = MessageHeader.of(self._step, key, tensors)
         values = [None if tensor is None else tensor.detach() for tensor in tensors]
         if destination == self.rank:
             self._deliver(self.rank, key, values, self._step)
             return
         values = [None if value is None else value.resolve_conj().resolve_neg().contiguous() for value in values]
-        header = MessageHeader.of(self._step, key, values)
         with self._changed:
             self._unsent.setdefault(destination, []).append(key)
         self._send(destination, header, values)
@@ -177,7 +178,7 @@ class Carrier(ABC):
             if key in self._arrived:
                 self._arrived.remove(key)
             self._taken.add(key)
-            return self._received(key, self._messages.pop(key))
+            return self._make_ready(self._messages.pop(key), self._events.pop(key, None))
 
     def end_step(self) -> None:
         """Wait until all messages are sent, and end the step.
@@ -241,10 +242,6 @@ class Carrier(ABC):
         """Wait for a change for at most so long; called with the condition's lock held."""
         self._changed.wait(seconds)
 
-    def _received(self, key: MessageKey, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Make delivered tensors ready for the caller's current stream."""
-        return tensors
-
     def _end(self) -> None:  # noqa: B027
         """End what ran for the step; everything has been sent and has come."""
 
@@ -258,14 +255,17 @@ class Carrier(ABC):
 
     # What a kind of carrier calls.
 
-    def _deliver(self, source: int, key: MessageKey, tensors: list[Tensor | None], step: int) -> None:
-        """Hold a message that has come, of the sender's `step`; called from any thread."""
+    def _deliver(
+        self, source: int, key: MessageKey, tensors: list[Tensor | None], step: int, event: Any = None
+    ) -> None:
+        """Hold a message that has come, of the sender's `step`; called from any thread.
+
+        event: on the GPU, after which the tensors hold their values.
+        """
         with self._changed:
             left = self._outstanding.get(source, 0)
             if step != self._step:
-                problem = (
-                    f"{self._name_rank(source)} sent {key} in step {step}, and this rank expects it in {self._step}"
-                )
+                problem = f"{self._name_rank(source)} sent {key} in step {step}, and this rank is in step {self._step}"
             elif left == 0 and source != self.rank:
                 problem = f"pipe rank {source} sent {key}, one message more than expected"
             elif key in self._messages or key in self._taken:
@@ -277,6 +277,8 @@ class Carrier(ABC):
                 else:
                     self._outstanding.pop(source, None)
                 self._messages[key] = tensors
+                if event is not None:
+                    self._events[key] = event
                 self._arrived.append(key)
                 self._changed.notify_all()
         if problem:
@@ -342,6 +344,16 @@ class Carrier(ABC):
         assert self._failure is not None
         self._record.was_raised = True
         raise PeerError(self._reports.explain(self._failure))
+
+    def _make_ready(self, tensors: list[Tensor | None], event: Any) -> list[Tensor | None]:
+        """Let the current stream wait until the tensors hold their values."""
+        if event is not None:
+            stream = torch.cuda.current_stream(self.device)
+            event.wait(stream)
+            for tensor in tensors:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(stream)
+        return tensors
 
     def _sources(self) -> list[int]:
         """The other ranks that have messages left to send in this step."""

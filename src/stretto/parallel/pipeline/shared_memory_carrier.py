@@ -21,9 +21,9 @@ move slices at a time, as `HostMemory` demands.
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from stretto.parallel.pipeline.message_format import (
     MAX_BYTES_OF_HEADER,
     MessageHeader,
     MessageKey,
+    TensorLayout,
     as_bytes,
 )
 from stretto.parallel.pipeline.messages import Carrier
@@ -113,7 +114,7 @@ class SharedMemoryCarrier(Carrier):
             self._mover.start()
 
     def _send(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> None:
-        self._outgoing[destination].messages.append(_Message.to_send(header, tensors))
+        self._outgoing[destination].messages.append(Message(header, tensors, header.pack(), self._is_in_slots))
         self._progress()
 
     def _end(self) -> None:
@@ -139,24 +140,37 @@ class SharedMemoryCarrier(Carrier):
         """Move what can be moved; whether anything was. Another thread that does so already is not disturbed."""
         if not self._moving.acquire(blocking=False):
             return False
-        delivered: list[tuple[int, _Message]] = []
-        sent: list[tuple[int, MessageKey]] = []
-        moved = False
+        finished = Finished([], [])
         try:
-            for peer, outgoing in self._outgoing.items():
-                moved |= self._push(peer, outgoing, sent)
-            for peer, incoming in self._incoming.items():
-                moved |= self._pull(peer, incoming, delivered)
+            moved = self._move(finished)
         finally:
             self._moving.release()
         # Without the lock: whoever fails meanwhile holds the other one.
-        for destination, key in sent:
+        for destination, key in finished.sent:
             self.note_sent(destination, key)
-        for source, message in delivered:
-            self._deliver(source, message.header.key, message.tensors, message.header.step)
+        for source, message, event in finished.received:
+            self._deliver(source, message.header.key, message.tensors, message.header.step, event)
         return moved
 
-    def _push(self, peer: int, outgoing: "_Outgoing", sent: list[tuple[int, MessageKey]]) -> bool:
+    def _move(self, finished: "Finished") -> bool:
+        """Move slices in all channels, with the lock held; whether any was moved."""
+        moved = [self._push(peer, outgoing, finished) for peer, outgoing in self._outgoing.items()]
+        moved += [self._pull(peer, incoming, finished) for peer, incoming in self._incoming.items()]
+        return any(moved)
+
+    def _is_in_slots(self, layout: TensorLayout) -> bool:
+        """Whether a tensor's bytes go through the slots."""
+        return True
+
+    def _finish_push(self, peer: int, message: "Message", finished: "Finished") -> None:
+        """A message's last slice is in a slot."""
+        finished.sent.append((peer, message.header.key))
+
+    def _finish_pull(self, peer: int, message: "Message", finished: "Finished") -> None:
+        """A message's last slice has been copied."""
+        finished.received.append((peer, message, None))
+
+    def _push(self, peer: int, outgoing: "_Outgoing", finished: "Finished") -> bool:
         """Fill the free slots of a peer's ring."""
         moved = False
         while outgoing.messages and self._memory.has_reached(peer, _FREED, outgoing.filled + 1 - self._slots):
@@ -167,25 +181,34 @@ class SharedMemoryCarrier(Carrier):
             moved = True
             if message.is_complete:
                 outgoing.messages.popleft()
-                sent.append((peer, message.header.key))
+                self._finish_push(peer, message, finished)
         return moved
 
-    def _pull(self, peer: int, incoming: "_Incoming", delivered: list[tuple[int, "_Message"]]) -> bool:
+    def _pull(self, peer: int, incoming: "_Incoming", finished: "Finished") -> bool:
         """Take what is in the ring of a peer, up to the last message of this step."""
         moved = False
         while incoming.left and self._memory.has_reached(peer, _FILLED, incoming.taken + 1):
             slot = incoming.ring[incoming.taken % self._slots]
             if incoming.message is None:
-                incoming.message = _Message.to_receive(slot)
+                incoming.message = self._prepare(MessageHeader.unpack(slot))
             incoming.message.copy_slice(slot, to_slot=False)
             incoming.taken += 1
             self._memory.signal(peer, _FREED)
             moved = True
             if incoming.message.is_complete:
-                delivered.append((peer, incoming.message))
+                self._finish_pull(peer, incoming.message, finished)
                 incoming.message = None
                 incoming.left -= 1
         return moved
+
+    def _prepare(self, unpacked: tuple[MessageHeader, int]) -> "Message":
+        """A message to receive, with memory for its tensors."""
+        header, header_bytes = unpacked
+        tensors = [None if one is None else self._empty(one) for one in header.tensors]
+        return Message(header, tensors, torch.empty(header_bytes, dtype=torch.uint8), self._is_in_slots)
+
+    def _empty(self, layout: TensorLayout) -> Tensor:
+        return torch.empty(layout.shape, dtype=layout.dtype)
 
     def _wait(self, *args: Any, **kwargs: Any) -> None:
         self._backoff.reset()
@@ -241,35 +264,37 @@ class SharedMemoryCarrier(Carrier):
             return sorted({*self._sources(), *self._unsent})
 
 
-class _Message:
+class Finished(NamedTuple):
+    """What a round of moving has finished: keys by destination, and messages by source with the event of a GPU."""
+
+    sent: list[tuple[int, MessageKey]]
+    received: list[tuple[int, "Message", Any]]
+
+
+class Message:
     """A message whose slices are being copied.
 
     parts: the memory of the header and of the tensors as bytes, with the byte of the message at which each begins.
     """
 
-    def __init__(self, header: MessageHeader, tensors: list[Tensor | None], packed: Tensor) -> None:
+    def __init__(
+        self,
+        header: MessageHeader,
+        tensors: list[Tensor | None],
+        packed: Tensor,
+        is_part: Callable[[TensorLayout], bool],
+    ) -> None:
         self.header = header
         self.tensors = tensors
         self._position = 0
         self._parts = deque([(0, packed)])
         end = packed.numel()
-        for tensor in tensors:
-            if tensor is not None:
+        for tensor, layout in zip(tensors, header.tensors, strict=True):
+            if tensor is not None and layout is not None and is_part(layout):
                 end = -(-end // _ALIGNMENT) * _ALIGNMENT
                 self._parts.append((end, as_bytes(tensor)))
                 end += tensor.nbytes
         self._num_bytes = end
-
-    @classmethod
-    def to_send(cls, header: MessageHeader, tensors: list[Tensor | None]) -> "_Message":
-        return cls(header, tensors, header.pack())
-
-    @classmethod
-    def to_receive(cls, slot: Tensor) -> "_Message":
-        """The message whose first slice is in the slot, with memory for its tensors."""
-        header, header_bytes = MessageHeader.unpack(slot)
-        tensors = [None if one is None else torch.empty(one.shape, dtype=one.dtype) for one in header.tensors]
-        return cls(header, tensors, torch.empty(header_bytes, dtype=torch.uint8))
 
     @property
     def is_complete(self) -> bool:
@@ -295,7 +320,7 @@ class _Outgoing:
 
     ring: list[Tensor]
     filled: int = 0
-    messages: deque[_Message] = field(default_factory=deque)
+    messages: deque[Message] = field(default_factory=deque)
 
 
 @dataclass
@@ -305,4 +330,4 @@ class _Incoming:
     ring: list[Tensor]
     taken: int = 0
     left: int = 0
-    message: _Message | None = None
+    message: Message | None = None
