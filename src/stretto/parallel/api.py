@@ -186,6 +186,7 @@ def _shard_by_roles(
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     if cut is not None:
         cut.tie(builder, grid)
+        cut.stages.tokens = tokens
     # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     shared = builder.shared_places(plan)
@@ -284,6 +285,7 @@ def _shard_by_blocks(
     if cut is not None:
         cut.tie(builder, grid)
     scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0
+    builder.gradient_reducer.averages = gradients == "mean"
     sharded = BlockBuilder(model, builder, blocks.names, scale=scale)
     buffers = builder.buffers()
     grid.gradients.add(gradients)

@@ -82,7 +82,8 @@ class GradientReducer:
 
     `at_end` is called at the end of each backward pass. `ring` reduce-scatters by copy engines, if they are used.
     `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a
-    list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
+    list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`). `averages`:
+    gradients are averaged over ranks, by a factor that was applied before they come here.
     """
 
     def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
@@ -92,6 +93,7 @@ class GradientReducer:
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
+        self.averages = False
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
         self.accumulates_unsharded = self.keeps_unsharded = False

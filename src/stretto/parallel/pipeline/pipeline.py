@@ -33,6 +33,7 @@ from stretto.parallel.layers.loss import IGNORED_TARGET
 from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.stages import Activations, ModelStages, StagePass, make_group
+from stretto.parallel.roles.huggingface import is_pretrained_model
 from stretto.schedules import (
     SCHEDULES,
     Action,
@@ -142,6 +143,7 @@ class Pipeline:
         self.stages: ModelStages = getattr(model, "pipeline_stages", None) or ModelStages.whole(type(model).__name__)
         self.computed: list[ComputedAction] = []
         self._reducer = reducer
+        self._averages = reducer.averages and not is_pretrained_model(model)
         self._gatherer = _find_gatherer(model)
         self._signature = inspect.signature(model.forward)
         self._schedule = schedule
@@ -319,6 +321,8 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for loss in step.losses:
             total += loss
+        if self._averages:
+            total = all_reduce(total, self.grid.group(LOSS)) / self.grid.size(LOSS)
         return all_reduce(total, self.grid.group("pipe"))
 
     def _expected(self, micro_batches: int, trains: bool) -> dict[int, int]:
@@ -383,14 +387,16 @@ class Pipeline:
             return [1.0] * len(calls)
         loss = getattr(self.model, "loss_function", None)
         is_shifted = getattr(loss, "is_shifted", self._compares_with_next())
-        counts = torch.stack([_count_valid(part, is_shifted=is_shifted) for part in parts[targets]])
-        counts = all_reduce(counts.to(self.grid.device), self.grid.group(LOSS))
+        mine = torch.stack([_count_valid(part, is_shifted=is_shifted) for part in parts[targets]]).to(self.grid.device)
+        counts = all_reduce(mine.clone(), self.grid.group(LOSS))
+        total = counts.sum()
+        if self._averages:  # a rank's loss is of its own rows, and the mean over ranks is that of the batch
+            counts, total = mine, total / self.grid.size(LOSS)
         if (name := self._divisor()) is not None:
-            total = counts.sum()
             for call in calls:
                 call[name] = total
             return [1.0] * len(calls)
-        return list((counts.double() / counts.sum()).unbind())
+        return list((counts.double() / total).unbind())
 
     def _compares_with_next(self) -> bool:
         """Whether a transformers model's loss compares logits with the next token's label."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from stretto.execution import StageOptions
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.grid import Grid
+from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.roles.plan import ShardingPlan
 from stretto.schedules import partition
 from stretto.suggestions import did_you_mean
@@ -48,17 +49,19 @@ class Activations:
     """What one stage sends to the next: tensors, and which arguments of the next block they are.
 
     places: of each tensor, the number of the block's parameter. outputs: how many outputs the blocks before return, 0
-    for a tensor alone. random_state: of the generators of the CPU and of this rank's GPU (None without dropout).
+    for a tensor alone. batch_shape: with sequence sharding, batch and seq of the tokens that ranks of x divide.
+    random_state: of the generators of the CPU and of this rank's GPU (None without dropout).
     """
 
     tensors: list[Tensor]
     places: list[int]
     outputs: int
+    batch_shape: tuple[int, int] = (0, 0)
     random_state: tuple[Tensor, Tensor | None] | None = None
 
     def as_message(self) -> list[Tensor | None]:
         """The tensors that travel: a header, the states of random generators, and the activations."""
-        header = torch.tensor([self.outputs, *self.places], dtype=torch.int64)
+        header = torch.tensor([self.outputs, *self.batch_shape, *self.places], dtype=torch.int64)
         cpu, gpu = self.random_state or (None, None)
         return [header, cpu, gpu, *self.tensors]
 
@@ -67,12 +70,12 @@ class Activations:
         """Read what `as_message` has made. records: the activations require gradients where they can."""
         header, cpu, gpu, *received = message
         assert header is not None
-        outputs, *places = header.tolist()
+        outputs, batch, seq, *places = header.tolist()
         tensors = []
         for tensor in received:
             assert tensor is not None
             tensors.append(tensor.requires_grad_(records and tensor.is_floating_point()))
-        return cls(tensors, places, outputs, None if cpu is None else (cpu, gpu))
+        return cls(tensors, places, outputs, (batch, seq), None if cpu is None else (cpu, gpu))
 
 
 @dataclass
@@ -92,6 +95,7 @@ class StagePass:
     sends_random_state: bool
     has_entered: bool = False
     outputs: int = 0
+    batch_shape: tuple[int, int] = (0, 0)
 
     def pass_by(self) -> Any:
         """What a block before the stage returns."""
@@ -114,7 +118,7 @@ class ModelStages:
     cuts: stage s has the blocks cuts[s]:cuts[s + 1]. stage_ranks: the pipe rank of each stage. rank: this one's.
     block_names: of all blocks. current: the pass that runs now. is_tied: whether this rank holds parameters that
     another stage's rank has too. checked: stages that were found to have no connections across their cuts. carried:
-    which arguments of the next block a stage sends.
+    which arguments of the next block a stage sends. tokens: of a model with sequence sharding.
     """
 
     cuts: tuple[int, ...]
@@ -125,6 +129,7 @@ class ModelStages:
     parts: tuple[_Part, ...] = ()
     is_tied: bool = False
     needs_random_state: bool = False
+    tokens: TokenShards | None = None
     current: StagePass | None = None
     checked: set[int] = field(default_factory=set)
     carried: dict[int, list[int]] = field(default_factory=dict)
@@ -165,10 +170,14 @@ class ModelStages:
     def running(self, stage_pass: StagePass) -> Iterator[None]:
         """Have the model's forward, or blocks that are computed again, be of this pass."""
         before, self.current = self.current, stage_pass
+        if self.tokens is not None and any(stage_pass.batch_shape):
+            self.tokens.shape = stage_pass.batch_shape
         try:
             yield
         finally:
             self.current = before
+            if self.tokens is not None:
+                stage_pass.batch_shape = self.tokens.shape
 
     def begin(self, stage: int, received: Activations | None) -> StagePass:
         """Begin a forward pass of a stage with what the stage before has sent."""
@@ -178,9 +187,12 @@ class ModelStages:
             marker = received.tensors[0].detach()
             if records and marker.is_floating_point():
                 marker.requires_grad_()
-        return StagePass(
+        begun = StagePass(
             stage, self.cuts[stage], self.cuts[stage + 1], received, marker, records, self.needs_random_state
         )
+        if received is not None:
+            begun.batch_shape = received.batch_shape
+        return begun
 
     def run(self, model: nn.Module, stage_pass: StagePass, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward for one stage: `Activations` to send, or what the model returns on the last stage."""
@@ -292,7 +304,8 @@ class ModelStages:
         if now.sends_random_state:
             on_gpu = tensors[0].is_cuda
             state = torch.get_rng_state(), torch.cuda.get_rng_state(tensors[0].device) if on_gpu else None
-        return Activations(tensors, places, now.outputs, state)
+        batch_shape = (0, 0) if self.tokens is None else self.tokens.shape
+        return Activations(tensors, places, now.outputs, batch_shape, state)
 
     def _entering(
         self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any
