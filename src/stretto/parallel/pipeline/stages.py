@@ -20,7 +20,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -377,12 +376,7 @@ def find_stages(model: nn.Module, grid: Grid, options: StageOptions) -> ModelSta
     pipe, rank = grid.size("pipe"), grid.coordinate("pipe")
     names = _block_names(model, options)
     count = pipe * options.virtual_stages
-    if len(names) < count:
-        raise ValueError(
-            f"pipe={pipe} with {options.virtual_stages} stages a rank makes {count} stages, but {type(model).__name__} "
-            f"has {len(names)} blocks ({names[0]} to {names[-1]}), and each stage needs one: "
-            f"pipe={max(1, len(names) // options.virtual_stages)} would do"
-        )
+    options.check(pipe, len(names))
     parts = _find_parts(model, names, options)
     cuts = _find_cuts(model, names, parts, count, options)
     loops = [stage % pipe for stage in range(count)]
@@ -458,13 +452,7 @@ def _find_cuts(
     model: nn.Module, names: Sequence[str], parts: Sequence[_Part], count: int, options: StageOptions
 ) -> tuple[int, ...]:
     if options.cuts is not None:
-        cuts = (0, *options.cuts, len(names))
-        if len(cuts) != count + 1 or any(later <= before for before, later in pairwise(cuts)):
-            raise ValueError(
-                f"cuts is {list(options.cuts)}, but must be the {count - 1} ascending numbers, between 1 and "
-                f"{len(names) - 1}, of the blocks with which stages 1 to {count - 1} begin"
-            )
-        return cuts
+        return (0, *options.cuts, len(names))
     # A product with a weight takes operations in proportion to its numbers; looking up rows of an embedding takes none.
     costs = [float(_multiplied(model.get_submodule(name))) for name in names]
     last = float(sum(_multiplied(model.get_submodule(part.name)) for part in parts if not part.is_before))

@@ -256,8 +256,8 @@ class PipelineConfig(Section):
         "([pipelines.md](pipelines.md))",
     )  # fmt: skip
     virtual_stages: Annotated[int | None, CanBeNone] = option(
-        None, "stages that each rank of pipe has", unit="stages", unset="2 for interleaved, zb-v and dualpipe-v, else 1",
-        ge=1, le=MAX_LAYERS,
+        None, "stages that each rank of pipe has", unit="stages",
+        unset="2 for interleaved, zb-v and dualpipe-v, else 1", ge=1, le=MAX_LAYERS,
     )  # fmt: skip
     limit: Annotated[int | None, CanBeNone] = option(
         None, "message-driven: micro-batches in flight at once", unset="`grid.pipe`", ge=1, le=1 << 20
