@@ -13,8 +13,9 @@ from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
 from stretto.parallel.pipeline.message_format import DTYPES
 from stretto.parallel.pipeline.messages import MessageKey
 from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
+from tests.parallel.pipeline.late_copies import LateCarrier
 
-CARRIERS = {"gloo": GlooCarrier, "shared memory": SharedMemoryCarrier}
+CARRIERS = {"gloo": GlooCarrier, "shared memory": SharedMemoryCarrier, "late copies": LateCarrier}
 
 
 def make_tensor(draw, largest):
