@@ -13,9 +13,14 @@ from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
 from stretto.parallel.pipeline.message_format import DTYPES
 from stretto.parallel.pipeline.messages import MessageKey
 from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
-from tests.parallel.pipeline.late_copies import LateCarrier
+from tests.parallel.pipeline.gpu_fakes import FakeNCCLCarrier, LateCarrier
 
-CARRIERS = {"gloo": GlooCarrier, "shared memory": SharedMemoryCarrier, "late copies": LateCarrier}
+CARRIERS = {
+    "gloo": GlooCarrier,
+    "shared memory": SharedMemoryCarrier,
+    "symmetric memory, late copies": LateCarrier,
+    "nccl, on gloo": FakeNCCLCarrier,
+}
 
 
 def make_tensor(draw, largest):

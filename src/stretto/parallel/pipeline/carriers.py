@@ -22,12 +22,13 @@ from stretto.memory import exchange, find_own_rank, group_timeout, shared_gpus
 from stretto.memory.gpus import find_obstacle
 from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
 from stretto.parallel.pipeline.messages import Carrier
+from stretto.parallel.pipeline.nccl_carrier import NCCLCarrier
 from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
 from stretto.parallel.pipeline.symmetric_memory_carrier import SymmetricMemoryCarrier
 from stretto.suggestions import name_known
 
 CARRIERS: Mapping[str, type[Carrier]] = {
-    carrier.name: carrier for carrier in (GlooCarrier, SharedMemoryCarrier, SymmetricMemoryCarrier)
+    carrier.name: carrier for carrier in (GlooCarrier, SharedMemoryCarrier, SymmetricMemoryCarrier, NCCLCarrier)
 }
 """All carriers, by name."""
 
@@ -62,7 +63,7 @@ def choose_carrier(group: dist.ProcessGroup | None, device: torch.device | str) 
     assert isinstance(whole, dist.ProcessGroup)
     if find_obstacle(whole, device, needs_atomics=False) is None:
         return SymmetricMemoryCarrier.name
-    return GlooCarrier.name if shared_gpus.is_enabled() else "nccl"
+    return GlooCarrier.name if shared_gpus.is_enabled() else NCCLCarrier.name
 
 
 def _share_memory(group: dist.ProcessGroup | None) -> bool:

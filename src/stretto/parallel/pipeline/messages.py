@@ -263,6 +263,8 @@ class Carrier(ABC):
         event: on the GPU, after which the tensors hold their values.
         """
         with self._changed:
+            if self._failure is not None:
+                return
             left = self._outstanding.get(source, 0)
             if step != self._step:
                 problem = f"{self._name_rank(source)} sent {key} in step {step}, and this rank is in step {self._step}"

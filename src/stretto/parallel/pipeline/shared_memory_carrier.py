@@ -40,7 +40,7 @@ from stretto.parallel.pipeline.message_format import (
 from stretto.parallel.pipeline.messages import Carrier
 
 SLOTS = 8
-MOST_SLOT_BYTES = 1 << 20
+MOST_SLOT_BYTES = 1 << 19
 MOST_BYTES_OF_RINGS = 64 << 20
 """All rings of a rank take no more than this, however many ranks there are, unless slots would be too small."""
 
@@ -54,8 +54,8 @@ _JOIN_SECONDS = 10.0
 class SharedMemoryCarrier(Carrier):
     """Carries messages between processes of one machine and one user, for tensors on CPUs.
 
-    All ranks of the group make it. slot_bytes: of a slot (None: 1 MiB, less for many ranks), at least 32 KiB; slots: of
-    each of the rings that a rank has for each other rank. ValueError where the memory is not there, or for a GPU.
+    All ranks of the group make it. slot_bytes: of a slot (None: 512 KiB, less for many ranks), at least 32 KiB; slots:
+    of each of the rings that a rank has for each other rank. ValueError where the memory is not there, or for a GPU.
     """
 
     name = "shared memory"
