@@ -76,6 +76,8 @@ class Carrier(ABC):
         self.group = dist.group.WORLD if group is None else group
         assert isinstance(self.group, dist.ProcessGroup)
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.limit = group_timeout(self.group)
         self._global_ranks = dist.get_process_group_ranks(self.group)
         number = _counts.next(self.group)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory import shared_gpus
 from stretto.parallel.pipeline.gloo_carrier import GlooCarrier, Staged
 from stretto.parallel.pipeline.message_format import MessageHeader, TensorLayout, as_bytes
 
@@ -63,6 +64,8 @@ class NCCLCarrier(GlooCarrier):
     def _check_device(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(f"NCCL carries messages of tensors on GPUs, not on {device}: take gloo")
+        if shared_gpus.is_enabled():
+            raise ValueError("NCCL takes a GPU a rank, and ranks share GPUs here: take symmetric memory")
 
     def _carried(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
         return tuple(None if layout is not None and self._is_data(layout) else layout for layout in header.tensors)
