@@ -264,6 +264,17 @@ def chunks(count: int) -> dict[str, Any]:
     return {"setting": {"buckets": 64, "ranks": 2}, "rows": rows}
 
 
+def pipeline(count: int) -> dict[str, Any]:
+    names = ("gpipe", "1f1b", "interleaved, 2 stages a rank", "message-driven as planned: limit 14, backward")
+    rows = [
+        {"stages": stages, "micro_batches": 4 * stages, "latency_ms": latency, "schedule": name}
+        | {"units": 51.2 + 3 * place, "model_units": 50 + 3 * place}
+        for stages, latency in ((4, 0.0), (4, 5.0), (8, 5.0))[:count]
+        for place, name in enumerate(names[: count + 1])
+    ]
+    return {"setting": {"unit": 0.02}, "rows": rows}
+
+
 def messages(count: int) -> dict[str, Any]:
     names = {
         "message": ("torch's send and recv", "gloo", "shared memory", "symmetric memory", "nccl")[:count],
@@ -298,6 +309,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "offload-buckets.json": offload_buckets,
     "chunks.json": chunks,
     "messages.json": messages,
+    "pipeline.json": pipeline,
 }
 
 

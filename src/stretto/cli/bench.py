@@ -28,6 +28,7 @@ from stretto.bench.training.settings import (
     DdpSetting,
     DlrmSetting,
     OffloadSetting,
+    PipelineSetting,
     OverlapSetting,
     ParitySetting,
     PeersSetting,
@@ -314,6 +315,14 @@ def chunks(setting: ChunksSetting, out: Path) -> Any:
     from stretto.bench.training.chunks import bench_chunks
 
     return bench_chunks(setting, out)
+
+
+@_command("pipeline", PipelineSetting)
+def pipeline(setting: PipelineSetting, out: Path) -> Any:
+    """A step in pipeline stages that sleep, by schedule, beside the timing model's."""
+    from stretto.bench.training.pipeline import bench_pipeline
+
+    return bench_pipeline(setting, out)
 
 
 @_command("offload", OffloadSetting, needs=Needs.ONE_GPU)
