@@ -43,7 +43,7 @@ H200X4_FULL = replace(
 @pytest.mark.parametrize("row", GRIDS, ids=lambda row: row["name"])
 def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
     workload = MEASURED["workload"]
-    grid = {"data": 1, "x": 1, "y": 1, "z": 1} | {
+    grid = {"pipe": 1, "data": 1, "x": 1, "y": 1, "z": 1} | {
         axis: int(size) for axis, _, size in (part.partition("=") for part in row["name"].split())
     }
     plans = stretto.plan(
@@ -93,7 +93,7 @@ def test_what_one_gpu_allocates_and_reserves_is_predicted_and_what_fits_ran(capa
 def plan_of(grid: dict[str, int], cluster: stretto.Cluster = H200X4, **options: object) -> stretto.planner.GridPlan:
     config = GPTConfig(layers=24, hidden=4096, heads=32, vocab=50304, bias=False, norm="rmsnorm", positions="rotary")
     plans = stretto.plan(config, cluster, **{"gpus": 4, "batch": 8, "seq_len": 2048, "cost": "paper"} | options)
-    return next(plan for plan in plans if plan.grid == {"data": 1, "x": 1, "y": 1, "z": 1} | grid)
+    return next(plan for plan in plans if plan.grid == {"pipe": 1, "data": 1, "x": 1, "y": 1, "z": 1} | grid)
 
 
 def test_parameters_and_adams_moments_are_shared_by_x_y_and_z_but_not_by_data():

@@ -140,7 +140,7 @@ def test_inside_a_node_the_measured_row_of_the_preceding_size_and_the_own_size_i
 def test_inside_a_node_without_measurements_the_estimate_is_at_most_what_one_gpu_sends():
     plans = stretto.plan("gpt-5b", stretto.Cluster.preset("perlmutter"), gpus=4, batch=8, seq_len=2048, cost="paper")
     for p in plans:
-        assert set(p.bandwidth) == set(AXES)
+        assert set(p.bandwidth) == {"pipe", *AXES}
         assert min(p.bandwidth.values()) > 0
         assert all(p.bandwidth[axis] <= 300e9 for axis in AXES if p.grid[axis] > 1), p.grid
 
@@ -242,7 +242,7 @@ def test_the_command_prints_the_plans_as_json(gpus, count, grid, expected):
     assert result.exit_code == 0, result.output
     plans = json.loads(result.stdout)
     assert len(plans) == count
-    (plan,) = (p for p in plans if p["grid"] == dict(zip(AXES, grid, strict=True)))
+    (plan,) = (p for p in plans if p["grid"] == {"pipe": 1} | dict(zip(AXES, grid, strict=True)))
     assert plan["communication"] == seconds(*expected)
     assert plan["step_time"] == pytest.approx(expected[-1], rel=1e-9)
 
@@ -263,7 +263,7 @@ def test_without_a_cost_the_command_prints_the_same_keys():
     assert len(plans) == 56
     for p in plans:
         assert {"grid", "bandwidth", "communication", "step_time", "memory", "fits", "why"} <= set(p)
-        assert set(p["grid"]) == set(p["bandwidth"]) == set(AXES)
+        assert set(p["grid"]) == set(p["bandwidth"]) == {"pipe", *AXES}
         assert {*COLLECTIVES, "total"} <= set(p["communication"])
 
 

@@ -264,6 +264,20 @@ def chunks(count: int) -> dict[str, Any]:
     return {"setting": {"buckets": 64, "ranks": 2}, "rows": rows}
 
 
+def messages(count: int) -> dict[str, Any]:
+    names = {
+        "message": ("torch's send and recv", "gloo", "shared memory", "symmetric memory", "nccl")[:count],
+        "all-reduce": ("NCCL", "Stretto's kernels", "gloo by way of the host")[:count],
+    }
+    rows = [
+        {"part": part, "by": name, "megabytes": size, "milliseconds": size * (place + 1) / 7}
+        for part, of in names.items()
+        for size in (1, 2, 5, 10, 20, 50)[: count + 1]
+        for place, name in enumerate(of)
+    ]
+    return {"ranks": 4, "rows": rows}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -283,6 +297,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "ddp.json": ddp,
     "offload-buckets.json": offload_buckets,
     "chunks.json": chunks,
+    "messages.json": messages,
 }
 
 

@@ -22,6 +22,7 @@ _PLOTS = {
     "ddp.json": "training.plot:plot_ddp",
     "offload-buckets.json": "training.plot:plot_buckets",
     "chunks.json": "training.plot:plot_chunks",
+    "messages.json": "messages.plot:plot_messages",
     "plan.json": "plan.plot:plot_plan",
     "collectives.json": "collectives.plot:plot_collectives",
     "compile.json": "collectives.plot:plot_compile",

@@ -18,6 +18,7 @@ import typer
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
+from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
@@ -435,3 +436,13 @@ def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
     from stretto.bench.checkouts.run import bench_checkouts
 
     return bench_checkouts(setting, out)
+
+
+@_command("messages", MessagesSetting, needs=Needs.RANKS, count=_count_ranks)
+def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
+    """Messages between pipeline stages by carrier, beside torch's send and recv, and all-reduces by back end."""
+    require_two_ranks(ranks)
+
+    from stretto.bench.messages.run import bench_messages
+
+    return bench_messages(ranks, setting, out)

@@ -274,7 +274,7 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     from rich.measure import Measurement
     from rich.table import Table
 
-    from stretto.axes import INNER_TO_OUTER, name_grid
+    from stretto.axes import INNER_TO_OUTER, STAGE_AXES, name_grid
     from stretto.planner.memory import USABLE, most_allocated
     from stretto.planner.optimizer_state import USABLE_OF_HOST
 
@@ -282,14 +282,15 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     console = Console()
+    axes = INNER_TO_OUTER if any(plan.grid["pipe"] > 1 for plan in plans) else STAGE_AXES[::-1]
     time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
-    for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(INNER_TO_OUTER)}", "memory", "fits"):
+    for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(axes)}", "memory", "fits"):
         table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
     for heading in ("state", "recompute", "host, a node") if has_memory else ():
         table.add_column(heading, justify="right", no_wrap=True)
     marks = ("", "") if has_memory else (" ", "*")
     for place, plan in enumerate(plans[:top], start=1):
-        exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in INNER_TO_OUTER)
+        exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in axes)
         table.add_row(
             str(place),
             name_grid(plan.grid),

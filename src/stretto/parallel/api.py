@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
-from stretto.parallel.builder import Builder
+from stretto.parallel.builder import Builder, TiedParameter
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -27,6 +27,7 @@ from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelL
 from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
+from stretto.parallel.meta import MetaInitializer, copy_to_meta
 from stretto.parallel.pipeline.stages import (
     ModelStages,
     cut_model,
@@ -114,11 +115,14 @@ def parallelize(
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
     if options.recomputation.is_on:
         check_blocks(model, options.recompute)
-    cut = _cut_into_stages(model, grid, options)
+    initializer = MetaInitializer(model, grid.device, seed)
+    cut = _cut_into_stages(model, grid, options, initializer)
     try:
         if not isinstance(plan, ShardingPlan):
-            return _shard_by_blocks(model, grid, precision, options, seed, plan, gradients or "mean", cut)
-        return _shard_by_roles(model, grid, precision, options, seed, plan, gradients, cut, sharded_loss=sharded_loss)
+            return _shard_by_blocks(model, grid, precision, options, initializer, plan, gradients or "mean", cut)
+        return _shard_by_roles(
+            model, grid, precision, options, initializer, plan, gradients, cut, sharded_loss=sharded_loss
+        )
     except Exception:
         if cut is not None:
             cut.undo()
@@ -130,23 +134,27 @@ class _Cut:
     """A model that was cut into stages, the parameters that both its ends hold, and what puts the rest back."""
 
     stages: ModelStages
-    tied: Sequence[nn.Parameter]
+    tied: Mapping[int, TiedParameter]
     undo: Callable[[], None]
 
-    def tie(self, builder: Builder, grid: Grid) -> None:
-        """Have the gradients of what both ends hold summed over them."""
-        ends = make_tie_group(self.stages, grid) if self.tied else None
-        builder.tied |= {id(parameter): ends for parameter in self.tied}
-        self.stages.is_tied = ends is not None
 
-
-def _cut_into_stages(model: nn.Module, grid: Grid, options: ExecutionOptions) -> _Cut | None:
+def _cut_into_stages(
+    model: nn.Module, grid: Grid, options: ExecutionOptions, initializer: MetaInitializer
+) -> _Cut | None:
     """Leave this rank's pipeline stages in the model; None where there is one stage."""
     if grid.size("pipe") * options.stages.virtual_stages == 1:
         return None
     stages = find_stages(model, grid, options.stages)
-    tied = tied_parameters(model, stages)
+    shared = tied_parameters(model, stages)
     _check_ranks_agree(model, grid, grid.group("world"), drops=stages.needs_random_state)
+    ends = make_tie_group(stages, grid) if shared else None
+    tied = {}
+    for name, parameter in shared.items():
+        owner_name, _, key = name.rpartition(".")
+        tied[id(parameter)] = TiedParameter(ends, owner_name, model.get_submodule(owner_name), key)
+    stages.is_tied = ends is not None
+    stages.skeleton = copy_to_meta(model)
+    initializer.remember(stages.skeleton)
     return _Cut(stages, tied, cut_model(model, stages))
 
 
@@ -155,7 +163,7 @@ def _shard_by_roles(
     grid: Grid,
     precision: Precision,
     options: ExecutionOptions,
-    seed: int | None,
+    initializer: MetaInitializer,
     plan: ShardingPlan,
     gradients: GradientReduction | None,
     cut: _Cut | None,
@@ -181,11 +189,11 @@ def _shard_by_roles(
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     is_stage = cut is not None
     builder = Builder(
-        model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, seed, is_stage=is_stage
+        model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, initializer, is_stage=is_stage
     )
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     if cut is not None:
-        cut.tie(builder, grid)
+        builder.tied |= cut.tied
         cut.stages.tokens = tokens
     # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
@@ -261,7 +269,7 @@ def _shard_by_blocks(
     grid: Grid,
     precision: Precision,
     options: ExecutionOptions,
-    seed: int | None,
+    initializer: MetaInitializer,
     blocks: _BlockPlan,
     gradients: GradientReduction,
     cut: _Cut | None,
@@ -279,11 +287,11 @@ def _shard_by_blocks(
     matmuls = MatmulTuner(False, grid.device, grid.group(STAGE))
     is_stage = cut is not None
     builder = Builder(
-        model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, seed, is_stage=is_stage
+        model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, initializer, is_stage=is_stage
     )
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     if cut is not None:
-        cut.tie(builder, grid)
+        builder.tied |= cut.tied
     scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0
     builder.gradient_reducer.averages = gradients == "mean"
     sharded = BlockBuilder(model, builder, blocks.names, scale=scale)

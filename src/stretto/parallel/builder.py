@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace as Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,12 +47,23 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
 
 
+class TiedParameter(NamedTuple):
+    """A parameter that the first and the last pipeline stage share.
+
+    ends: the group of ranks that hold it; None if this rank alone does. owner, key: the first module that has it.
+    """
+
+    ends: dist.ProcessGroup | None
+    owner_name: str
+    owner: nn.Module
+    key: str
+
+
 class Builder:
     """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter.
 
     is_stage: the model is a pipeline stage, which has several micro-batches in flight. The attribute `tied`: the
-    parameters that the first and the last stage share, by their ids, and the group of ranks that hold them (None: this
-    rank alone does).
+    parameters that the first and the last stage share, by their ids.
     """
 
     def __init__(
@@ -64,7 +75,7 @@ class Builder:
         matmuls: MatmulTuner,
         keep_gathered: bool,
         tokens: TokenShards | None,
-        seed: int | None,
+        initializer: MetaInitializer,
         *,
         is_stage: bool = False,
     ) -> None:
@@ -73,7 +84,6 @@ class Builder:
         self.precision = precision
         self.keep_gathered = keep_gathered
         self.tokens = tokens
-        self.seed = seed
         self.overlap = overlap
         self.matmuls = matmuls
         self.linears = 0
@@ -87,11 +97,11 @@ class Builder:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         if is_stage and keep_gathered:
             self.gatherer = StepGatherer(self.gatherer)
-        self.tied: dict[int, dist.ProcessGroup | None] = {}
+        self.tied: dict[int, TiedParameter] = {}
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: they must not be freed, and their ids reused, while they are replaced.
         self._originals = list(model.parameters())
-        self.initializer = MetaInitializer(model, grid.device, seed)
+        self.initializer = initializer
 
     def build_all(self, plan: ShardingPlan) -> dict[str, nn.Module]:
         """Build what replaces each submodule, by name. The model is not changed."""
@@ -241,7 +251,10 @@ class Builder:
     def parameter(self, original: nn.Parameter, whole: Tensor, sharding: ParameterSharding) -> nn.Parameter:
         """The sharded parameter that stands for the original wherever it is held; made at the first call."""
         if id(original) not in self._made:
-            ends = self.tied.get(id(original))
+            tied = self.tied.get(id(original))
+            ends = None if tied is None else tied.ends
+            if tied is not None and original.is_meta:  # both ends initialize it as the module that comes first does
+                whole = getattr(self.initializer.real(tied.owner_name, tied.owner), tied.key)
             layout = ParameterLayout(tuple(original.shape), sharding.splits, 1 if ends is None else ends.size())
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
             others = () if ends is None else (ends,)

@@ -21,6 +21,10 @@ class MetaInitializer:
         self.device = device
         self.seed = seed
 
+    def remember(self, whole: nn.Module) -> None:
+        """Take the modules that initialize from this copy on meta: the model is going to be cut into stages."""
+        self.__dict__["_shadow"] = whole
+
     def real(self, name: str, module: nn.Module) -> nn.Module | SimpleNamespace:
         """An object with the module's own parameters and buffers: itself, or what those on meta are initialized to.
 
@@ -36,7 +40,7 @@ class MetaInitializer:
             unset = {key: self._make_unset(tensor) for key, tensor in own.items() if tensor is not None}
             return SimpleNamespace(**{**unset, **real})
         has_initializer = callable(getattr(self.model, "_init_weights", None))
-        root = self._shadow if has_initializer else _on_meta(module)
+        root = self._shadow if has_initializer else copy_to_meta(module)
         path = list(_path(root, name if has_initializer else ""))
         target = path[-1]
         steps: Sequence[Callable[[], Any]]
@@ -72,7 +76,7 @@ class MetaInitializer:
 
     @cached_property
     def _shadow(self) -> nn.Module:
-        return _on_meta(self.model)
+        return copy_to_meta(self.model)
 
     def _make_unset(self, tensor: Tensor) -> Tensor:
         """Make a tensor of this shape on the device, NaN where it can be."""
@@ -92,7 +96,7 @@ class MetaInitializer:
         return blank
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
+def copy_to_meta(module: nn.Module) -> nn.Module:
     """A copy of which every parameter and buffer is on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

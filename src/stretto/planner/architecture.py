@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of a decoder-only transformer, from which the planner computes everything else."""
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ class Architecture:
     `is_sharded_by_blocks`: `parallelize` finds no roles, and shards the model block by block over z, so that all ranks
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
     `has_plain_norms`, that norms are made of plain operations in fp32 (with roles, they are replaced).
+
+    `is_first`, `is_last`: of a pipeline stage (`stage`), whether it has the embeddings, and the last norm and the head.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Architecture:
     is_sharded_by_blocks: bool = False
     refuses_copies: bool = False
     has_plain_norms: bool = False
+    is_first: bool = True
+    is_last: bool = True
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -103,13 +107,23 @@ class Architecture:
 
     @property
     def head_outputs(self) -> int:
-        """Logits that the head makes of a token."""
-        return self.vocab if self.labels is None else self.labels
+        """Logits that the head makes of a token; 0 of a stage without it."""
+        return 0 if not self.is_last else self.vocab if self.labels is None else self.labels
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding of tokens; 0 of a stage without it."""
+        return self.vocab if self.is_first else 0
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the embedding of positions; 0 of a stage without it."""
+        return self.positions if self.is_first else 0
 
     @property
     def has_own_head(self) -> bool:
         """Whether the head's weight is one besides the embedding's."""
-        return self.head_outputs > 0 and not (self.labels is None and self.is_tied)
+        return self.head_outputs > 0 and not (self.labels is None and self.is_tied and self.is_first)
 
     @property
     def linear_weights(self) -> int:
@@ -152,19 +166,23 @@ class Architecture:
     @cached_property
     def outside_parameters(self) -> int:
         """Parameters that are in no block: embeddings, head and last norm."""
-        embeddings = (self.vocab + self.positions) * self.hidden
+        embeddings = (self.embedding_rows + self.position_rows) * self.hidden
         head = self.head_outputs * (self.hidden * self.has_own_head + self.has_head_bias)
         return embeddings + head + self.norm_parameters - self.layers * self.block_norms * self._norm_width
 
     @property
     def norm_parameters(self) -> int:
         """Weights and biases of all norms of hidden features."""
-        norms = self.layers * self.block_norms + (1 if self.block_norms else 0)
+        norms = self.layers * self.block_norms + (1 if self.block_norms and self.is_last else 0)
         return norms * self._norm_width
 
     @property
     def _norm_width(self) -> int:
         return self.hidden * (2 if self.has_norm_bias else 1)
+
+    def stage(self, blocks: int, *, is_first: bool, is_last: bool) -> "Architecture":
+        """A pipeline stage of so many blocks. Tied embeddings are on the first stage and on the last."""
+        return replace(self, layers=blocks, is_first=is_first, is_last=is_last)
 
     def copies(self, grid: GridSizes) -> int:
         """How many ranks compute and hold the same: those of x and y, if the model is sharded by blocks."""

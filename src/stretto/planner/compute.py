@@ -143,7 +143,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     # Apart, the shards that a rank has count; beside fp32 parameters, an even part of all.
     parameters = local_parameters(model, grid) if state.is_apart else _parameters(workload, grid)
     return Compute(
-        forward=layers * forward + device.traffic((casts + copies) * micro_batches),
+        forward=layers * forward + device.traffic((casts + copies) * (1 if config.gathers_once else micro_batches)),
         backward=layers * backward + device.traffic((casts_back + copies_back) * micro_batches),
         outputs=tuple(layers * output for output in outputs),
         input_gradients=tuple(layers * gradient for gradient in input_gradients),

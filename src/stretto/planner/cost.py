@@ -71,7 +71,7 @@ def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost
     volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates, grid)
     terms = {name: getattr(times, kind) for kind, name in MEANINGS.items()}
-    return Cost(terms, rates, times, _by_axis(times.by_name()))
+    return Cost(terms, rates, times, sum_by_axis(times.by_name()))
 
 
 def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device, rates: Rates) -> Cost:
@@ -80,9 +80,9 @@ def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, devi
     All of it where nothing overlaps: every collective is waited for where it is issued. rates: the grid's `bandwidths`.
     """
     work = compute(workload, config, device)
-    step = _Step(workload, config, cluster, work, rates)
+    step = StepCommunication(workload, config, cluster, work, rates)
     communication = step.communication()
-    exposed = _by_axis(
+    exposed = sum_by_axis(
         step.exposed() if config.options.overlap.hides_any else {kind: getattr(communication, kind) for kind in KINDS}
     )
     slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
@@ -102,7 +102,7 @@ class _Sum:
     is_forward: bool
 
 
-class _Step:
+class StepCommunication:
     """The collectives of one step on one rank, in seconds, by what can hide them."""
 
     def __init__(
@@ -122,6 +122,8 @@ class _Step:
         # A weight that is freed is gathered for the backward pass besides; a block is kept from its recomputation on.
         keeps_block = recomputation.is_on and model.is_sharded_by_blocks
         self.gathers = 1 + recomputation.is_on + (not config.options.keep_gathered and not keeps_block)
+        if config.gathers_once:
+            self.gathers = 1
         self.sums: list[_Sum] = []
         linears = () if model.is_sharded_by_blocks else model.linears
         traffics = [linear_traffic(linear, grid, tokens) for linear in linears]
@@ -133,7 +135,7 @@ class _Step:
         self.messages = len(messages)
         of_message = [self._weights(message) for message in messages]
         gathers, scatters, reductions = (sum(times) for times in zip(*of_message, strict=True))
-        self.all_gather = self.calls * gathers
+        self.all_gather = (model.layers if config.gathers_once else self.calls) * gathers
         self.reduce_scatter = model.layers * self.scatters * scatters
         # All-reduces over data: of a block's weights, or, where optimizer state is apart, chunks of all gradients.
         self.reductions, self.data = model.layers, model.layers * reductions
@@ -207,7 +209,7 @@ class _Step:
         Kernels reach the GPUs of one node; across nodes the library sends, and all of it is waited for.
         """
         reaches = self.config.grid.x <= self.cluster.gpus_per_node
-        left = self._left(time, product, self.config.grid.x) if reaches else time
+        left = self.left_over(time, product, self.config.grid.x) if reaches else time
         return _Sum("x", time, time - left, is_forward)
 
     def communication(self) -> Volume:
@@ -221,30 +223,30 @@ class _Step:
         work, parts = self.work, self.calls * self.messages
         sums = [(each.axis, each.time - each.hidden) for each in self.sums]
         room = work.backward - sum(each.hidden for each in self.sums if not each.is_forward)
-        gathered_forward = self._left(self.all_gather, work.forward, parts)
+        gathered_forward = self.left_over(self.all_gather, work.forward, parts)
         again = (self.gathers - 1) * self.all_gather
         in_last = room / self.micro_batches  # of which the last micro-batch's backward pass has this
         if self.scatters == self.micro_batches:
             in_backward = self.reduce_scatter + again
-            left = self._left(in_backward, room, parts)
+            left = self.left_over(in_backward, room, parts)
             share = self.reduce_scatter / in_backward if in_backward else 0.0
             gathered_again, scattered = left * (1 - share), left * share
             in_last -= in_backward / self.micro_batches
         else:  # what is gathered again comes first, and only the last micro-batch scatters
-            gathered_again = self._left(again, room, parts)
+            gathered_again = self.left_over(again, room, parts)
             in_last = max(0.0, in_last - again / self.micro_batches)
-            scattered = self._left(self.reduce_scatter, in_last, parts // self.micro_batches)
+            scattered = self.left_over(self.reduce_scatter, in_last, parts // self.micro_batches)
             in_last -= self.reduce_scatter
         # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
         room_for_data = max(0.0, in_last)
-        data = self._left(self.data, room_for_data, self.reductions)
+        data = self.left_over(self.data, room_for_data, self.reductions)
         if steps_in_chunks(self.workload, self.config):
             data = exposed_sums(data, self.data, self.reductions, work.optimizer)
         volume = self._volume(gathered_forward + gathered_again, scattered, data, sums)
         return {kind: getattr(volume, kind) for kind in KINDS}
 
     @staticmethod
-    def _left(time: float, room: float, parts: int) -> float:
+    def left_over(time: float, room: float, parts: int) -> float:
         """What does not fit into `room`; at least one of its parts, the first gathered or the last to be scattered."""
         return max(time - room, time / parts) if time else 0.0
 
@@ -252,27 +254,29 @@ class _Step:
         over = {"x": 0.0, "y": 0.0}
         for axis, time in sums:
             over[axis] += time
-        return Volume(gather, scatter, over["y"], over["x"], data) + self._outside_blocks
+        return Volume(gather, scatter, over["y"], over["x"], data) + self.outside_blocks
 
     @cached_property
-    def _outside_blocks(self) -> Volume:
+    def outside_blocks(self) -> Volume:
         """Embedding, head, loss, and the statistics of norms over y: waited for wherever they stand."""
         workload, grid, model = self.workload, self.config.grid, self.workload.model
         element, micro_batches = workload.element, self.micro_batches
+        gathers = 1 if self.config.gathers_once else micro_batches
         if model.is_sharded_by_blocks:  # gathered as one block, for the forward and the backward pass
             gather, scatter, over_data = self._weights(WeightTraffic.of(model.outside_parameters, grid))
             over_data *= not self.config.state.is_apart  # whose chunks have all gradients
-            return Volume(micro_batches * gather, self.scatters * scatter, all_reduce_data=over_data)
+            return Volume(gathers * gather, self.scatters * scatter, all_reduce_data=over_data)
         tokens = workload.tokens / grid.batch_parts / micro_batches
         hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
         z, x, y, data = grid.z, grid.x, grid.y, grid.replicas
         gather = scatter = over_data = 0.0
-        tables = [model.vocab / grid.x * hidden] + ([outputs * hidden] if outputs else [])
-        for number, table in enumerate(tables):
+        tables = [(model.vocab / grid.x * hidden, True)] if model.is_first else []
+        tables += [(outputs * hidden, model.has_own_head)] if outputs else []
+        for table, is_own in tables:
             of_table = (z - 1) / z * table
-            gather += micro_batches * self._collective("all_gather", "z", of_table * element)
+            gather += gathers * self._collective("all_gather", "z", of_table * element)
             scatter += self.scatters * self._collective("reduce_scatter", "z", of_table * workload.element)
-            if (number == 0 or model.has_own_head) and not self.config.state.is_apart:
+            if is_own and not self.config.state.is_apart:
                 of_shard = 2 * (data - 1) / data * table / z * workload.element
                 over_data += self._collective("all_reduce", REPLICAS, of_shard)
         # What is looked up, and the gradient by what the head is given.
@@ -281,13 +285,13 @@ class _Step:
         if self.config.token_parts > 1:  # what is looked up is scattered, its gradient gathered; so is the head's input
             over_x += len(tables) * self._collective("all_gather", "x", half)
             over_x += self._collective("reduce_scatter", "x", half) - self._collective("all_reduce", "x", 2 * half)
-        if model.logits == "sliced":  # the loss's statistics
+        if model.logits == "sliced" and model.is_last:  # the loss's statistics
             over_x += 2 * self._collective("all_reduce", "x", 2 * (x - 1) / x * tokens * 8)
         elif outputs:
             over_x += self._collective("all_gather", "x", (x - 1) * tokens * outputs * element)
         logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element) if outputs else 0.0
         of_statistics = 2 * (y - 1) / y * tokens / self.config.token_parts * 8
-        norms = (1 + self.forward_exchanges) * (2 * model.layers + 1)
+        norms = (1 + self.forward_exchanges) * (2 * model.layers + model.is_last)
         over_y = logits + norms * self._collective("all_reduce", "y", of_statistics)
         return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)
 
@@ -333,7 +337,7 @@ def _interpolate(measured: Sequence[MeasuredCollective], num_bytes: float) -> fl
     return low.seconds + part * (high.seconds - low.seconds)
 
 
-def _by_axis(times: Mapping[str, float]) -> dict[str, float]:
+def sum_by_axis(times: Mapping[str, float]) -> dict[str, float]:
     by_axis = dict.fromkeys(NAMES, 0.0)
     for kind in KINDS:
         by_axis[AXIS_OF[kind]] += times[kind]

@@ -35,13 +35,13 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
         return model.parameters / grid.z
     cut = grid.weight_parts
     weights = model.linear_weights / cut
-    embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z
+    embedding = -(-model.embedding_rows // grid.x) * model.hidden / grid.y / grid.z
     outputs = -(-model.head_outputs // grid.x)
     head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
     biases = sum(linear.outputs / grid[linear.output_axis] for linear in model.linears if linear.has_bias)
     norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
     others = model.gathered_parameters / grid.z + model.sinks / grid.x
-    positions = model.positions * model.hidden / grid.y
+    positions = model.position_rows * model.hidden / grid.y
     return weights + embedding + head + model.layers * (biases + others) + norms + positions
 
 
@@ -169,11 +169,13 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     kept, own_input, growth = activations_of_a_block(workload, grid, config.token_parts)
     recomputes = config.options.recomputation.is_on
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
-    uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1
+    uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1 and grid.pipe == 1
     keeps_gathered_weights = (
         uses_copy_engines and config.options.overlap.hides_any and config.options.keep_gathered and not recomputes
     )
     gathered_at_once = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
+    table = -(-model.embedding_rows // grid.x) * model.hidden / grid.y
+    head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gathered_in_backward = (
         block_weights * (model.layers if keeps_gathered_weights else blocks.blocks)
         if config.options.keep_gathered
@@ -184,11 +186,12 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     activations = blocks.between * tokens
     keeps_gathered = config.options.keep_gathered and not recomputes
     gathered = model.layers * block_weights if keeps_gathered else gathered_at_once
+    keeps_head_weight = keeps_gathered_weights or (config.gathers_once and is_copied)
+    if config.gathers_once:  # and kept to the end of the step
+        gathered = gathered_in_backward = model.layers * block_weights + table
     # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
     parts = config.token_parts
-    edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
-    table = -(-model.vocab // grid.x) * model.hidden / grid.y
-    head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
+    edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens * model.is_last
     gradients = parameters * of_number.gradient
     # With several micro-batches, the gradients of the earlier ones are there all the time, as shards (of zeros, if the
     # sums are kept whole beside them). Those of optimizer state apart are, in any case.
@@ -218,7 +221,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             "gradients": max(earlier, of_head),
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": activations * element,
-            "logits": (head * element if keeps_gathered_weights else 0.0)
+            "logits": (head * element if keeps_head_weight else 0.0)
             + (2 * head * element if model.has_own_head else 0.0),
             "temporary": (growth + 2 * largest) * element + ring,
         },
@@ -226,7 +229,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             "gradients": gradients,
             "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
             "activations": kept * tokens * element,
-            "logits": head * element if keeps_gathered_weights else 0.0,
+            "logits": head * element if keeps_head_weight else 0.0,
             "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
@@ -236,7 +239,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
                 "gradients": gradients + unsharded,
                 "gathered_weights": gathered_in_backward * element,
                 "activations": kept * tokens * element,
-                "logits": head * element if keeps_gathered_weights else 0.0,
+                "logits": head * element if keeps_head_weight else 0.0,
                 "temporary": (widest + max(2 * largest, table)) * element + ring,
             }
         )
@@ -246,7 +249,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
                 "gradients": max(earlier, of_head),
                 "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
                 "activations": (activations + blocks.again * tokens) * element,
-                "logits": 0.0,
+                "logits": head * element if config.gathers_once and is_copied else 0.0,
                 "temporary": (widest + 2 * largest + scattered) * element + ring,
             }
         )
@@ -257,7 +260,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
                 "gradients": max(earlier, of_head + of_later),
                 "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
                 "activations": (own_input + blocks.again) * tokens * element,
-                "logits": 0.0,
+                "logits": head * element if config.gathers_once and is_copied else 0.0,
                 "temporary": (growth + 2 * largest + scattered) * element + ring,
             }
         )
@@ -271,14 +274,15 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     """
     model, options = workload.model, config.options
     keeps = options.keep_gathered and not options.recomputation.is_on
-    if not (keeps and has_nvlink and options.overlap.copy_engines and options.overlap.hides_any and config.grid.z > 1):
+    by_engines = options.overlap.copy_engines and options.overlap.hides_any and config.grid.pipe == 1
+    if not (keeps and has_nvlink and by_engines and config.grid.z > 1):
         return 0, 0
     least = LEAST_COPIED_BYTES / workload.element
     of_block, tables = [*model.gathered_tensors], list[int]()
     if model.is_sharded_by_blocks:
         of_block += [linear.weights for linear in model.linears]
         own_head = model.head_outputs * model.hidden * model.has_own_head
-        tables = [model.vocab * model.hidden, model.positions * model.hidden, own_head]
+        tables = [model.embedding_rows * model.hidden, model.position_rows * model.hidden, own_head]
     return sum(weight for weight in of_block if weight >= least), sum(table for table in tables if table >= least)
 
 
@@ -295,7 +299,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     layers, parameters = model.layers, local_parameters(model, grid)
     tokens = config.micro_batch * workload.seq_len
     is_sent, recomputes = grid.z > 1, options.recomputation.is_on
-    keeps = options.keep_gathered and not recomputes
+    keeps = config.gathers_once or (options.keep_gathered and not recomputes)
     # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
     of_number = number_bytes(workload, config.state)
     is_copied = is_sent or element < of_number.weight
@@ -333,7 +337,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
             }
         )
 
-    note((layers if keeps else 0) * block + outside, layers * kept_by_each + 3 * hidden)  # the loss
+    note((layers if keeps else 0) * block + outside, layers * kept_by_each + 3 * hidden * model.is_last)  # the loss
     moments[0]["logits"] = _whole_logits(workload, tokens)
     for number in {layers, max(1, layers - 1)}:  # of the block whose forward pass begins
         following = ahead if number < layers else 0.0
@@ -357,7 +361,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
         reduced += of_block if sent else 0.0
         note(gathered, earlier_blocks + 2 * hidden, reduced=reduced, temporary=head + whole)
     # The end of the backward pass: gradients of what is in no block, then as a message, too; then buckets over data.
-    table = model.vocab * model.hidden
+    table = model.embedding_rows * model.hidden
     note(0.0, hidden, reduced=(layers - 1) * of_block, temporary=head + table + in_flight)
     note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.z) * is_sent)
     is_packed = grid.replicas > 1 and not config.state.is_apart

@@ -7,6 +7,7 @@ from typing import Literal
 from stretto.axes import GridSizes
 from stretto.execution import ExecutionOptions, StateOptions
 from stretto.planner.architecture import Architecture
+from stretto.schedules import ServeFirst
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -70,12 +71,46 @@ class StepWorkload(NumberTypes):
         return self.batch * self.seq_len
 
 
+MESSAGE_DRIVEN = "message-driven"
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """The order in which a pipeline computes, as `stretto.parallel.Pipeline` takes it.
+
+    name: one of `stretto.schedules.SCHEDULES`, or "message-driven". virtual_stages: stages a rank. extra_warm_up: of
+    1f1b. limit, serve_first: of message-driven order, micro-batches in flight, and which message is served first.
+    """
+
+    name: str
+    virtual_stages: int = 1
+    extra_warm_up: int = 0
+    limit: int | None = None
+    serve_first: ServeFirst | None = None
+
+    @property
+    def is_message_driven(self) -> bool:
+        return self.name == MESSAGE_DRIVEN
+
+    def __str__(self) -> str:
+        """The name, and the options that are not its own defaults: "1f1b, extra_warm_up=3"."""
+        options = {
+            "virtual_stages": self.virtual_stages if self.name == "interleaved" else 1,
+            "extra_warm_up": self.extra_warm_up,
+            "limit": self.limit,
+            "serve_first": self.serve_first,
+        }
+        shown = [f"{option}={value}" for option, value in options.items() if value not in (None, 0, 1)]
+        return ", ".join([self.name, *shown])
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """How a workload's step runs.
 
     micro_batch: sequences that a rank takes at once (it accumulates gradients). state: where optimizer state lies.
     clips: whether gradients are clipped, so that the optimizer of state apart waits for the norm of all of them.
+    schedule: of a grid with several pipeline stages.
     """
 
     grid: GridSizes
@@ -83,6 +118,12 @@ class StepConfig:
     options: ExecutionOptions = field(default_factory=ExecutionOptions)
     state: StateOptions = field(default_factory=StateOptions)
     clips: bool = True
+    schedule: ScheduleChoice | None = None
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether a pipeline stage gathers its weights over z once a step, and keeps them to its end."""
+        return self.grid.pipe > 1 and self.options.keep_gathered
 
     @property
     def token_parts(self) -> int:

@@ -2,7 +2,7 @@
 """The bubbles of schedules as formulas, for equal stages and messages that take no time.
 
 F, I, W and B = I + W are the times of one stage, p is the number of ranks, M that of micro-batches and v that of stages
-on a rank, each of which takes 1 / v of what a rank's only stage would. The papers on zero-bubble schedules write B for I.
+on a rank, each of which takes 1 / v of what a rank's only stage would. Papers on zero-bubble schedules write B for I.
 """
 
 from stretto.schedules.generators import check_numbers
@@ -27,10 +27,10 @@ def bubble_time(
 
     - gpipe, 1f1b: (p - 1) (F + B), whatever the warm-up (Narayanan et al., 2021, section 2.2; Singh, equation 4.6).
     - interleaved: (p - 1) (F + B), each 1 / v of a rank's; with M < p, (v - 1) (p - M) (F + B) more.
-    - zb-h1: (p - 1) (F + I - W) where W <= F and W <= I (Qi et al., 2024, section 3), otherwise (p - 1) max(F, I); with
-      M < p, (p - M) min(F, I, W) more.
-    - zb-v: where F = I = W, (p - 1) F, and at least 2 (2p - 1 - M) F. It is all before a rank's first unit and after its
-      last where M >= 2p - 1.
+    - zb-h1: (p - 1) (F + I - W) where W <= F and W <= I (Qi et al., 2024, section 3), otherwise (p - 1) max(F, I);
+      with M < p, (p - M) min(F, I, W) more.
+    - zb-v: where F = I = W, (p - 1) F, and at least 2 (2p - 1 - M) F. It is all before a rank's first unit and after
+      its last where M >= 2p - 1.
     - dualpipe-v: where F = I, one after the other as zb-h1, and at once (p - 1) (F&B + B - 3W) where W <= F and
       B <= F&B <= F + B (DeepSeek-AI, 2024, table 2).
 

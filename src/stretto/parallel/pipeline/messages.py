@@ -76,6 +76,8 @@ class Carrier(ABC):
         self.group = dist.group.WORLD if group is None else group
         assert isinstance(self.group, dist.ProcessGroup)
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.limit = group_timeout(self.group)
         self._global_ranks = dist.get_process_group_ranks(self.group)
         number = _counts.next(self.group)
@@ -271,6 +273,8 @@ class Carrier(ABC):
         event: on the GPU, after which the tensors hold their values.
         """
         with self._changed:
+            if self._failure is not None:
+                return
             left = self._outstanding.get(source, 0)
             if step != self._step:
                 problem = f"{self._name_rank(source)} sent {key} in step {step}, and this rank is in step {self._step}"

@@ -32,7 +32,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import IGNORED_TARGET
-from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
+from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.stages import Activations, ModelStages, StagePass, make_group
 from stretto.parallel.roles.huggingface import is_pretrained_model
@@ -115,7 +115,8 @@ class Pipeline:
     limit: of "message-driven", micro-batches in flight (default: the number of stages).
     serve_first: of "message-driven", what is computed where an activation and a gradient both wait.
     extra_warm_up: of "1f1b", further forward passes before the first backward pass.
-    carrier: of messages between ranks (default: over gloo).
+    carrier: of messages between ranks: a name of `stretto.parallel.pipeline.carriers.CARRIERS`, or one that was made
+        (default: the one that was measured to be the fastest between these ranks).
 
     A failure on any rank is raised on all, with the rank that caused it, within the grid's time limit.
 
@@ -132,7 +133,7 @@ class Pipeline:
         limit: int | None = None,
         serve_first: ServeFirst | None = None,
         extra_warm_up: int = 0,
-        carrier: Carrier | None = None,
+        carrier: str | Carrier | None = None,
     ) -> None:
         reducer = getattr(model, "gradient_reducer", None)
         if not isinstance(reducer, GradientReducer):
@@ -157,7 +158,9 @@ class Pipeline:
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
             self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
-        self._carrier = carrier or GlooCarrier(grid.group("pipe"), grid.device)
+        self._carrier = (
+            carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
+        )
 
     @property
     def is_message_driven(self) -> bool:

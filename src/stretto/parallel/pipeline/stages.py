@@ -20,7 +20,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,6 +118,7 @@ class ModelStages:
     block_names: of all blocks. current: the pass that runs now. is_tied: whether this rank holds parameters that
     another stage's rank has too. checked: stages that were found to have no connections across their cuts. carried:
     which arguments of the next block a stage sends. tokens: of a model with sequence sharding.
+    skeleton: the whole model on the meta device, for names and shapes.
     """
 
     cuts: tuple[int, ...]
@@ -130,6 +130,7 @@ class ModelStages:
     is_tied: bool = False
     needs_random_state: bool = False
     tokens: TokenShards | None = None
+    skeleton: nn.Module | None = None
     current: StagePass | None = None
     checked: set[int] = field(default_factory=set)
     carried: dict[int, list[int]] = field(default_factory=dict)
@@ -327,6 +328,18 @@ class ModelStages:
         return bound.args, bound.kwargs
 
 
+def whole_model(model: nn.Module) -> nn.Module:
+    """The model, or, of one that is cut into pipeline stages, the whole model on the meta device."""
+    stages = getattr(model, "pipeline_stages", None)
+    return model if stages is None or stages.skeleton is None else stages.skeleton
+
+
+def names_elsewhere(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that other pipeline stages have."""
+    own = {name for name, _ in model.named_parameters()}
+    return frozenset(name for name, _ in whole_model(model).named_parameters() if name not in own)
+
+
 def _tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -363,12 +376,7 @@ def find_stages(model: nn.Module, grid: Grid, options: StageOptions) -> ModelSta
     pipe, rank = grid.size("pipe"), grid.coordinate("pipe")
     names = _block_names(model, options)
     count = pipe * options.virtual_stages
-    if len(names) < count:
-        raise ValueError(
-            f"pipe={pipe} with {options.virtual_stages} stages a rank makes {count} stages, but {type(model).__name__} "
-            f"has {len(names)} blocks ({names[0]} to {names[-1]}), and each stage needs one: "
-            f"pipe={max(1, len(names) // options.virtual_stages)} would do"
-        )
+    options.check(pipe, len(names))
     parts = _find_parts(model, names, options)
     cuts = _find_cuts(model, names, parts, count, options)
     loops = [stage % pipe for stage in range(count)]
@@ -398,7 +406,7 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
 
     They come in the order of transformers' plan for pipelines, or else in that of their registration.
     """
-    parents = {parent for name in blocks for parent in _parents(name)}
+    parents = {parent for name in blocks for parent in _from_outside(name)}
     planned = _planned_order(model)
     beside: dict[str, bool] = {}
     for parent in sorted(parents, key=lambda name: name.count(".") if name else -1):
@@ -423,7 +431,8 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
     return tuple(_Part(name, is_before) for name, is_before in beside.items())
 
 
-def _parents(name: str) -> list[str]:
+def _from_outside(name: str) -> list[str]:
+    """The names of the modules that a dotted name is in: the model's, which is empty, a, a.b of a.b.c."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts))]
 
@@ -443,13 +452,7 @@ def _find_cuts(
     model: nn.Module, names: Sequence[str], parts: Sequence[_Part], count: int, options: StageOptions
 ) -> tuple[int, ...]:
     if options.cuts is not None:
-        cuts = (0, *options.cuts, len(names))
-        if len(cuts) != count + 1 or any(later <= before for before, later in pairwise(cuts)):
-            raise ValueError(
-                f"cuts is {list(options.cuts)}, but must be the {count - 1} ascending numbers, between 1 and "
-                f"{len(names) - 1}, of the blocks with which stages 1 to {count - 1} begin"
-            )
-        return cuts
+        return (0, *options.cuts, len(names))
     # A product with a weight takes operations in proportion to its numbers; looking up rows of an embedding takes none.
     costs = [float(_multiplied(model.get_submodule(name))) for name in names]
     last = float(sum(_multiplied(model.get_submodule(part.name)) for part in parts if not part.is_before))
@@ -463,29 +466,26 @@ def _multiplied(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.dim() > 1 and id(p) not in embeddings)
 
 
-def tied_parameters(model: nn.Module, stages: ModelStages) -> list[nn.Parameter]:
-    """The parameters that modules of several stages share. ValueError unless the first and the last stage share them.
+def tied_parameters(model: nn.Module, stages: ModelStages) -> dict[str, nn.Parameter]:
+    """The parameters that modules of several stages share, by the first name of each.
 
-    They are tied embeddings: both ends hold them, and sum their gradients.
+    They are tied embeddings: both ends hold them, and sum their gradients. ValueError for those that other stages than
+    the first and the last share.
     """
-    users: dict[int, set[int]] = {}
-    by_id: dict[int, nn.Parameter] = {}
     where = {name: _stage_of_block(stages, index) for index, name in enumerate(stages.block_names)}
     where |= {part.name: 0 if part.is_before else stages.count - 1 for part in stages.parts}
+    first: dict[nn.Parameter, str] = {}
+    users: dict[nn.Parameter, set[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id[id(parameter)] = parameter
-        for owner, stage in where.items():
-            if name.startswith(f"{owner}."):
-                users.setdefault(id(parameter), set()).add(stage)
-    shared = [key for key, used in users.items() if len(used) > 1]
-    for key in shared:
-        if users[key] != {0, stages.count - 1}:
-            name = next(name for name, parameter in model.named_parameters() if id(parameter) == key)
+        first.setdefault(parameter, name)
+        users.setdefault(parameter, set()).update(where[owner] for owner in _from_outside(name) if owner in where)
+    for parameter, used in users.items():
+        if len(used) > 1 and used != {0, stages.count - 1}:
             raise ValueError(
-                f"{name} is shared by pipeline stages {', '.join(map(str, sorted(users[key])))}: the first and the "
-                "last stage may share parameters, others may not. Use fewer stages, or cuts that keep them together"
+                f"{first[parameter]} is shared by pipeline stages {', '.join(map(str, sorted(used)))}: the first and "
+                "the last stage may share parameters, others may not. Use fewer stages, or cuts that keep them together"
             )
-    return [by_id[key] for key in shared]
+    return {first[parameter]: parameter for parameter, used in users.items() if len(used) > 1}
 
 
 def _stage_of_block(stages: ModelStages, index: int) -> int:

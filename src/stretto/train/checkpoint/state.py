@@ -6,7 +6,7 @@ Writing is atomic, and loading runs no code from the files (see `checkpoint.stor
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +24,7 @@ from stretto.axes import NAMES
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
 from stretto.parallel.layout import layout_of
+from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, checkpoints_by_step, unreadable
 from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
@@ -152,12 +153,13 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     Collective if there is a process group. `model` may be plain or returned by `parallelize`. Raises ValueError as
     `check_checkpoint` does.
     """
-    metadata = fit_to_model(path, read_index(path), model)
+    whole = whole_model(model)
+    metadata = fit_to_model(path, read_index(path), whole)
     check_description(path, metadata, asdict(model.config) if isinstance(model, GPT) else None, None)
-    check_shapes(path, metadata, model)
+    check_shapes(path, metadata, whole)
     check_description(path, metadata, None, None if optimizer is None else optimizer.name)
     if optimizer is not None:
-        allocate_slots(path, metadata, optimizer)
+        allocate_slots(path, metadata, optimizer, elsewhere=names_elsewhere(model))
     load_state(path, metadata, training_state(model, optimizer))
     return metadata
 
@@ -238,8 +240,12 @@ def _scale_state(optimizer: StoredOptimizer) -> dict[str, ShardedState]:
     return {f"training.{key}": ShardedState((1,), (LocalBox((0,), value),)) for key, value in found.items()}
 
 
-def load_optimizer_state(path: Path, metadata: CheckpointMetadata, optimizer: StoredOptimizer) -> None:
+def load_optimizer_state(
+    path: Path, metadata: CheckpointMetadata, optimizer: StoredOptimizer, *, elsewhere: Collection[str] = ()
+) -> None:
     """Read a checkpoint's optimizer state into the store, whatever wrote it. The weights are in the store already.
+
+    elsewhere: the names of parameters that other pipeline stages have.
 
     Collective. Raises ValueError for state that is not this optimizer's.
     """
@@ -247,7 +253,7 @@ def load_optimizer_state(path: Path, metadata: CheckpointMetadata, optimizer: St
     state, scalars = dict[str, ShardedState](), dict[str, dict[str, Tensor]]()
     for full_name, entry in metadata.tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-        if not full_name.startswith("optimizer."):
+        if not full_name.startswith("optimizer.") or name in elsewhere:
             continue
         parameter = optimizer.parameters.get(name)
         slots = {} if parameter is None else optimizer.slots(name)
@@ -265,16 +271,24 @@ def load_optimizer_state(path: Path, metadata: CheckpointMetadata, optimizer: St
 
 
 def allocate_slots(
-    path: Path, metadata: CheckpointMetadata, optimizer: ShardOptimizer, *, but: tuple[str, ...] = ()
+    path: Path,
+    metadata: CheckpointMetadata,
+    optimizer: ShardOptimizer,
+    *,
+    but: tuple[str, ...] = (),
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Allocate the optimizer's state, which its first step would allocate, to read a checkpoint into.
 
-    but: prefixes of the names of parameters that belong to another optimizer.
+    but: prefixes of the names of parameters that belong to another optimizer. elsewhere: the names of parameters that
+    other pipeline stages have.
     """
     for full_name, entry in metadata.tensors.items():
         is_other = full_name.removeprefix("optimizer.").startswith(but)
         if full_name.startswith("optimizer.") and not is_other:
             name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
+            if name in elsewhere:
+                continue
             parameter = optimizer.parameters.get(name)
             if parameter is None or entry.shape not in ((), tuple(parameter.shape)):
                 raise ValueError(f"the checkpoint {path} has {full_name}, which is no state of this optimizer")

@@ -155,11 +155,14 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
     """
     import torch
 
+    from stretto.parallel.pipeline.stages import whole_model
     from stretto.train.checkpoint.state import sharded_state_of
 
-    with _open_weights(model, file) as sources, torch.no_grad():
+    with _open_weights(whole_model(model), file) as sources, torch.no_grad():
         parameters = dict(model.named_parameters())
         for name, source in sources:
+            if name not in parameters:  # another pipeline stage has it
+                continue
             for held in sharded_state_of(parameters[name]).boxes:
                 box = zip(held.offsets, held.values.shape, strict=True)
                 held.values.copy_(source[tuple(slice(start, start + length) for start, length in box)])
