@@ -303,6 +303,7 @@ class Pipeline:
         self.computed = []
         worker = _Worker(self, step, seed, scale_loss)
         earlier = self._set_gradients_aside() if trains else []
+        self._reducer.has_synced = False
         try:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.begin_step()
@@ -320,7 +321,7 @@ class Pipeline:
         finally:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.end_step()
-        if trains and self.stages.is_tied:
+        if trains and not self._reducer.has_synced:
             self._reducer.run_pass()
         for parameter, gradient in earlier:
             made, parameter.grad = parameter.grad, gradient
