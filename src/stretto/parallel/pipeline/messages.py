@@ -202,6 +202,14 @@ class Carrier(ABC):
         self._in_step = False
         self._end()
 
+    def fail(self, text: str) -> None:
+        """Fail the step on all ranks, since something beside messages has failed here.
+
+        text: what, in the past tense without a subject, for the other ranks' errors.
+        """
+        if self._in_step:
+            self._fail([], text)
+
     def close(self) -> None:
         """Give everything back. After a clean step all ranks call it; in the middle of one it fails the others."""
         if self._is_closed:

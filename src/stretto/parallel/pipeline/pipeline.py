@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from stretto.axes import LOSS, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
 from stretto.parallel.comm.weight_gathering import StepGatherer
 from stretto.parallel.grid import Grid
@@ -300,6 +302,8 @@ class Pipeline:
             schedule = self.schedule_of(step.micro_batches, with_backward=trains)
         self.computed = []
         worker = _Worker(self, step, seed, scale_loss)
+        earlier = self._set_gradients_aside() if trains else []
+        self._reducer.has_synced = False
         try:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.begin_step()
@@ -309,16 +313,29 @@ class Pipeline:
             else:
                 worker.run_by_messages()
             self._carrier.end_step()
-        except BaseException:
+        except BaseException as error:
             self._reducer.deferred = None
-            self._carrier.close()  # tells the others
+            self._carrier.fail(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+            self._carrier.close()
             raise
         finally:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.end_step()
-        if trains and self.stages.is_tied:
+        if trains and not self._reducer.has_synced:
             self._reducer.run_pass()
+        for parameter, gradient in earlier:
+            made, parameter.grad = parameter.grad, gradient
+            if made is not None:
+                assert isinstance(made, DTensor)
+                accumulate(parameter, made.to_local())
         return self._total_loss(step)
+
+    def _set_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take the gradients that are there: the first micro-batch's are not yet summed over ranks, and these are."""
+        earlier = [(parameter, parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        return earlier
 
     def _total_loss(self, step: _Step) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
