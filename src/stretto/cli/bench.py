@@ -30,6 +30,7 @@ from stretto.bench.training.settings import (
     DlrmSetting,
     OffloadSetting,
     PipelineSetting,
+    StagesSetting,
     OverlapSetting,
     ParitySetting,
     PeersSetting,
@@ -324,6 +325,14 @@ def pipeline(setting: PipelineSetting, out: Path) -> Any:
     from stretto.bench.training.pipeline import bench_pipeline
 
     return bench_pipeline(setting, out)
+
+
+@_command("stages", StagesSetting)
+def stages(setting: StagesSetting, out: Path) -> Any:
+    """Several pipeline stages on one rank, beside plain accumulation and torch's pipelining."""
+    from stretto.bench.training.stages import bench_stages
+
+    return bench_stages(setting, out)
 
 
 @_command("offload", OffloadSetting, needs=Needs.ONE_GPU)
