@@ -20,8 +20,7 @@ from stretto.bench.collectives.settings import AblationsSetting, CollectivesSett
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
-from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
-from stretto.bench.schedules.settings import SchedulesSetting
+from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, SchedulesSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     BlocksSetting,
@@ -386,7 +385,7 @@ def plan(setting: PlanSetting, out: Path) -> Any:
 @_command("schedules", SchedulesSetting)
 def schedules(setting: SchedulesSetting, out: Path) -> Any:
     """Message-driven order beside 1F1B where units take unequal times, by the timing model of pipelines."""
-    from stretto.bench.schedules.run import bench_schedules
+    from stretto.bench.plan.schedules import bench_schedules
 
     return bench_schedules(setting, out)
 
