@@ -21,6 +21,7 @@ from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
+from stretto.bench.schedules.settings import SchedulesSetting
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     BlocksSetting,
@@ -28,6 +29,7 @@ from stretto.bench.training.settings import (
     DdpSetting,
     DlrmSetting,
     OffloadSetting,
+    PipelineSetting,
     OverlapSetting,
     ParitySetting,
     PeersSetting,
@@ -316,6 +318,14 @@ def chunks(setting: ChunksSetting, out: Path) -> Any:
     return bench_chunks(setting, out)
 
 
+@_command("pipeline", PipelineSetting)
+def pipeline(setting: PipelineSetting, out: Path) -> Any:
+    """A step in pipeline stages that sleep, by schedule, beside the timing model's."""
+    from stretto.bench.training.pipeline import bench_pipeline
+
+    return bench_pipeline(setting, out)
+
+
 @_command("offload", OffloadSetting, needs=Needs.ONE_GPU)
 def offload(setting: OffloadSetting, out: Path) -> Any:
     """Optimizer state on the host: steps beside the host links, training beside resident state, FSDP2's offload."""
@@ -362,6 +372,14 @@ def plan(setting: PlanSetting, out: Path) -> Any:
     written = write_predictions(planned, cluster, setting.predict, shards_sequence=setting.shards_sequence)
     print(f"predictions written to {setting.predict}", file=sys.stderr)
     return written
+
+
+@_command("schedules", SchedulesSetting)
+def schedules(setting: SchedulesSetting, out: Path) -> Any:
+    """Message-driven order beside 1F1B where units take unequal times, by the timing model of pipelines."""
+    from stretto.bench.schedules.run import bench_schedules
+
+    return bench_schedules(setting, out)
 
 
 @_command("memory", MemorySetting, needs=Needs.ONE_GPU)

@@ -243,6 +243,32 @@ class ChunksSetting:
         return [*powers, self.buckets]
 
 
+@dataclass(frozen=True)
+class PipelineSetting:
+    """What `stretto bench pipeline` measures. Raises ValueError for settings that cannot work."""
+
+    stages: Annotated[tuple[int, ...], Option("Of each pipeline, one on each process, with commas.")] = (4, 8)
+    micro_batches: Annotated[tuple[int, ...], Option("Of a step of each pipeline, with commas.")] = (16, 32)
+    unit: Annotated[float, Option("Seconds that F, I and W of a stage sleep each.")] = 0.02
+    latencies: Annotated[tuple[float, ...], Option("Seconds that a message takes, with commas.")] = (0.0, 0.005)
+    repeats: Repeats = 3
+
+    def __post_init__(self) -> None:
+        require_least(1, repeats=self.repeats)
+        if not self.stages or len(self.stages) != len(self.micro_batches):
+            raise ValueError(f"stages is {self.stages} and micro_batches {self.micro_batches}, but must be as many")
+        for stages, micro_batches in zip(self.stages, self.micro_batches, strict=True):
+            if stages < 2 or micro_batches < 2 * stages:
+                raise ValueError(
+                    f"{stages} stages and {micro_batches} micro-batches: there must be at least 2 stages, and twice as "
+                    f"many micro-batches; {max(2, stages)} and {2 * max(2, stages)} would do"
+                )
+        if not self.unit > 0:
+            raise ValueError(f"unit is {self.unit}, but must be positive")
+        if not self.latencies or min(self.latencies) < 0:
+            raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
+
+
 OFFLOAD_PARTS = ("buckets", "tiles", "train", "peers", "largest")
 
 
