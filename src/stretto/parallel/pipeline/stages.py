@@ -410,8 +410,8 @@ class PassedBy(nn.Module):
         if value is not None and not callable(value) and not hasattr(value, "__get__"):
             return value
         raise AttributeError(
-            f"the model's code uses {name!r} of a {kind.__name__} that another pipeline stage has, where it can call it "
-            "as a module and read plain attributes alone; use pipe=1"
+            f"the model's code uses {name!r} of a {kind.__name__} that another pipeline stage has: of such modules it "
+            "can use forward and plain attributes alone; use pipe=1"
         )
 
     def __getitem__(self, key: Any) -> Any:
