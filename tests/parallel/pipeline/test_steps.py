@@ -145,13 +145,16 @@ def check(ranks: Any, setup: Setup, function: Callable[..., Any], *args: Any) ->
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "message-driven"])
-@pytest.mark.parametrize("grid", [{"pipe": 2, "data": 2}, {"pipe": 2, "z": 2}, {"pipe": 4}, {"pipe": 2, "x": 2}], ids=str)
+@pytest.mark.parametrize(
+    "grid", [{"pipe": 2, "data": 2}, {"pipe": 2, "z": 2}, {"pipe": 4}, {"pipe": 2, "x": 2}], ids=str
+)
 @pytest.mark.parametrize("recompute", ["none", "full", "every:2"])
 def test_a_model_without_roles_averages_gradients_over_ranks(ranks, schedule, grid, recompute):
-    layers = 8 if recompute == "every:2" else 5
+    layers = 8 if recompute == "every:2" or schedule in STAGES else 5
     setup = Setup(grid, schedule, 2, {"recompute": recompute, "blocks": ["layers.*"]})
     rows = 2 * max(4, grid["pipe"]) * grid.get("data", 1) * grid.get("z", 1)
     check(ranks, setup, step_once, partial(classifier, layers=layers), examples(rows))
+
 
 def step_with_a_loss_of_all_ranks(setup: Setup, batch: dict[str, Tensor]) -> dict[str, float]:
     grid, plain = Grid(**setup.grid), classifier()
@@ -169,6 +172,7 @@ def test_a_model_without_roles_may_sum_the_gradients_of_a_loss_of_all_ranks(rank
     batch["labels"][[0, 1, 2, 9]] = IGNORED
     setup = Setup(grid, options={"blocks": ["layers.*"], "gradients": "sum"}, rows=4)
     check(ranks, setup, step_with_a_loss_of_all_ranks, batch)
+
 
 # Dropout.
 

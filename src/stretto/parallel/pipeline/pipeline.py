@@ -528,7 +528,7 @@ class _Worker:
         step, stages, received = self.step, self.stages, None
         if stage > 0:
             message = self._take_message("F", stage, number, stage - 1)
-            received = Activations.from_message(message, records=torch.is_grad_enabled())
+            received = Activations.from_message(message)
         elif self.seed is not None:
             torch.manual_seed(self.seed)
         with torch.enable_grad() if stages.must_learn(stage) else nullcontext():
@@ -569,9 +569,8 @@ class _Worker:
         if splits:
             self.step.deferred[stage, number] = work
         if stage > 0:
-            assert flight.stage_pass.received is not None
-            sent = [tensor.grad for tensor in flight.stage_pass.received.tensors]
-            self.carrier.send(stages.stage_ranks[stage - 1], MessageKey("B", stage - 1, number), sent)
+            key = MessageKey("B", stage - 1, number)
+            self.carrier.send(stages.stage_ranks[stage - 1], key, flight.stage_pass.gradients)
 
 
 def _number(action: Action) -> int:

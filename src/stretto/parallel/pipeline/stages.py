@@ -17,6 +17,7 @@ each stage from the model's inputs.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.roles.plan import ShardingPlan
 from stretto.schedules import partition
 from stretto.suggestions import did_you_mean
+
+# Some models register their heads before their blocks, or a norm of embeddings after them.
+_NAMES_AFTER = re.compile(r"head$|(^|_)(head|pooler|classifier|final|out)(_|$)")
 
 
 class _EndOfStage(BaseException):
@@ -65,33 +69,58 @@ class Activations:
         return [header, cpu, gpu, *self.tensors]
 
     @classmethod
-    def from_message(cls, message: Sequence[Tensor | None], *, records: bool) -> "Activations":
-        """Read what `as_message` has made. records: the activations require gradients where they can."""
+    def from_message(cls, message: Sequence[Tensor | None]) -> "Activations":
+        """Read what `as_message` has made."""
         header, cpu, gpu, *received = message
         assert header is not None
         outputs, batch, seq, *places = header.tolist()
-        tensors = []
-        for tensor in received:
-            assert tensor is not None
-            tensors.append(tensor.requires_grad_(records and tensor.is_floating_point()))
+        tensors = [tensor for tensor in received if tensor is not None]
         return cls(tensors, places, outputs, (batch, seq), None if cpu is None else (cpu, gpu))
+
+    def record(self) -> list[Tensor | None]:
+        """Have autograd record what is done with the tensors. A backward pass puts their gradients into the list."""
+        gradients: list[Tensor | None] = [None] * len(self.tensors)
+        root = torch.zeros((), requires_grad=True)
+        self.tensors = [
+            _Enter.apply(root, [tensor], gradients, number) if tensor.is_floating_point() else tensor
+            for number, tensor in enumerate(self.tensors)
+        ]
+        return gradients
+
+
+class _Enter(torch.autograd.Function):
+    """Makes a received tensor the output of an operation: a block may write to that in place, and to no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, received: list[Tensor], gradients: list[Tensor | None], number: int) -> Tensor:
+        ctx.gradients, ctx.number = gradients, number
+        return received.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.gradients[ctx.number] = gradient.detach()
+        return None, None, None, None
 
 
 @dataclass
 class StagePass:
     """One forward pass of one stage, and its backward pass, which may run blocks again.
 
-    received: of the stage before; None on the first stage. marker: stands for what earlier stages have computed; that a
-    result depends on it shows a connection across the cut.
+    received: of the stage before; None on the first stage. gradients: of what was received, after the backward pass.
+    marker: stands for what earlier stages have computed. leaf: while connections across the cut are looked for, the
+    marker is made from it, so that a result that depends on it shows one. made: while the stage learns what to send,
+    the tensors that it has received and that its blocks have returned.
     """
 
     stage: int
     first: int
     end: int
     received: Activations | None
+    gradients: list[Tensor | None]
     marker: Tensor | None
-    records_marker: bool
+    leaf: Tensor | None
     sends_random_state: bool
+    made: list[Tensor] | None = None
     has_entered: bool = False
     outputs: int = 0
     batch_shape: tuple[int, int] = (0, 0)
@@ -156,8 +185,8 @@ class ModelStages:
         return len(self.mine)
 
     def must_learn(self, stage: int) -> bool:
-        """Whether a forward pass must record gradients to show what the stage sends."""
-        return stage < self.count - 1 and stage not in self.carried
+        """Whether a forward pass must record gradients to show what the stage sends, or what skips the cut before."""
+        return (stage < self.count - 1 and stage not in self.carried) or (stage > 0 and stage not in self.checked)
 
     def has_block(self, index: int) -> bool:
         """Whether one of this rank's stages has this block."""
@@ -182,17 +211,21 @@ class ModelStages:
 
     def begin(self, stage: int, received: Activations | None) -> StagePass:
         """Begin a forward pass of a stage with what the stage before has sent."""
-        records = received is not None and torch.is_grad_enabled() and stage not in self.checked
-        marker = None
-        if received is not None:
-            marker = received.tensors[0].detach()
-            if records and marker.is_floating_point():
-                marker.requires_grad_()
         begun = StagePass(
-            stage, self.cuts[stage], self.cuts[stage + 1], received, marker, records, self.needs_random_state
+            stage, self.cuts[stage], self.cuts[stage + 1], received, [], None, None, self.needs_random_state
         )
+        learns = torch.is_grad_enabled() and stage < self.count - 1 and stage not in self.carried
         if received is not None:
             begun.batch_shape = received.batch_shape
+            # Not the received tensor itself: the model's code may write to what it takes for an embedding's output.
+            begun.marker = torch.zeros_like(received.tensors[0])
+            if torch.is_grad_enabled():
+                begun.gradients = received.record()
+                if stage not in self.checked and begun.marker.is_floating_point():
+                    begun.leaf = begun.marker.requires_grad_()
+                    begun.marker = begun.leaf.clone()
+        if learns:
+            begun.made = [] if received is None else list(received.tensors)
         return begun
 
     def run(self, model: nn.Module, stage_pass: StagePass, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -208,9 +241,10 @@ class ModelStages:
                 f"the forward of {type(model).__name__} has not called its blocks {self.block_names[0]} to "
                 f"{self.block_names[-1]} once each and in order, as pipeline stages need"
             )
-        if stage_pass.records_marker:
+        if stage_pass.leaf is not None:
             self._check_connections(model, stage_pass, output)
             self.checked.add(stage)
+        stage_pass.marker = stage_pass.leaf = stage_pass.made = None
         return output
 
     def _check_connections(self, model: nn.Module, stage_pass: StagePass, output: Any) -> None:
@@ -223,7 +257,7 @@ class ModelStages:
             if node in seen:
                 continue
             seen.add(node)
-            if getattr(node, "variable", None) is stage_pass.marker:
+            if getattr(node, "variable", None) is stage_pass.leaf:
                 raise ValueError(
                     f"stage {stage_pass.stage} of {type(model).__name__} uses what an earlier stage has computed, "
                     f"beside the arguments of {self.block_names[stage_pass.first]}: a connection skips the cut before "
@@ -246,6 +280,8 @@ class ModelStages:
                 args, kwargs = self._entering(now, index, signature, args, kwargs)
         output = forward(*args, **kwargs)
         now.outputs = len(output) if isinstance(output, tuple) else 0
+        if now.made is not None:
+            now.made += _tensors_of(output)
         return output
 
     def run_part(self, part: _Part, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -274,7 +310,10 @@ class ModelStages:
         return self.current
 
     def _leaving(self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any) -> Activations:
-        """The arguments of the block after the stage that are sent: its first tensor, and all that need gradients."""
+        """The arguments of the block after the stage that are sent.
+
+        Its first tensor, all that need gradients, and all that blocks have returned.
+        """
         given = signature.bind(*args, **kwargs).arguments
         names = list(signature.parameters)
         known = self.carried.get(now.stage)
@@ -288,7 +327,7 @@ class ModelStages:
                         "send: name it among the parameters of the block's forward"
                     )
                 continue
-            is_carried = known is not None and place in known
+            is_carried = place in known if known is not None else any(value is each for each in now.made or ())
             if isinstance(value, Tensor) and (not places or is_carried or value.requires_grad):
                 places.append(place)
             elif any(tensor.requires_grad for tensor in _tensors_of(value)):
@@ -358,6 +397,29 @@ class PassedBy(nn.Module):
             if name not in own and not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
                 setattr(self, name, value)
         self._call = call
+        self._original_type = type(original)
+
+    def __getattr__(self, name: str) -> Any:
+        """A submodule or parameter, or what the original's class has: a constant, or a property of plain values."""
+        if name in self._modules or name in self._parameters or name.startswith("__"):
+            return super().__getattr__(name)
+        kind = vars(self).get("_original_type", nn.Module)
+        value = inspect.getattr_static(kind, name, None)
+        if isinstance(value, property) and value.fget is not None:
+            return value.fget(self)
+        if value is not None and not callable(value) and not hasattr(value, "__get__"):
+            return value
+        raise AttributeError(
+            f"the model's code uses {name!r} of a {kind.__name__} that another pipeline stage has: of such modules it "
+            "can use forward and plain attributes alone; use pipe=1"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Raise ValueError: what a list of modules has is on another rank."""
+        raise ValueError(
+            f"the model's code takes a module out of a {self._original_type.__name__} that another pipeline stage has: "
+            "pipeline stages take models whose repeated blocks are modules of their own; use pipe=1"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pass by, or end the stage."""
@@ -404,7 +466,7 @@ def _block_names(model: nn.Module, options: StageOptions) -> tuple[str, ...]:
 def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) -> tuple[_Part, ...]:
     """The modules with parameters beside the blocks, and whether they come before these.
 
-    They come in the order of transformers' plan for pipelines, or else in that of their registration.
+    They come in the order of transformers' plan for pipelines, or else as their names tell, or as they are registered.
     """
     parents = {parent for name in blocks for parent in _from_outside(name)}
     planned = _planned_order(model)
@@ -423,12 +485,19 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
             if name in parents or name in blocks:
                 is_before = False
             elif next(child.parameters(), None) is not None:
-                beside[name] = planned.get(name, is_before)
+                beside[name] = planned.get(name, _is_named_before(key, is_before))
     for pattern, is_before in [*((name, True) for name in options.first), *((name, False) for name in options.last)]:
         if pattern not in beside:
             raise ValueError(f"no module beside the blocks is named {pattern!r}{did_you_mean(pattern, beside)}")
         beside[pattern] = is_before
     return tuple(_Part(name, is_before) for name, is_before in beside.items())
+
+
+def _is_named_before(name: str, otherwise: bool) -> bool:
+    """Whether a module comes before the blocks, by its name; `otherwise` where that does not tell."""
+    if _NAMES_AFTER.search(name):
+        return False
+    return otherwise or "embed" in name
 
 
 def _from_outside(name: str) -> list[str]:
