@@ -28,12 +28,12 @@ from stretto.bench.training.settings import (
     DdpSetting,
     DlrmSetting,
     OffloadSetting,
-    PipelineSetting,
-    StagesSetting,
     OverlapSetting,
     ParitySetting,
     PeersSetting,
+    PipelineSetting,
     RecomputeSetting,
+    StagesSetting,
     ThroughputSetting,
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
