@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from stretto.bench.schedules.run import bench_schedules
-from stretto.bench.schedules.settings import SchedulesSetting
+from stretto.bench.plan.schedules import bench_schedules
+from stretto.bench.plan.settings import SchedulesSetting
 
 
 def test_message_driven_order_gains_where_it_has_twice_the_memory(tmp_path):

@@ -35,7 +35,7 @@ _PLOTS = {
     "embedding.json": "embedding.plot:plot_embedding",
     "two-level.json": "two_level.plot:plot_two_level",
     "checkouts.json": "checkouts.plot:plot_checkouts",
-    "schedules.json": "schedules.plot:plot_schedules",
+    "schedules.json": "plan.plot:plot_schedules",
 }
 
 

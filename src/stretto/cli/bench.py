@@ -20,8 +20,7 @@ from stretto.bench.collectives.settings import AblationsSetting, CollectivesSett
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
-from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
-from stretto.bench.schedules.settings import SchedulesSetting
+from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, SchedulesSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     BlocksSetting,
@@ -29,11 +28,12 @@ from stretto.bench.training.settings import (
     DdpSetting,
     DlrmSetting,
     OffloadSetting,
-    PipelineSetting,
     OverlapSetting,
     ParitySetting,
     PeersSetting,
+    PipelineSetting,
     RecomputeSetting,
+    StagesSetting,
     ThroughputSetting,
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
@@ -326,6 +326,14 @@ def pipeline(setting: PipelineSetting, out: Path) -> Any:
     return bench_pipeline(setting, out)
 
 
+@_command("stages", StagesSetting)
+def stages(setting: StagesSetting, out: Path) -> Any:
+    """Several pipeline stages on one rank, beside plain accumulation and torch's pipelining."""
+    from stretto.bench.training.stages import bench_stages
+
+    return bench_stages(setting, out)
+
+
 @_command("offload", OffloadSetting, needs=Needs.ONE_GPU)
 def offload(setting: OffloadSetting, out: Path) -> Any:
     """Optimizer state on the host: steps beside the host links, training beside resident state, FSDP2's offload."""
@@ -377,7 +385,7 @@ def plan(setting: PlanSetting, out: Path) -> Any:
 @_command("schedules", SchedulesSetting)
 def schedules(setting: SchedulesSetting, out: Path) -> Any:
     """Message-driven order beside 1F1B where units take unequal times, by the timing model of pipelines."""
-    from stretto.bench.schedules.run import bench_schedules
+    from stretto.bench.plan.schedules import bench_schedules
 
     return bench_schedules(setting, out)
 

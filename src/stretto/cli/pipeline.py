@@ -77,7 +77,7 @@ def show(
             raise ValueError(f"a picture is a .png or .svg file, not {out.name!r}")
         if name != MESSAGE_DRIVEN and (limit is not None or serve_first is not None):
             raise ValueError(f"--limit and --serve-first are of {MESSAGE_DRIVEN}, not of {name}")
-        given = _Numbers(pipe, micro_batches, virtual_stages, extra_warm_up)
+        given = _ScheduleNumbers(pipe, micro_batches, virtual_stages, extra_warm_up)
 
         from stretto.report.pictures import require_drawing, require_few_boxes
         from stretto.schedules import StageCosts, StageLinks, simulate, simulate_message_driven, write_csv
@@ -148,7 +148,7 @@ def verify_(
 
         from stretto.schedules import buffers_needed, live_micro_batches
 
-        schedule = _Numbers(pipe, micro_batches, virtual_stages, extra_warm_up).load(name)
+        schedule = _ScheduleNumbers(pipe, micro_batches, virtual_stages, extra_warm_up).load(name)
         limits: dict[str, Any] = {"buffers": buffers, "delivery": delivery, "max_live": max_live}
         _require_verified(schedule, as_json=as_json, **limits)
         needed = buffers_needed(schedule, delivery)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def verify_(
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class _ScheduleNumbers:
     """The numbers of a schedule that the command line gives."""
 
     pipe: int | None

@@ -7,9 +7,8 @@ timeline = simulate(schedule, StageCosts.uniform(schedule.stages))
 timeline.makespan, timeline.idle
 """
 
-from stretto.schedules.closed_forms import bubble_time
 from stretto.schedules.csv_format import format_csv, parse_csv, read_csv, write_csv
-from stretto.schedules.generators import SCHEDULES, build_schedule
+from stretto.schedules.generators import SCHEDULES, bubble_time, build_schedule
 from stretto.schedules.message_driven import MessageDrivenPolicy, ServeFirst, simulate_message_driven
 from stretto.schedules.partition import partition
 from stretto.schedules.schedule import (

@@ -269,6 +269,38 @@ class PipelineSetting:
             raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
 
 
+@dataclass(frozen=True)
+class StagesSetting:
+    """What `stretto bench stages` trains. Raises ValueError for settings that cannot work."""
+
+    layers: Annotated[int, Option("Transformer blocks of a Llama of width 4096.")] = 16
+    seq_len: SeqLen = 4096
+    batch: Annotated[int, Option("Micro-batches of a step, of one sequence each.")] = 8
+    virtual_stages: Annotated[int, Option("Stages on the rank.")] = 4
+    dtype: Annotated[str, Option("Of the computation: bf16, or fp32.")] = "bf16"
+    compiled: Annotated[bool, Option("Also with compiled blocks.")] = True
+    small: Annotated[bool, Option("A model of width 64, for a try without a GPU.")] = False
+    warm_up: WarmUp = 2
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+
+    def __post_init__(self) -> None:
+        numbers = {"layers": self.layers, "seq_len": self.seq_len, "batch": self.batch}
+        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
+        require_least(2, virtual_stages=self.virtual_stages)
+        require_least(0, warm_up=self.warm_up)
+        if self.dtype not in ("bf16", "fp32"):
+            raise ValueError(f"dtype is {self.dtype!r}, but must be bf16 or fp32")
+        if self.layers % self.virtual_stages:
+            near = max(1, round(self.layers / self.virtual_stages)) * self.virtual_stages
+            raise ValueError(f"{self.virtual_stages} stages do not divide {self.layers} layers; {near} would do")
+
+    def model(self) -> GPTConfig:
+        """The model that is trained."""
+        whole = replace(LLAMA_7B, layers=self.layers, max_seq_len=self.seq_len)
+        return replace(whole, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256) if self.small else whole
+
+
 OFFLOAD_PARTS = ("buckets", "tiles", "train", "peers", "largest")
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from stretto.axes import LOSS, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
@@ -51,6 +52,11 @@ from stretto.suggestions import name_known
 
 MESSAGE_DRIVEN = "message-driven"
 
+WAIT_MARK = "stretto waited "
+"""In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""
+LEAST_MARKED = 5e-5
+"""Waits of fewer seconds are not marked."""
+
 _TARGETS = ("labels", "targets")
 _DIVISORS = ("num_items_in_batch", "num_targets")
 _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
@@ -60,13 +66,15 @@ _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 class ComputedAction(NamedTuple):
     """An action of the last step, and when it began and ended, in seconds of `time.perf_counter`.
 
-    waited: seconds of it in which the rank waited for the action's message.
+    waited: seconds of it in which the rank waited for the action's message. message: those of them in which the message
+    was on its way; before, it had not been sent (by the clocks of both ranks' machines).
     """
 
     action: Action
     start: float
     end: float
     waited: float
+    message: float
 
 
 @dataclass
@@ -190,6 +198,17 @@ class Pipeline:
         """Run the forward passes of a batch alone, as `step` does, and return its loss. Collective."""
         with torch.no_grad():
             return self._run(args, kwargs, None, None)
+
+    def breakdown(self) -> dict[str, float]:
+        """This rank's time in the last step by the host's clock, in seconds (Singh, figure 4.8).
+
+        compute: in actions, collectives within them included. messages: waiting for messages that were on their way.
+        bubble: waiting for messages that had not been sent.
+        """
+        waited = sum(action.waited for action in self.computed)
+        messages = sum(action.message for action in self.computed)
+        busy = sum(action.end - action.start for action in self.computed)
+        return {"compute": busy - waited, "messages": messages, "bubble": waited - messages}
 
     def close(self) -> None:
         """Give back the connections to other ranks. Collective after a step that succeeded."""
@@ -441,7 +460,7 @@ class _Worker:
         self.stages = pipeline.stages
         self.carrier = pipeline._carrier
         self.reducer = pipeline._reducer
-        self.waited = 0.0
+        self.waited = self.message = 0.0
 
     def run_schedule(self, schedule: PipelineSchedule) -> None:
         """Take the actions of a schedule in its order."""
@@ -462,7 +481,8 @@ class _Worker:
                 if group is not None:
                     _announce(group, action)
             else:
-                action = _hear(group, stage)
+                with self._waiting():
+                    action = _hear(group, stage)
             backwards += action.operation is _B
             self.take(action, is_last=backwards == count)
 
@@ -471,15 +491,14 @@ class _Worker:
         for key in self.carrier.poll():
             policy.arrive(PipelineOperation(key.operation), key.micro_batch)
         while (action := policy.next()) is None:
-            began = time.perf_counter()
-            key = self.carrier.wait_any()
-            self.waited += time.perf_counter() - began
+            with self._waiting():
+                key = self.carrier.wait_any()
             policy.arrive(PipelineOperation(key.operation), key.micro_batch)
         return action
 
     def take(self, action: Action, *, is_last: bool) -> None:
         """Compute one action. is_last: it is this rank's last backward pass of the step."""
-        start = time.perf_counter()
+        start = time.perf_counter() - self.waited  # which a message-driven rank has done already
         syncs = is_last and not self.stages.is_tied
         stage, number = action.stage, action.micro_batch
         with self._of_stage(stage, number):
@@ -500,8 +519,14 @@ class _Worker:
                 case PipelineOperation.UNSHARD:
                     if isinstance(self.pipeline._gatherer, StepGatherer):
                         self.pipeline._gatherer.gather_all(stage)
-        self.pipeline.computed.append(ComputedAction(action, start, time.perf_counter(), self.waited))
-        self.waited = 0.0
+        self.pipeline.computed.append(ComputedAction(action, start, time.perf_counter(), self.waited, self.message))
+        self.waited = self.message = 0.0
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
 
     @contextmanager
     def _of_stage(self, stage: int, micro_batch: int | None) -> Iterator[None]:
@@ -515,10 +540,19 @@ class _Worker:
             yield
 
     def _take_message(self, operation: Literal["F", "B"], stage: int, number: int, source: int) -> list[Tensor | None]:
-        began = time.perf_counter()
-        message = self.carrier.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
-        self.waited += time.perf_counter() - began
+        with self._waiting():
+            sent, *message = self.carrier.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
+        assert sent is not None
+        self.message = min(self.waited, max(0.0, time.time() - float(sent)))
+        if self.waited > LEAST_MARKED:
+            with record_function(f"{WAIT_MARK}{self.waited - self.message:.6f} {self.message:.6f}"):
+                pass
         return message
+
+    def _send(self, operation: Literal["F", "B"], stage: int, number: int, tensors: Sequence[Tensor | None]) -> None:
+        """Send a message with the time at which it leaves."""
+        sent = torch.tensor(time.time(), dtype=torch.float64)
+        self.carrier.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
 
     def _forward(self, stage: int, number: int) -> None:
         step, stages, received = self.step, self.stages, None
@@ -535,8 +569,7 @@ class _Worker:
                 get_gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
                 for tensor in output.tensors
             ]
-            key = MessageKey("F", stage + 1, number)
-            self.carrier.send(stages.stage_ranks[stage + 1], key, output.as_message())
+            self._send("F", stage + 1, number, output.as_message())
         else:
             loss = _loss_of(output, self.pipeline.model) * step.weights[number]
             step.losses.append(loss.detach())
@@ -565,8 +598,7 @@ class _Worker:
         if splits:
             self.step.deferred[stage, number] = work
         if stage > 0:
-            key = MessageKey("B", stage - 1, number)
-            self.carrier.send(stages.stage_ranks[stage - 1], key, flight.stage_pass.gradients)
+            self._send("B", stage - 1, number, flight.stage_pass.gradients)
 
 
 def _number(action: Action) -> int:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from stretto.bench.harness import Column, print_table, write_result
 from stretto.bench.pictures import draw_result
-from stretto.bench.schedules.settings import SchedulesSetting
+from stretto.bench.plan.settings import SchedulesSetting
 from stretto.schedules import (
     PipelineTimeline,
     ServeFirst,
