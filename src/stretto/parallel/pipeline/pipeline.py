@@ -321,7 +321,7 @@ class Pipeline:
         if not (self.is_message_driven and trains):
             schedule = self.schedule_of(step.micro_batches, with_backward=trains)
         self.computed = []
-        worker = _Worker(self, step, seed, scale_loss)
+        worker = _ActionRunner(self, step, seed, scale_loss)
         earlier = self._set_gradients_aside() if trains else []
         self._reducer.has_synced = False
         try:
@@ -447,7 +447,7 @@ class Pipeline:
         return "num_items_in_batch" if "num_items_in_batch" in parameters or (takes_others and knows) else None
 
 
-class _Worker:
+class _ActionRunner:
     """Takes this rank's actions of one step."""
 
     def __init__(
