@@ -33,10 +33,11 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import IGNORED_TARGET
+from stretto.parallel.pipeline.activations import Activations
 from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
-from stretto.parallel.pipeline.stages import Activations, ModelStages, StagePass, make_group
-from stretto.parallel.roles.huggingface import is_pretrained_model
+from stretto.parallel.pipeline.stages import ModelStages, StagePass, make_group
+from stretto.parallel.roles.huggingface import calls_loss_function, compares_with_next, is_pretrained_model
 from stretto.schedules import (
     SCHEDULES,
     Action,
@@ -320,7 +321,7 @@ class Pipeline:
         if not (self.is_message_driven and trains):
             schedule = self.schedule_of(step.micro_batches, with_backward=trains)
         self.computed = []
-        worker = _Worker(self, step, seed, scale_loss)
+        worker = _ActionRunner(self, step, seed, scale_loss)
         earlier = self._set_gradients_aside() if trains else []
         self._reducer.has_synced = False
         try:
@@ -424,8 +425,7 @@ class Pipeline:
             return [1 / len(calls)] * len(calls)
         if any(given.get(name) is not None for name in _DIVISORS):
             return [1.0] * len(calls)
-        loss = getattr(self.model, "loss_function", None)
-        is_shifted = getattr(loss, "is_shifted", self._compares_with_next())
+        is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
         mine = torch.stack([_count_valid(part, is_shifted=is_shifted) for part in parts[targets]]).to(self.grid.device)
         counts = all_reduce(mine.clone(), self.grid.group(LOSS))
         total = counts.sum()
@@ -437,21 +437,17 @@ class Pipeline:
             return [1.0] * len(calls)
         return list((counts.double() / total).unbind())
 
-    def _compares_with_next(self) -> bool:
-        """Whether a transformers model's loss compares logits with the next token's label."""
-        return getattr(self.model, "loss_type", "") == "ForCausalLM"
-
     def _divisor(self) -> str | None:
         """The argument of the model's forward that divides a sum of losses; None if it has none."""
         parameters = self._signature.parameters
         if "num_targets" in parameters:
             return "num_targets"
         takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        knows = hasattr(getattr(self.model, "loss_function", None), "is_shifted")
+        knows = hasattr(getattr(self.model, "loss_function", None), "is_shifted") and calls_loss_function(self.model)
         return "num_items_in_batch" if "num_items_in_batch" in parameters or (takes_others and knows) else None
 
 
-class _Worker:
+class _ActionRunner:
     """Takes this rank's actions of one step."""
 
     def __init__(
