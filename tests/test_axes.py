@@ -18,10 +18,11 @@ from stretto.axes import GridSizes, check_sizes, fold_experts, group_sizes, name
 
 
 def test_the_orders_of_the_axes():
-    assert axes.OUTER_TO_INNER == ("data", "z", "y", "x")
-    assert axes.INNER_TO_OUTER == ("x", "y", "z", "data")
-    assert axes.NAMES == ("data", "x", "y", "z")
-    assert axes.MESH_ORDER == ("data", "y", "x", "z")
+    assert axes.OUTER_TO_INNER == ("pipe", "data", "z", "y", "x")
+    assert axes.INNER_TO_OUTER == ("x", "y", "z", "data", "pipe")
+    assert axes.NAMES == ("pipe", "data", "x", "y", "z")
+    assert axes.STAGE_AXES == ("data", "z", "y", "x")
+    assert axes.MESH_ORDER == ("pipe", "data", "y", "x", "z")
     assert axes.WEIGHT_AXES == ("x", "y", "z")
 
 
@@ -33,11 +34,14 @@ def test_what_splits_the_batch_and_what_sums_gradients_is_one_group_today():
 
 def test_sizes_are_a_mapping_with_attributes_and_never_change():
     sizes = GridSizes(data=2, z=5, x=3)
-    assert dict(sizes) == sizes.sizes() == {"data": 2, "x": 3, "y": 1, "z": 5}
+    assert dict(sizes) == sizes.sizes() == {"pipe": 1, "data": 2, "x": 3, "y": 1, "z": 5}
+    stages = GridSizes(data=2, z=5, x=3, pipe=4)
+    assert (stages.ranks, stages.stage_ranks, stages.batch_parts, stages.weight_parts) == (120, 30, 10, 15)
+    assert repr(stages) == "GridSizes(pipe=4, data=2, x=3, y=1, z=5)"
     assert (sizes.x, sizes["z"], sizes.ranks, sizes.batch_parts, sizes.replicas, sizes.weight_parts) == (
         (3, 5, 30, 10, 2, 15)
     )
-    assert [sizes.preceding(axis) for axis in axes.INNER_TO_OUTER] == [1, 3, 3, 15]
+    assert [sizes.preceding(axis) for axis in axes.INNER_TO_OUTER] == [1, 3, 3, 15, 30]
     assert sizes == GridSizes(2, 3, 1, 5)
     assert len({sizes, GridSizes(2, 3, 1, 5), GridSizes()}) == 2
     assert repr(sizes) == "GridSizes(data=2, x=3, y=1, z=5)"
@@ -52,7 +56,7 @@ def test_sizes_are_a_mapping_with_attributes_and_never_change():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"w": 2}, "'w' is not an axis of a grid; the axes are data, x, y, z"),
+        ({"w": 2}, "'w' is not an axis of a grid; the axes are pipe, data, x, y, z"),
         ({"x": 0}, "grid.x is 0, but must be a whole number, at least 1"),
         ({"x": True}, "grid.x is True, but must"),
         ({"z": 1.0}, "grid.z is 1.0, but must"),
@@ -80,7 +84,8 @@ def test_a_grid_is_named_by_its_axes_that_have_several_ranks(sizes, name):
 def test_parameters_live_on_the_axes_of_several_ranks():
     assert parameter_axes(GridSizes(2, 3, 1, 5)) == ("data", "x", "z")
     assert parameter_axes(GridSizes(x=2, y=2)) == ("y", "x")
-    assert parameter_axes(GridSizes()) == ("z",)
+    assert parameter_axes(GridSizes()) == parameter_axes(GridSizes(pipe=8)) == ("z",)
+    assert parameter_axes(GridSizes(pipe=2, data=2, x=2)) == ("data", "x")
 
 
 def test_experts_take_ranks_of_data_then_of_z():
@@ -139,9 +144,9 @@ def test_an_axis_that_is_added_in_one_place_has_its_place_among_axes_and_groups(
         "found['groups'] = axes.DERIVED_GROUPS\n"
     )
     assert found == {
-        "NAMES": ["data", "sheaf", "x", "y", "z"],
-        "OUTER_TO_INNER": ["data", "sheaf", "z", "y", "x"],
-        "MESH_ORDER": ["data", "sheaf", "y", "x", "z"],
+        "NAMES": ["pipe", "data", "sheaf", "x", "y", "z"],
+        "OUTER_TO_INNER": ["pipe", "data", "sheaf", "z", "y", "x"],
+        "MESH_ORDER": ["pipe", "data", "sheaf", "y", "x", "z"],
         "LOSS": "loss",
         "REPLICAS": "replicas",
         "groups": {"batch": ["data", "z"], "loss": ["data", "sheaf", "z"], "replicas": ["data", "sheaf"]},
@@ -166,11 +171,11 @@ def test_the_planner_knows_an_axis_that_is_added_in_one_place():
         "         'all': len(plan('gpt2-small', cluster, gpus=8, batch=8, seq_len=128))}"
     )
     assert found["grids"] == found["all"] == 35  # ways to write 8 as a product of five
-    assert found["sizes"] == [{"data": 1, "sheaf": 8, "x": 1, "y": 1, "z": 1}]
+    assert found["sizes"] == [{"pipe": 1, "data": 1, "sheaf": 8, "x": 1, "y": 1, "z": 1}]
     assert (found["parts"], found["replicas"]) == (3, 6)
-    assert found["plans"][1]["grid"] == {"data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1}
+    assert found["plans"][1]["grid"] == {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1}
     for each in found["plans"]:
-        assert set(each["bandwidth"]) == set(each["exposed"]) == {"data", "sheaf", "x", "y", "z"}
+        assert set(each["bandwidth"]) == set(each["exposed"]) == {"pipe", "data", "sheaf", "x", "y", "z"}
     assert found["sums"] == [True, True]
 
 
@@ -193,14 +198,14 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
         "         'documented': 'sheaf' in reference() and 'made up by a test' in reference(),\n"
         "         'drawn': timeline.rows, 'time': timeline.communication}\n"
     )
-    assert found.pop("time") == {"x": 0, "y": 0, "z": 0, "sheaf": pytest.approx(4e-6), "data": 0}
+    assert found.pop("time") == {"x": 0, "y": 0, "z": 0, "sheaf": pytest.approx(4e-6), "data": 0, "pipe": 0}
     assert found == {
-        "sizes": {"data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 3},
+        "sizes": {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 3},
         "ranks": 6,
         "parts": 3,
         "text": "data=1 sheaf=2 x=1 y=1 z=3",
-        "nearest": {"data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1},
-        "rows": ["compute", "x", "y", "z", "sheaf", "data", "other", "host to device", "device to host"],
+        "nearest": {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1},
+        "rows": ["compute", "x", "y", "z", "sheaf", "data", "pipe", "other", "host to device", "device to host"],
         "documented": True,
         "drawn": ["compute", "sheaf"],
     }
@@ -287,6 +292,7 @@ def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_on
     for rank, found in enumerate(results):
         sheaf, z = divmod(rank, 2)
         assert found["at"] == {
+            "pipe": 0,
             "data": 0,
             "sheaf": sheaf,
             "x": 0,
@@ -304,4 +310,4 @@ def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_on
         assert found["checkpoint"]
         assert "ranks hold different values of" in found["other weights"]
         assert "ranks have gradients of different parameters" in found["other gradients"]
-        assert found["sizes"] == "'leaf' is not an axis of a grid; the axes are data, sheaf, x, y, z"
+        assert found["sizes"] == "'leaf' is not an axis of a grid; the axes are pipe, data, sheaf, x, y, z"

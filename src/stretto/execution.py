@@ -8,6 +8,7 @@ from the same numbers.
 import re
 import warnings
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 
@@ -144,6 +145,24 @@ class StageOptions:
             raise ValueError(f"virtual_stages is {self.virtual_stages}, but must be at least 1")
         if self.placement == "v" and self.virtual_stages != 2:
             raise ValueError(f"placement 'v' takes two stages a rank, and virtual_stages is {self.virtual_stages}")
+
+    def check(self, pipe: int, blocks: int) -> None:
+        """Raise ValueError if a model of so many blocks cannot be cut into the stages of so many ranks of pipe."""
+        count = pipe * self.virtual_stages
+        if blocks < count:
+            fewer = max(1, blocks // self.virtual_stages)
+            raise ValueError(
+                f"pipe={pipe} with {self.virtual_stages} stages a rank makes {count} stages, but the model has "
+                f"{blocks} blocks, and each stage needs one; pipe={fewer} would do"
+            )
+        if self.cuts is None:
+            return
+        bounds = (0, *self.cuts, blocks)
+        if len(bounds) != count + 1 or any(later <= before for before, later in pairwise(bounds)):
+            raise ValueError(
+                f"cuts is {list(self.cuts)}, but must be {count - 1} ascending numbers between 1 and {blocks - 1}, of "
+                f"the blocks with which stages 1 to {count - 1} begin"
+            )
 
 
 # Numbers: each parameter begins at a multiple of it in flat tensors, so that kernels may read 16 bytes at a time.

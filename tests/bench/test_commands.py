@@ -20,7 +20,18 @@ def bench(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-COMMANDS = ("train", "parity", "peers", "overlap", "plan", "two-level", "collectives", "ablations", "checkouts")
+COMMANDS = (
+    "train",
+    "parity",
+    "peers",
+    "overlap",
+    "plan",
+    "schedules",
+    "two-level",
+    "collectives",
+    "ablations",
+    "checkouts",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

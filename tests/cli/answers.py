@@ -98,6 +98,17 @@ ANSWERS = (
     Answer("collective run ring-all-reduce --ranks 4 --dtype fp8", REFUSED, "the dtypes are"),
     Answer("collective import-msccl missing.py", REFUSED, "missing.py"),
     Answer("collective import-msccl script.py 8", REFUSED, "with your rights"),
+    Answer("pipeline show 1f1b --pipe 4 --micro-batches 8", DONE, "makespan 33"),
+    Answer("pipeline show 1f1p --pipe 4 --micro-batches 8", REFUSED, "did you mean '1f1b'"),
+    Answer("pipeline show zb-v --pipe 4", REFUSED, "zb-v takes --pipe and --micro-batches"),
+    Answer("pipeline show dualpipe-v --pipe 4 --micro-batches 7", REFUSED, "8 would do, or pipe 3"),
+    Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --out x.pdf", REFUSED, "a picture is a .png or .svg file"),
+    Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --limit 8", REFUSED, "are of message-driven"),
+    Answer("pipeline verify pipline.csv", REFUSED, "did you mean pipeline.csv"),
+    Answer("pipeline verify pipeline.csv --pipe 3", REFUSED, "has 2 ranks, but --pipe is 3"),
+    Answer("pipeline verify pipeline.csv", DONE, "verified"),
+    Answer("pipeline verify stuck.csv", FAILED, "NOT verified: deadlock"),
+    Answer("pipeline verify broken.csv", REFUSED, "row 2, cell 2 ('1X0')"),
     Answer("bench", REFUSED, "This machine has no GPU. Without GPUs these run"),
     Answer("bench tarin", REFUSED, "train"),
     Answer("bench train", REFUSED, "Without GPUs these run"),
@@ -125,7 +136,13 @@ ANSWERS = (
     Answer("bench checkouts --before missing", REFUSED, "missing"),
     Answer("bench ddp --before missing", REFUSED, "missing"),
     Answer("bench chunks --bucket 100", REFUSED, "must be a multiple of 64"),
+    Answer("bench pipeline --stages 4 --micro-batches 4", REFUSED, "4 and 8 would do"),
+    Answer("bench stages --layers 6", REFUSED, "8 would do"),
+    Answer("bench messages", REFUSED, "Without GPUs these run"),
+    Answer("bench messages --ranks 1", REFUSED, "2 would do"),
+    Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MB"),
     Answer("bench offload --parts everything", REFUSED, "there is no part 'everything'"),
+    Answer("bench schedules --sizes 4", REFUSED, "a size is stages x micro-batches, such as 4x16"),
     Answer("bench memory --smallest 90 --largest 60", REFUSED, "is no range of percents"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
     Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),
@@ -191,6 +208,9 @@ def write_files(folder: Path) -> None:
     (folder / "broken.xml").write_text("no schedule")
     (folder / "script.py").write_text("raise SystemExit('it has been run')\n")
     (folder / "broken.json").write_text("{}")
+    (folder / "pipeline.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    (folder / "broken.csv").write_text("0F0,0B0\n1F0,1X0\n")
     (folder / "broken-checkpoint").mkdir()
     (folder / "broken-checkpoint" / "metadata.json").write_text('{"format": ')
     write_schedule(find("ring-all-reduce").compile(ranks=6), folder / "ring.xml")

@@ -37,7 +37,7 @@ def test_ranks_are_laid_out_data_z_y_x_with_x_innermost(ranks, sizes):
         lengths = dict(zip(AXES, sizes, strict=True))
         members = {axis: [rank + (place - at[axis]) * strides[axis] for place in range(lengths[axis])] for axis in AXES}
         assert seen == {
-            "names": ("data", "y", "x", "z"),
+            "names": ("pipe", "data", "y", "x", "z"),
             "device": "cpu",
             "sizes": sizes,
             "coordinates": {**at, "batch": at["data"] * z + at["z"]},
@@ -49,12 +49,42 @@ def test_ranks_are_laid_out_data_z_y_x_with_x_innermost(ranks, sizes):
         }
 
 
+def describe_stages() -> dict[str, object]:
+    grid = Grid(pipe=2, x=2, data=2)
+    groups = ("pipe", "stage", "world", "batch")
+    return {
+        "at": (grid.coordinate("pipe"), grid.coordinate("data"), grid.coordinate("x")),
+        "members": [dist.get_process_group_ranks(grid.group(axis)) for axis in groups],
+        "parameters": (grid.parameter_mesh.mesh_dim_names, grid.parameter_mesh.mesh.tolist()),
+        "agreeing": grid.group_of_mesh(grid.parameter_mesh).size(),
+        "text": repr(grid),
+    }
+
+
+def test_pipeline_stages_are_outermost_and_parameters_live_on_one_of_them(ranks):
+    for rank, seen in enumerate(ranks(8).run(describe_stages)):
+        stage, inside = divmod(rank, 4)
+        first = 4 * stage
+        assert seen == {
+            "at": (stage, inside // 2, inside % 2),
+            "members": [
+                [inside, inside + 4],
+                list(range(first, first + 4)),
+                list(range(8)),
+                [rank - inside + inside % 2, rank - inside + inside % 2 + 2],
+            ],
+            "parameters": (("data", "x"), [[first, first + 1], [first + 2, first + 3]]),
+            "agreeing": 4,
+            "text": "Grid(pipe=2, data=2, x=2, y=1, z=1)",
+        }
+
+
 def messages() -> list[str]:
     grid = Grid(data=2)
     refusals = []
     for question in (grid.size, grid.coordinate, grid.group):
         with pytest.raises(ValueError) as caught:
-            question("pipe")
+            question("context")
         refusals.append(str(caught.value))
     for wrong in ({"x": 3}, {"data": 2, "z": 2}, {}):
         with pytest.raises(ValueError) as caught:
@@ -66,7 +96,7 @@ def messages() -> list[str]:
 def test_an_unknown_axis_is_refused_with_those_that_exist_and_a_wrong_product_with_both_counts(ranks):
     for seen in ranks(2).run(messages):
         for refusal in seen[:3]:
-            assert "'pipe'" in refusal
+            assert "'context'" in refusal
             assert all(axis in refusal for axis in AXES)
         for refusal, asked in zip(seen[3:], ("3", "4", "1"), strict=True):
             assert asked in refusal

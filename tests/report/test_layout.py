@@ -18,8 +18,10 @@ from stretto.bench.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_o
 from stretto.bench.training.settings import ChunksSetting, OffloadSetting
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
+from stretto.report.pipeline import plot_pipeline
 from stretto.report.schedule import plot_schedule
 from stretto.report.style import PEER, SERIES, STRETTO, drawing, group_bars, name_bars
+from stretto.schedules import SCHEDULES, StageCosts, build_schedule, simulate
 from stretto.train.observe.timeline import Span, TracedStep
 
 COUNTS = (1, 2, 3, 5)
@@ -264,6 +266,51 @@ def chunks(count: int) -> dict[str, Any]:
     return {"setting": {"buckets": 64, "ranks": 2}, "rows": rows}
 
 
+def pipeline(count: int) -> dict[str, Any]:
+    names = ("gpipe", "1f1b", "interleaved, 2 stages a rank", "message-driven as planned: limit 14, backward")
+    rows = [
+        {"stages": stages, "micro_batches": 4 * stages, "latency_ms": latency, "schedule": name}
+        | {"units": 51.2 + 3 * place, "model_units": 50 + 3 * place}
+        for stages, latency in ((4, 0.0), (4, 5.0), (8, 5.0))[:count]
+        for place, name in enumerate(names[: count + 1])
+    ]
+    return {"setting": {"unit": 0.02}, "rows": rows}
+
+
+def messages(count: int) -> dict[str, Any]:
+    names = {
+        "message": ("torch's send and recv", "gloo", "shared memory", "symmetric memory", "nccl")[:count],
+        "all-reduce": ("NCCL", "Stretto's kernels", "gloo by way of the host")[:count],
+    }
+    rows = [
+        {"part": part, "by": name, "megabytes": size, "milliseconds": size * (place + 1) / 7}
+        for part, of in names.items()
+        for size in (1, 2, 5, 10, 20, 50)[: count + 1]
+        for place, name in enumerate(of)
+    ]
+    return {"ranks": 4, "rows": rows}
+
+
+def schedules(count: int) -> dict[str, Any]:
+    orders = ("1F1B", "ZB-H1", "message-driven, in order of arrival", "message-driven, forward first", "another")
+    rows = [
+        {
+            "size": size,
+            "latency": latency,
+            "jitter": jitter,
+            "order": order,
+            "memory": memory,
+            "to_1f1b": 1 - jitter / 9,
+        }
+        for size in ("4 x 16", "8 x 32")[:count]
+        for latency in (0, 0.25, 1)[:count]
+        for jitter in (0, 0.2, 0.5)[:count]
+        for memory in ("equal", "twice")[:count]
+        for order in orders[:count]
+    ]
+    return {"setting": {"seeds": 200}, "rows": rows}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -283,6 +330,9 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "ddp.json": ddp,
     "offload-buckets.json": offload_buckets,
     "chunks.json": chunks,
+    "messages.json": messages,
+    "pipeline.json": pipeline,
+    "schedules.json": schedules,
 }
 
 
@@ -360,6 +410,19 @@ def test_labels_of_a_schedule_are_clear_of_each_other(
 ) -> None:
     plot_schedule(ring_all_reduce.compile(ranks=ranks, instances=instances), tmp_path / "ring.png")
     assert find_faults(drawn[0]) == []
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("pipe", "micro_batches"), [(1, 2), (4, 8), (3, 12)])
+def test_labels_of_a_pipeline_are_clear_of_each_other(
+    tmp_path: Path, drawn: list[Figure], name: str, pipe: int, micro_batches: int
+) -> None:
+    schedule = build_schedule(name, pipe, micro_batches)
+    plot_pipeline(simulate(schedule, StageCosts.uniform(schedule.stages)), tmp_path / "pipeline.png")
+    assert find_faults(drawn[0]) == []
+    boxes = sum(len(collection.get_paths()) for collection in drawn[0].axes[0].collections)
+    assert boxes == sum(map(len, schedule.ranks))
 
 
 @pytest.mark.parametrize("name", ["grid", "two_level", "fused_kernel", "channels", "memory", "timeline"])

@@ -22,6 +22,8 @@ _PLOTS = {
     "ddp.json": "training.plot:plot_ddp",
     "offload-buckets.json": "training.plot:plot_buckets",
     "chunks.json": "training.plot:plot_chunks",
+    "pipeline.json": "training.plot:plot_pipeline",
+    "messages.json": "messages.plot:plot_messages",
     "plan.json": "plan.plot:plot_plan",
     "collectives.json": "collectives.plot:plot_collectives",
     "compile.json": "collectives.plot:plot_compile",
@@ -33,6 +35,7 @@ _PLOTS = {
     "embedding.json": "embedding.plot:plot_embedding",
     "two-level.json": "two_level.plot:plot_two_level",
     "checkouts.json": "checkouts.plot:plot_checkouts",
+    "schedules.json": "plan.plot:plot_schedules",
 }
 
 

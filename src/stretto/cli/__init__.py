@@ -16,6 +16,7 @@ from stretto.cli.console import Command, print_any_text
 from stretto.cli.demo import demo
 from stretto.cli.doctor import doctor
 from stretto.cli.export import export
+from stretto.cli.pipeline import app as pipeline
 from stretto.cli.plan import plan
 from stretto.cli.probe import probe
 from stretto.cli.stress import stress
@@ -38,8 +39,9 @@ app.command()(stress)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.add_typer(collective, name="collective")
+app.add_typer(pipeline, name="pipeline")
 app.command()(export)
-for group in (app, bench, cluster, collective):
+for group in (app, bench, cluster, collective, pipeline):
     for each in group.registered_commands:
         each.cls = Command
 

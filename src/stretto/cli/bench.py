@@ -18,8 +18,9 @@ import typer
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
+from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
-from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, read_predictions
+from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, SchedulesSetting, read_predictions
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     BlocksSetting,
@@ -30,7 +31,9 @@ from stretto.bench.training.settings import (
     OverlapSetting,
     ParitySetting,
     PeersSetting,
+    PipelineSetting,
     RecomputeSetting,
+    StagesSetting,
     ThroughputSetting,
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
@@ -315,6 +318,22 @@ def chunks(setting: ChunksSetting, out: Path) -> Any:
     return bench_chunks(setting, out)
 
 
+@_command("pipeline", PipelineSetting)
+def pipeline(setting: PipelineSetting, out: Path) -> Any:
+    """A step in pipeline stages that sleep, by schedule, beside the timing model's."""
+    from stretto.bench.training.pipeline import bench_pipeline
+
+    return bench_pipeline(setting, out)
+
+
+@_command("stages", StagesSetting)
+def stages(setting: StagesSetting, out: Path) -> Any:
+    """Several pipeline stages on one rank, beside plain accumulation and torch's pipelining."""
+    from stretto.bench.training.stages import bench_stages
+
+    return bench_stages(setting, out)
+
+
 @_command("offload", OffloadSetting, needs=Needs.ONE_GPU)
 def offload(setting: OffloadSetting, out: Path) -> Any:
     """Optimizer state on the host: steps beside the host links, training beside resident state, FSDP2's offload."""
@@ -361,6 +380,14 @@ def plan(setting: PlanSetting, out: Path) -> Any:
     written = write_predictions(planned, cluster, setting.predict, shards_sequence=setting.shards_sequence)
     print(f"predictions written to {setting.predict}", file=sys.stderr)
     return written
+
+
+@_command("schedules", SchedulesSetting)
+def schedules(setting: SchedulesSetting, out: Path) -> Any:
+    """Message-driven order beside 1F1B where units take unequal times, by the timing model of pipelines."""
+    from stretto.bench.plan.schedules import bench_schedules
+
+    return bench_schedules(setting, out)
 
 
 @_command("memory", MemorySetting, needs=Needs.ONE_GPU)
@@ -435,3 +462,13 @@ def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
     from stretto.bench.checkouts.run import bench_checkouts
 
     return bench_checkouts(setting, out)
+
+
+@_command("messages", MessagesSetting, needs=Needs.RANKS, count=_count_ranks)
+def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
+    """Messages between pipeline stages by carrier, beside torch's send and recv, and all-reduces by back end."""
+    require_two_ranks(ranks)
+
+    from stretto.bench.messages.run import bench_messages
+
+    return bench_messages(ranks, setting, out)

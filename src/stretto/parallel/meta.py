@@ -97,13 +97,30 @@ class MetaInitializer:
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """A copy of which every parameter and buffer is on the meta device."""
+    """A copy of which every parameter and buffer is on the meta device.
+
+    Attributes that cannot be copied, such as a grid or a process group, are those of the module itself.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except TypeError:
+        of_torch = set(vars(nn.Module()))
+        values = [value for each in module.modules() for key, value in vars(each).items() if key not in of_torch]
+        memo |= {id(value): value for value in values if not _can_be_copied(value, memo)}
+        return copy.deepcopy(module, memo)
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except TypeError:
+        return False
+    return True
 
 
 def _path(root: nn.Module, name: str) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 
+MAX_BOXES = 50_000
 HOW_TO_GET = "matplotlib is not installed: pip install 'stretto[plots]'"
 
 
@@ -23,6 +24,12 @@ def require_drawing() -> None:
     """Raise ValueError that says how to get pictures, if they cannot be drawn."""
     if not _has_matplotlib():
         raise ValueError(f"pictures are drawn by matplotlib: {HOW_TO_GET}")
+
+
+def require_few_boxes(boxes: int) -> None:
+    """Raise ValueError for more actions of a pipeline than a picture has room for."""
+    if boxes > MAX_BOXES:
+        raise ValueError(f"{boxes} actions are too many for a picture (at most {MAX_BOXES}): show fewer micro-batches")
 
 
 def _has_matplotlib() -> bool:

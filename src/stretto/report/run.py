@@ -203,6 +203,9 @@ def _measured(run: RunRecord) -> str:
         _milliseconds(measured.get("exposed_total")),
         _milliseconds(sum(expected.values()) if expected else None),
     )
+    if "bubble" in measured or predicted.get("bubble"):
+        rows["computation"] = (_milliseconds(measured.get("compute")), _milliseconds(predicted.get("compute")))
+        rows["pipeline's bubble"] = (_milliseconds(measured.get("bubble")), _milliseconds(predicted.get("bubble")))
     peak = predicted.get("peak_memory")
     rows["peak memory of a rank"] = (_bytes(run.summary["peak_memory_bytes"]), "" if peak is None else _bytes(peak))
     about = "Times are a step's, in the mean. Where two axes are exposed at once, they count once together."

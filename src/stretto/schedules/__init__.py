@@ -7,9 +7,8 @@ timeline = simulate(schedule, StageCosts.uniform(schedule.stages))
 timeline.makespan, timeline.idle
 """
 
-from stretto.schedules.closed_forms import bubble_time
 from stretto.schedules.csv_format import format_csv, parse_csv, read_csv, write_csv
-from stretto.schedules.generators import SCHEDULES, build_schedule
+from stretto.schedules.generators import SCHEDULES, bubble_time, build_schedule
 from stretto.schedules.message_driven import MessageDrivenPolicy, ServeFirst, simulate_message_driven
 from stretto.schedules.partition import partition
 from stretto.schedules.schedule import (
@@ -20,7 +19,14 @@ from stretto.schedules.schedule import (
     add_unshard_actions,
 )
 from stretto.schedules.timing import PipelineTimeline, StageCosts, StageLinks, simulate
-from stretto.schedules.verifier import Delivery, LiveMicroBatches, buffers_needed, live_micro_batches, verify
+from stretto.schedules.verifier import (
+    Delivery,
+    LiveMicroBatches,
+    buffers_needed,
+    live_micro_batches,
+    peak_activations,
+    verify,
+)
 
 __all__ = [
     "SCHEDULES",
@@ -43,6 +49,7 @@ __all__ = [
     "live_micro_batches",
     "parse_csv",
     "partition",
+    "peak_activations",
     "read_csv",
     "simulate",
     "simulate_message_driven",

@@ -4,20 +4,20 @@
 A task (`train.task`) gives the pieces of a step as `StepFunctions`; an executor decides when each of them runs:
 
 - `AccumulatingExecutor` runs one micro-batch after another and accumulates gradients.
+- `PipelineExecutor` runs them through pipeline stages (`stretto.parallel.Pipeline`).
 - `CudaGraphExecutor` replays another executor's whole step as one CUDA graph.
-
-A pipeline schedule is another kind of executor: it orders the same functions differently.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stretto.parallel import CapturedStep, micro_batch_of, no_sync
+from stretto.parallel import CapturedStep, Pipeline, micro_batch_of, no_sync
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,34 @@ class AccumulatingExecutor(StepExecutor):
         parts = zip(*(tensor.split(self._micro_batch) for tensor in batch), strict=True)
         for number, micro_batch in enumerate(parts):
             yield number * self._micro_batch, micro_batch
+
+
+class PipelineExecutor(StepExecutor):
+    """Runs micro-batches through the stages of a pipeline.
+
+    arguments: takes the tensors of a batch, and returns the arguments of the model's forward for it.
+    """
+
+    def __init__(
+        self, functions: StepFunctions, pipeline: Pipeline, arguments: Callable[..., Mapping[str, Any]]
+    ) -> None:
+        self._functions: StepFunctions | None = functions
+        self._pipeline = pipeline
+        self._arguments = arguments
+
+    def run(
+        self, batch: Sequence[Tensor], lr: float | Tensor, dropout_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        functions = self._functions
+        if functions is None:
+            raise ValueError("this executor was closed")
+        call = self._arguments(*batch)
+        loss = self._pipeline.step(seed=dropout_seed, scale_loss=functions.scale_loss, **call)
+        return loss, functions.update(lr)
+
+    def close(self) -> None:
+        self._functions = None
+        self._pipeline.close()
 
 
 class CudaGraphExecutor(StepExecutor):

@@ -2,6 +2,7 @@
 """Messages between pipeline ranks: each arrives once, whole, whatever the order of sends, arrivals and takes."""
 
 import random
+import socket
 import threading
 from datetime import timedelta
 
@@ -9,12 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
 from stretto.parallel.pipeline.message_format import DTYPES
 from stretto.parallel.pipeline.messages import MessageKey
 from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
+from tests.parallel.pipeline.gpu_fakes import FakeNCCLCarrier, LateCarrier
 
-CARRIERS = {"gloo": GlooCarrier, "shared memory": SharedMemoryCarrier}
+CARRIERS = {
+    "gloo": GlooCarrier,
+    "shared memory": SharedMemoryCarrier,
+    "symmetric memory, late copies": LateCarrier,
+    "nccl, on gloo": FakeNCCLCarrier,
+}
 
 
 def make_tensor(draw, largest):
@@ -36,13 +44,16 @@ def make_tensor(draw, largest):
     tensor = data.view(dtype).view(shape)
     if len(shape) > 1 and kind < 0.5:
         return tensor.transpose(0, -1)
+    if dtype in (torch.complex64, torch.complex128) and kind < 0.6:
+        return tensor.conj() if kind < 0.55 else tensor.conj().imag  # lazily: only a bit of the tensor says so
     return tensor
 
 
 def bits(tensor):
     if tensor is None:
         return None
-    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8)
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return tensor.dtype, tuple(tensor.shape), plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def same(one, other):
@@ -60,11 +71,22 @@ def plan_step(draw, world, messages):
     return plan
 
 
-def exchange_at_random(kind, seed, steps, messages, largest):
+def make_message(seed, largest, device):
+    """The tensors of a message; on a GPU some of them, written by kernels that have just been launched."""
+    draw = random.Random(seed)
+    tensors = [make_tensor(draw, largest) for _ in range(draw.randrange(5))]
+    return [tensor if tensor is None or draw.random() < 0.3 else tensor.to(device) for tensor in tensors]
+
+
+def make_any(kind, device):
+    return CARRIERS[kind]() if device == "cpu" else make_carrier(None, device, kind)
+
+
+def exchange_at_random(kind, seed, steps, messages, largest, device="cpu"):
     """All ranks derive the plan of each step from the seed, and check what they get against it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
-    with CARRIERS[kind]() as carrier:
+    with make_any(kind, device) as carrier:
         for _ in range(steps):
             plan = plan_step(shared, world, messages)
             seeds = {key: number for _, _, key, number in plan}
@@ -76,8 +98,9 @@ def exchange_at_random(kind, seed, steps, messages, largest):
                 action = own.random()
                 if sends and (action < 0.6 or not waiting):
                     to, key = sends.pop(0)
-                    draw = random.Random(seeds[key])
-                    carrier.send(to, key, [make_tensor(draw, largest) for _ in range(draw.randrange(5))])
+                    if device != "cpu":
+                        torch.cuda._sleep(own.randrange(300_000))  # what is sent has not been computed yet
+                    carrier.send(to, key, make_message(seeds[key], largest, device))
                     continue
                 if action < 0.8:
                     keys = [key for key in carrier.poll() if key in waiting]
@@ -88,17 +111,18 @@ def exchange_at_random(kind, seed, steps, messages, largest):
                 own.shuffle(keys)
                 for key in keys:
                     tensors = carrier.take(key)
-                    draw = random.Random(seeds[key])
-                    want = [make_tensor(draw, largest) for _ in range(draw.randrange(5))]
+                    want = make_message(seeds[key], largest, device)
                     assert len(tensors) == len(want)
                     for number, (one, other) in enumerate(zip(tensors, want, strict=True)):
                         assert same(bits(one), bits(other)), (key, number)
                         assert one is None or not one.requires_grad
+                        assert one is None or one.device == other.device
                     waiting.remove(key)
             carrier.end_step()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", CARRIERS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_messages_arrive_whole(ranks, kind, world):
@@ -281,3 +305,29 @@ def misuse():
 
 def test_what_cannot_be_is_refused_before_anything_is_sent(ranks):
     ranks(2).run(misuse)
+
+
+def choose(on_one_machine):
+    """What is chosen; each rank on a machine of its own unless on_one_machine."""
+    rank = dist.get_rank()
+    name = socket.gethostname() if on_one_machine else f"node-{rank}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: name)
+        with make_carrier(None, "cpu") as carrier:
+            return carrier.name
+
+
+def refuse_carriers():
+    with pytest.raises(ValueError, match=r"no carrier of messages 'glo'.*did you mean 'gloo'"):
+        make_carrier(None, "cpu", "glo")
+    with pytest.raises(ValueError, match="of tensors on GPUs, not on cpu"):
+        make_carrier(None, "cpu", "symmetric memory")
+    with pytest.raises(ValueError, match="of tensors on GPUs, not on cpu"):
+        make_carrier(None, "cpu", "nccl")
+
+
+def test_the_carrier_that_reaches_all_ranks_is_chosen(ranks):
+    assert ranks(3).run(choose, True) == ["shared memory"] * 3
+    assert ranks(3).run(choose, False) == ["gloo"] * 3
+    assert ranks(1).run(choose, True) == ["gloo"]
+    ranks(1).run(refuse_carriers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of `stretto bench plan`, drawn from its JSON: predictions beside measurements, grid by grid."""
+"""Pictures of `stretto bench plan` and `stretto bench schedules`, drawn from their JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,10 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import GREY, ORANGE, STRETTO, drawing
+from stretto.report.style import GREY, GUIDE, ORANGE, SERIES, STRETTO, drawing
 
 _ROW = 0.2  # inches
+_MEMORY = {"equal": "live micro-batches as 1F1B", "twice": "twice as many"}
 _QUANTITIES = (("step time", "milliseconds", "ms"), ("peak memory", "gib", "GiB"))
 
 
@@ -71,3 +72,36 @@ def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> Non
 
 def _has_both(row: Mapping[str, Any], key: str) -> bool:
     return row.get(f"predicted_{key}") is not None and row.get(f"measured_{key}") is not None
+
+
+def plot_schedules(result: Path, picture: Path) -> None:
+    """Draw a row of panels for each size: a panel for each latency, at equal memory and at twice that."""
+    data = json.loads(result.read_text())
+    sizes, latencies, memories, orders = (
+        list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("size", "latency", "memory", "order")
+    )
+    columns = [(latency, memory) for latency in latencies for memory in memories]
+    with drawing(picture, max(6.0, 2.6 * len(columns)), 2.4 * len(sizes)) as drawn:
+        panels = drawn.panels(len(sizes), len(columns), sharey="row", sharex=True)
+        for across, size in zip(panels, sizes, strict=True):
+            for panel, (latency, memory) in zip(across, columns, strict=True):
+                panel.axhline(1, **GUIDE)
+                for order, look in zip(orders, SERIES, strict=False):
+                    rows = [
+                        row
+                        for row in data["rows"]
+                        if (row["size"], row["latency"], row["memory"], row["order"]) == (size, latency, memory, order)
+                    ]
+                    jitters = [100 * row["jitter"] for row in rows]
+                    if rows:
+                        panel.plot(jitters, [row["to_1f1b"] for row in rows], label=order, **look.line)
+                panel.set_title(f"{size}, latency {latency:g},\n{_MEMORY[memory]}")
+            across[0].set_ylabel("to plain 1F1B")
+        for panel in panels[-1]:
+            panel.set_xlabel("jitter of units (%)")
+        drawn.title = "Makespans of pipelines whose units take unequal times, to that of plain 1F1B"
+        drawn.subtitle = f"{describe_origin(data)}, by the timing model"
+        drawn.caption = (
+            f"Medians of {data['setting']['seeds']} seeds; lower is faster. Stages x micro-batches; F = 1, B = 2; "
+            "latencies in forward passes."
+        )

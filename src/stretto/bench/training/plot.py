@@ -238,3 +238,29 @@ def _is_of(row: Mapping[str, Any], weights: str, sets: int) -> bool:
 
 def _name_sets(count: int) -> str:
     return f"{count} set{'s' if count > 1 else ''} of buffers"
+
+
+def plot_pipeline(result: Path, picture: Path) -> None:
+    """Draw a panel for each pipeline and latency: measured makespan beside the timing model's, by schedule."""
+    data = json.loads(result.read_text())
+    keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))
+    most = max(sum(_panel_of(row) == key for row in data["rows"]) for key in keys)
+    with drawing(picture, 5.2 * len(keys), 1.2 + 0.42 * most) as drawn:
+        panels = drawn.panels(1, len(keys))[0]
+        for panel, key in zip(panels, keys, strict=True):
+            rows = [row for row in data["rows"] if _panel_of(row) == key][::-1]
+            places = range(len(rows))
+            panel.barh(places, [row["units"] for row in rows], height=0.6, color=STRETTO.colour, label="measured")
+            panel.scatter(
+                [row["model_units"] for row in rows], places, label="timing model", color=PEER.colour, zorder=3
+            )
+            panel.set_yticks(places, [row["schedule"] for row in rows])
+            panel.set_xlabel("units")
+            panel.set_title(f"{key[0]} stages, {key[1]} micro-batches, latency {key[2]:g} ms")
+        drawn.title = "A step in pipeline stages that sleep"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = f"F, I and W of a stage take a unit of {data['setting']['unit'] * 1e3:g} ms each."
+
+
+def _panel_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["stages"], row["micro_batches"], row["latency_ms"]

@@ -243,6 +243,64 @@ class ChunksSetting:
         return [*powers, self.buckets]
 
 
+@dataclass(frozen=True)
+class PipelineSetting:
+    """What `stretto bench pipeline` measures. Raises ValueError for settings that cannot work."""
+
+    stages: Annotated[tuple[int, ...], Option("Of each pipeline, one on each process, with commas.")] = (4, 8)
+    micro_batches: Annotated[tuple[int, ...], Option("Of a step of each pipeline, with commas.")] = (16, 32)
+    unit: Annotated[float, Option("Seconds that F, I and W of a stage sleep each.")] = 0.02
+    latencies: Annotated[tuple[float, ...], Option("Seconds that a message takes, with commas.")] = (0.0, 0.005)
+    repeats: Repeats = 3
+
+    def __post_init__(self) -> None:
+        require_least(1, repeats=self.repeats)
+        if not self.stages or len(self.stages) != len(self.micro_batches):
+            raise ValueError(f"stages is {self.stages} and micro_batches {self.micro_batches}, but must be as many")
+        for stages, micro_batches in zip(self.stages, self.micro_batches, strict=True):
+            if stages < 2 or micro_batches < 2 * stages:
+                raise ValueError(
+                    f"{stages} stages and {micro_batches} micro-batches: there must be at least 2 stages, and twice as "
+                    f"many micro-batches; {max(2, stages)} and {2 * max(2, stages)} would do"
+                )
+        if not self.unit > 0:
+            raise ValueError(f"unit is {self.unit}, but must be positive")
+        if not self.latencies or min(self.latencies) < 0:
+            raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
+
+
+@dataclass(frozen=True)
+class StagesSetting:
+    """What `stretto bench stages` trains. Raises ValueError for settings that cannot work."""
+
+    layers: Annotated[int, Option("Transformer blocks of a Llama of width 4096.")] = 16
+    seq_len: SeqLen = 4096
+    batch: Annotated[int, Option("Micro-batches of a step, of one sequence each.")] = 8
+    virtual_stages: Annotated[int, Option("Stages on the rank.")] = 4
+    dtype: Annotated[str, Option("Of the computation: bf16, or fp32.")] = "bf16"
+    compiled: Annotated[bool, Option("Also with compiled blocks.")] = True
+    small: Annotated[bool, Option("A model of width 64, for a try without a GPU.")] = False
+    warm_up: WarmUp = 2
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+
+    def __post_init__(self) -> None:
+        numbers = {"layers": self.layers, "seq_len": self.seq_len, "batch": self.batch}
+        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
+        require_least(2, virtual_stages=self.virtual_stages)
+        require_least(0, warm_up=self.warm_up)
+        if self.dtype not in ("bf16", "fp32"):
+            raise ValueError(f"dtype is {self.dtype!r}, but must be bf16 or fp32")
+        if self.layers % self.virtual_stages:
+            near = max(1, round(self.layers / self.virtual_stages)) * self.virtual_stages
+            raise ValueError(f"{self.virtual_stages} stages do not divide {self.layers} layers; {near} would do")
+
+    def model(self) -> GPTConfig:
+        """The model that is trained."""
+        whole = replace(LLAMA_7B, layers=self.layers, max_seq_len=self.seq_len)
+        return replace(whole, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256) if self.small else whole
+
+
 OFFLOAD_PARTS = ("buckets", "tiles", "train", "peers", "largest")
 
 

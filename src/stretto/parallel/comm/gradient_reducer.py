@@ -82,8 +82,10 @@ class GradientReducer:
 
     `at_end` is called at the end of each backward pass. `ring` reduce-scatters by copy engines, if they are used.
     `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a
-    list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`). `averages`:
-    gradients are averaged over ranks, by a factor that was applied before they come here.
+    list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
+    `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
+    parameters alone is none: the reducer does not see it. `averages`: gradients are averaged over ranks, by a factor
+    that was applied before they come here.
     """
 
     def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
@@ -96,6 +98,7 @@ class GradientReducer:
         self.averages = False
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
+        self.has_synced = False
         self.accumulates_unsharded = self.keeps_unsharded = False
         self._unsharded: dict[nn.Parameter, UnshardedGradient] = {}  # in one order on all ranks, too
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
@@ -369,12 +372,14 @@ class GradientReducer:
         if arrived and not self._was_compared:
             self._was_compared = True
             self._check_ranks_agree(list(arrived))
-        if self.sink is not None and self.is_syncing and len(self._passes) == 1:
+        is_outermost = len(self._passes) == 1  # not within another backward pass, which may have parts of gradients
+        if self.sink is not None and self.is_syncing and is_outermost:
             self.sink.finish()
         for parameter in list(current.arrived):
             self._put(current, parameter)
-        if self.is_syncing and len(self._passes) == 1:  # not within another backward pass, which may have parts of them
+        if self.is_syncing and is_outermost:
             self._scatter_unsharded(current)
+            self.has_synced = True
         for parameter in list(self._unsummed) if self.is_syncing else []:  # the last micro-batch has no part of it
             earlier = self._take_unsummed(parameter)
             if earlier is not None:

@@ -63,9 +63,12 @@ class GlooCarrier(Carrier):
         self._posted_bytes: dict[tuple[int, int], int] = {}  # size of the last LEAD, by source and destination
         self._receivers: list[threading.Thread] = []
         self._senders: dict[int, _Sender] = {}
-        self._staging = _HostStaging(self.device) if self.device.type == "cuda" else None
+        self._staging = self._make_staging()
         # A process that ends in the middle of a step may not leave threads in gloo.
         self._finalizer = weakref.finalize(self, _close_connections, self._gloo, self.rank, self.size)
+
+    def _make_staging(self) -> "HostStaging | None":
+        return HostStaging(self.device) if self.device.type == "cuda" else None
 
     def _begin(self, expected: Mapping[int, int]) -> None:
         self._receivers = [
@@ -105,7 +108,7 @@ class GlooCarrier(Carrier):
         if sender is None:
             sender = self._senders[destination] = _Sender(self, destination)
         if self._staging is not None:
-            sender.messages.put((header.key, _Staged(header, tensors, self._staging.record())))
+            sender.messages.put((header.key, Staged(header, tensors, self._staging.record())))
             return
         try:
             works = self.post_message(destination, header, tensors)
@@ -117,8 +120,9 @@ class GlooCarrier(Carrier):
     def post_message(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> list[Any]:
         """Post the sends of a message whose tensors are on the host; returns (Work, memory) of each."""
         packed = header.pack()
-        inline, others = _place(header.tensors, packed.numel())
-        lead = _find_lead(header.tensors, others)
+        layouts = self._carried(header)
+        inline, others = _place(layouts, packed.numel())
+        lead = _find_lead(layouts, others)
         parts = {index: as_bytes(tensors[index]) for index in others}  # type: ignore[arg-type]
         posted = self._posted_bytes.get((self.rank, destination), 0)
         self._posted_bytes[self.rank, destination] = 0 if lead is None else parts[lead].numel()
@@ -129,7 +133,7 @@ class GlooCarrier(Carrier):
                 sends.append((_LEAD, parts.pop(lead)))
             else:
                 sends.append((_LEAD, torch.zeros(1, dtype=torch.uint8)))
-        first = torch.empty(_size_of_first(inline, header.tensors, packed.numel()), dtype=torch.uint8)
+        first = torch.empty(_size_of_first(inline, layouts, packed.numel()), dtype=torch.uint8)
         first[: packed.numel()] = packed
         for index, start in inline.items():
             data = as_bytes(tensors[index])  # type: ignore[arg-type]
@@ -138,10 +142,15 @@ class GlooCarrier(Carrier):
         with self._posting:
             return [(self._gloo.send([part], destination, tag), part) for tag, part in sends]
 
-    def to_host(self, staged: "_Staged") -> list[Tensor | None]:
-        """Wait for the tensors of a message, and copy them to the host."""
+    def post_staged(self, destination: int, staged: "Staged") -> list[Any]:
+        """Wait for a message's tensors on a GPU, and post it as `post_message`."""
         assert self._staging is not None
-        return self._staging.to_host(staged.tensors, staged.event)
+        tensors = self._staging.to_host(staged.tensors, staged.event)
+        return self.post_message(destination, staged.header, tensors)
+
+    def _carried(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
+        """What gloo carries of a message: None for the others."""
+        return header.tensors
 
     # Receiving.
 
@@ -158,23 +167,24 @@ class GlooCarrier(Carrier):
         """Receive a message and deliver it; returns what has been posted for the next one."""
         posted.first_work.wait(_WITHOUT_LIMIT)
         header, header_bytes = MessageHeader.unpack(posted.first)
-        inline, others = _place(header.tensors, header_bytes)
-        lead = _find_lead(header.tensors, others)
+        layouts = self._carried(header)
+        inline, others = _place(layouts, header_bytes)
+        lead = _find_lead(layouts, others)
         buffers: dict[int, Tensor] = {}
         works = [] if posted.lead_work is None else [posted.lead_work]
         if header.choice and lead is not None and posted.lead is not None:
             buffers[lead] = posted.lead
         for index in others:
             if index not in buffers:
-                layout = header.tensors[index]
+                layout = layouts[index]
                 assert layout is not None
                 buffers[index] = self._host_buffer(layout.num_bytes)
                 works.append(self._post_receive(source, _REST, buffers[index]))
-        layout = None if lead is None else header.tensors[lead]
+        layout = None if lead is None else layouts[lead]
         self._posted_bytes[source, self.rank] = 0 if layout is None else layout.num_bytes
         following = posted if is_last else self._post_ahead(source)
         tensors: list[Tensor | None] = []
-        for index, layout in enumerate(header.tensors):
+        for index, layout in enumerate(layouts):
             if layout is None:
                 tensors.append(None)
             elif index in inline:
@@ -184,11 +194,15 @@ class GlooCarrier(Carrier):
                 tensors.append(layout.view(buffers[index]))
         for work in works:
             work.wait(_WITHOUT_LIMIT)
-        event = None
-        if self._staging is not None:
-            tensors, event = self._staging.to_device(tensors, header.tensors)
+        tensors, event = self._receive_data(source, header, tensors)
         self._deliver(source, header.key, tensors, header.step, event)
         return following
+
+    def _receive_data(
+        self, source: int, header: MessageHeader, tensors: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], Any]:
+        """Bring tensors to the GPU that were sent from one; returns all tensors, and the event of the copies."""
+        return (tensors, None) if self._staging is None else self._staging.to_device(tensors, header.tensors)
 
     def _post_ahead(self, source: int) -> "_Posted":
         first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
@@ -220,7 +234,7 @@ class _Posted(NamedTuple):
     lead_work: Any
 
 
-class _Staged(NamedTuple):
+class Staged(NamedTuple):
     """A message of tensors on a GPU, and the event after which they hold their values."""
 
     header: MessageHeader
@@ -232,7 +246,7 @@ class _Sender:
     """The thread that waits for one destination's sends in a step, in order, and then drops their tensors."""
 
     def __init__(self, carrier: GlooCarrier, destination: int) -> None:
-        self.messages: queue.SimpleQueue[tuple[MessageKey, list[Any] | _Staged] | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[tuple[MessageKey, list[Any] | Staged] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=self._run, args=(carrier, destination), name=f"stretto-messages-to-{destination}", daemon=True
         )
@@ -242,8 +256,8 @@ class _Sender:
         try:
             while (item := self.messages.get()) is not None:
                 key, works = item
-                if isinstance(works, _Staged):
-                    works = carrier.post_message(destination, works.header, carrier.to_host(works))
+                if isinstance(works, Staged):
+                    works = carrier.post_staged(destination, works)
                 del item
                 while works:
                     work, _ = works[-1]
@@ -254,7 +268,7 @@ class _Sender:
             carrier.lose(destination, error)
 
 
-class _HostStaging:
+class HostStaging:
     """Copies between a GPU and pinned host memory, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:

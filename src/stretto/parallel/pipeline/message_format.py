@@ -142,4 +142,5 @@ class MessageHeader:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as uint8 [num_bytes]."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # A tensor of one element counts as contiguous with any strides, and `view` wants the last one to be 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

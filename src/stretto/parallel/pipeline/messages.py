@@ -76,6 +76,8 @@ class Carrier(ABC):
         self.group = dist.group.WORLD if group is None else group
         assert isinstance(self.group, dist.ProcessGroup)
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.limit = group_timeout(self.group)
         self._global_ranks = dist.get_process_group_ranks(self.group)
         number = _counts.next(self.group)
@@ -200,6 +202,14 @@ class Carrier(ABC):
         self._in_step = False
         self._end()
 
+    def fail(self, text: str) -> None:
+        """Fail the step on all ranks, since something beside messages has failed here.
+
+        text: what, in the past tense without a subject, for the other ranks' errors.
+        """
+        if self._in_step:
+            self._fail([], text)
+
     def close(self) -> None:
         """Give everything back. After a clean step all ranks call it; in the middle of one it fails the others."""
         if self._is_closed:
@@ -263,6 +273,8 @@ class Carrier(ABC):
         event: on the GPU, after which the tensors hold their values.
         """
         with self._changed:
+            if self._failure is not None:
+                return
             left = self._outstanding.get(source, 0)
             if step != self._step:
                 problem = f"{self._name_rank(source)} sent {key} in step {step}, and this rank is in step {self._step}"

@@ -21,19 +21,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from stretto.axes import LOSS, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
 from stretto.parallel.comm.weight_gathering import StepGatherer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import IGNORED_TARGET
-from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
+from stretto.parallel.pipeline.activations import Activations
+from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
-from stretto.parallel.pipeline.stages import Activations, ModelStages, StagePass, make_group
-from stretto.parallel.roles.huggingface import is_pretrained_model
+from stretto.parallel.pipeline.stages import ModelStages, StagePass, make_group
+from stretto.parallel.roles.huggingface import calls_loss_function, compares_with_next, is_pretrained_model
 from stretto.schedules import (
     SCHEDULES,
     Action,
@@ -48,6 +52,11 @@ from stretto.suggestions import name_known
 
 MESSAGE_DRIVEN = "message-driven"
 
+WAIT_MARK = "stretto waited "
+"""In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""
+LEAST_MARKED = 5e-5
+"""Waits of fewer seconds are not marked."""
+
 _TARGETS = ("labels", "targets")
 _DIVISORS = ("num_items_in_batch", "num_targets")
 _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
@@ -57,13 +66,15 @@ _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 class ComputedAction(NamedTuple):
     """An action of the last step, and when it began and ended, in seconds of `time.perf_counter`.
 
-    waited: seconds of it in which the rank waited for the action's message.
+    waited: seconds of it in which the rank waited for the action's message. message: those of them in which the message
+    was on its way; before, it had not been sent (by the clocks of both ranks' machines).
     """
 
     action: Action
     start: float
     end: float
     waited: float
+    message: float
 
 
 @dataclass
@@ -113,7 +124,8 @@ class Pipeline:
     limit: of "message-driven", micro-batches in flight (default: the number of stages).
     serve_first: of "message-driven", what is computed where an activation and a gradient both wait.
     extra_warm_up: of "1f1b", further forward passes before the first backward pass.
-    carrier: of messages between ranks (default: over gloo).
+    carrier: of messages between ranks: a name of `stretto.parallel.pipeline.carriers.CARRIERS`, or one that was made
+        (default: the one that was measured to be the fastest between these ranks).
 
     A failure on any rank is raised on all, with the rank that caused it, within the grid's time limit.
 
@@ -130,7 +142,7 @@ class Pipeline:
         limit: int | None = None,
         serve_first: ServeFirst | None = None,
         extra_warm_up: int = 0,
-        carrier: Carrier | None = None,
+        carrier: str | Carrier | None = None,
     ) -> None:
         reducer = getattr(model, "gradient_reducer", None)
         if not isinstance(reducer, GradientReducer):
@@ -155,7 +167,9 @@ class Pipeline:
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
             self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
-        self._carrier = carrier or GlooCarrier(grid.group("pipe"), grid.device)
+        self._carrier = (
+            carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
+        )
 
     @property
     def is_message_driven(self) -> bool:
@@ -184,6 +198,17 @@ class Pipeline:
         """Run the forward passes of a batch alone, as `step` does, and return its loss. Collective."""
         with torch.no_grad():
             return self._run(args, kwargs, None, None)
+
+    def breakdown(self) -> dict[str, float]:
+        """This rank's time in the last step by the host's clock, in seconds (Singh, figure 4.8).
+
+        compute: in actions, collectives within them included. messages: waiting for messages that were on their way.
+        bubble: waiting for messages that had not been sent.
+        """
+        waited = sum(action.waited for action in self.computed)
+        messages = sum(action.message for action in self.computed)
+        busy = sum(action.end - action.start for action in self.computed)
+        return {"compute": busy - waited, "messages": messages, "bubble": waited - messages}
 
     def close(self) -> None:
         """Give back the connections to other ranks. Collective after a step that succeeded."""
@@ -296,7 +321,9 @@ class Pipeline:
         if not (self.is_message_driven and trains):
             schedule = self.schedule_of(step.micro_batches, with_backward=trains)
         self.computed = []
-        worker = _Worker(self, step, seed, scale_loss)
+        worker = _ActionRunner(self, step, seed, scale_loss)
+        earlier = self._set_gradients_aside() if trains else []
+        self._reducer.has_synced = False
         try:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.begin_step()
@@ -306,16 +333,29 @@ class Pipeline:
             else:
                 worker.run_by_messages()
             self._carrier.end_step()
-        except BaseException:
+        except BaseException as error:
             self._reducer.deferred = None
-            self._carrier.close()  # tells the others
+            self._carrier.fail(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+            self._carrier.close()
             raise
         finally:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.end_step()
-        if trains and self.stages.is_tied:
+        if trains and not self._reducer.has_synced:
             self._reducer.run_pass()
+        for parameter, gradient in earlier:
+            made, parameter.grad = parameter.grad, gradient
+            if made is not None:
+                assert isinstance(made, DTensor)
+                accumulate(parameter, made.to_local())
         return self._total_loss(step)
+
+    def _set_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take the gradients that are there: the first micro-batch's are not yet summed over ranks, and these are."""
+        earlier = [(parameter, parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        return earlier
 
     def _total_loss(self, step: _Step) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
@@ -385,8 +425,7 @@ class Pipeline:
             return [1 / len(calls)] * len(calls)
         if any(given.get(name) is not None for name in _DIVISORS):
             return [1.0] * len(calls)
-        loss = getattr(self.model, "loss_function", None)
-        is_shifted = getattr(loss, "is_shifted", self._compares_with_next())
+        is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
         mine = torch.stack([_count_valid(part, is_shifted=is_shifted) for part in parts[targets]]).to(self.grid.device)
         counts = all_reduce(mine.clone(), self.grid.group(LOSS))
         total = counts.sum()
@@ -398,21 +437,17 @@ class Pipeline:
             return [1.0] * len(calls)
         return list((counts.double() / total).unbind())
 
-    def _compares_with_next(self) -> bool:
-        """Whether a transformers model's loss compares logits with the next token's label."""
-        return getattr(self.model, "loss_type", "") == "ForCausalLM"
-
     def _divisor(self) -> str | None:
         """The argument of the model's forward that divides a sum of losses; None if it has none."""
         parameters = self._signature.parameters
         if "num_targets" in parameters:
             return "num_targets"
         takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        knows = hasattr(getattr(self.model, "loss_function", None), "is_shifted")
+        knows = hasattr(getattr(self.model, "loss_function", None), "is_shifted") and calls_loss_function(self.model)
         return "num_items_in_batch" if "num_items_in_batch" in parameters or (takes_others and knows) else None
 
 
-class _Worker:
+class _ActionRunner:
     """Takes this rank's actions of one step."""
 
     def __init__(
@@ -425,7 +460,7 @@ class _Worker:
         self.stages = pipeline.stages
         self.carrier = pipeline._carrier
         self.reducer = pipeline._reducer
-        self.waited = 0.0
+        self.waited = self.message = 0.0
 
     def run_schedule(self, schedule: PipelineSchedule) -> None:
         """Take the actions of a schedule in its order."""
@@ -446,7 +481,8 @@ class _Worker:
                 if group is not None:
                     _announce(group, action)
             else:
-                action = _hear(group, stage)
+                with self._waiting():
+                    action = _hear(group, stage)
             backwards += action.operation is _B
             self.take(action, is_last=backwards == count)
 
@@ -455,15 +491,14 @@ class _Worker:
         for key in self.carrier.poll():
             policy.arrive(PipelineOperation(key.operation), key.micro_batch)
         while (action := policy.next()) is None:
-            began = time.perf_counter()
-            key = self.carrier.wait_any()
-            self.waited += time.perf_counter() - began
+            with self._waiting():
+                key = self.carrier.wait_any()
             policy.arrive(PipelineOperation(key.operation), key.micro_batch)
         return action
 
     def take(self, action: Action, *, is_last: bool) -> None:
         """Compute one action. is_last: it is this rank's last backward pass of the step."""
-        start = time.perf_counter()
+        start = time.perf_counter() - self.waited  # which a message-driven rank has done already
         syncs = is_last and not self.stages.is_tied
         stage, number = action.stage, action.micro_batch
         with self._of_stage(stage, number):
@@ -484,8 +519,14 @@ class _Worker:
                 case PipelineOperation.UNSHARD:
                     if isinstance(self.pipeline._gatherer, StepGatherer):
                         self.pipeline._gatherer.gather_all(stage)
-        self.pipeline.computed.append(ComputedAction(action, start, time.perf_counter(), self.waited))
-        self.waited = 0.0
+        self.pipeline.computed.append(ComputedAction(action, start, time.perf_counter(), self.waited, self.message))
+        self.waited = self.message = 0.0
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
 
     @contextmanager
     def _of_stage(self, stage: int, micro_batch: int | None) -> Iterator[None]:
@@ -499,16 +540,25 @@ class _Worker:
             yield
 
     def _take_message(self, operation: Literal["F", "B"], stage: int, number: int, source: int) -> list[Tensor | None]:
-        began = time.perf_counter()
-        message = self.carrier.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
-        self.waited += time.perf_counter() - began
+        with self._waiting():
+            sent, *message = self.carrier.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
+        assert sent is not None
+        self.message = min(self.waited, max(0.0, time.time() - float(sent)))
+        if self.waited > LEAST_MARKED:
+            with record_function(f"{WAIT_MARK}{self.waited - self.message:.6f} {self.message:.6f}"):
+                pass
         return message
+
+    def _send(self, operation: Literal["F", "B"], stage: int, number: int, tensors: Sequence[Tensor | None]) -> None:
+        """Send a message with the time at which it leaves."""
+        sent = torch.tensor(time.time(), dtype=torch.float64)
+        self.carrier.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
 
     def _forward(self, stage: int, number: int) -> None:
         step, stages, received = self.step, self.stages, None
         if stage > 0:
             message = self._take_message("F", stage, number, stage - 1)
-            received = Activations.from_message(message, records=torch.is_grad_enabled())
+            received = Activations.from_message(message)
         elif self.seed is not None:
             torch.manual_seed(self.seed)
         with torch.enable_grad() if stages.must_learn(stage) else nullcontext():
@@ -519,8 +569,7 @@ class _Worker:
                 get_gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
                 for tensor in output.tensors
             ]
-            key = MessageKey("F", stage + 1, number)
-            self.carrier.send(stages.stage_ranks[stage + 1], key, output.as_message())
+            self._send("F", stage + 1, number, output.as_message())
         else:
             loss = _loss_of(output, self.pipeline.model) * step.weights[number]
             step.losses.append(loss.detach())
@@ -549,9 +598,7 @@ class _Worker:
         if splits:
             self.step.deferred[stage, number] = work
         if stage > 0:
-            assert flight.stage_pass.received is not None
-            sent = [tensor.grad for tensor in flight.stage_pass.received.tensors]
-            self.carrier.send(stages.stage_ranks[stage - 1], MessageKey("B", stage - 1, number), sent)
+            self._send("B", stage - 1, number, flight.stage_pass.gradients)
 
 
 def _number(action: Action) -> int:

@@ -40,11 +40,11 @@ from stretto.parallel.pipeline.message_format import (
 from stretto.parallel.pipeline.messages import Carrier
 
 SLOTS = 8
-MOST_SLOT_BYTES = 1 << 20
+MOST_SLOT_BYTES = 1 << 19
 MOST_BYTES_OF_RINGS = 64 << 20
 """All rings of a rank take no more than this, however many ranks there are, unless slots would be too small."""
 
-_FILLED, _FREED, _FAILED, _SIGNALS = 0, 1, 2, 3
+_FILLED, _FREED, _FAILED = range(3)
 _ALIGNMENT = 64
 _LOOK_AT_PEERS = 0.1  # seconds between checks whether peers live
 _LONGEST_SLEEP = 1e-3
@@ -54,11 +54,13 @@ _JOIN_SECONDS = 10.0
 class SharedMemoryCarrier(Carrier):
     """Carries messages between processes of one machine and one user, for tensors on CPUs.
 
-    All ranks of the group make it. slot_bytes: of a slot (None: 1 MiB, less for many ranks), at least 32 KiB; slots: of
-    each of the rings that a rank has for each other rank. ValueError where the memory is not there, or for a GPU.
+    All ranks of the group make it. slot_bytes: of a slot (None: 512 KiB, less for many ranks), at least 32 KiB; slots:
+    of each of the rings that a rank has for each other rank. ValueError where the memory is not there, or for a GPU.
     """
 
     name = "shared memory"
+    signals = 3
+    """How many each pair of ranks has."""
 
     def __init__(
         self,
@@ -68,8 +70,7 @@ class SharedMemoryCarrier(Carrier):
         slot_bytes: int | None = None,
         slots: int = SLOTS,
     ) -> None:
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"shared memory carries messages of tensors on CPUs, not on {device}: take gloo")
+        self._check_device(torch.device(device))
         size = dist.get_world_size(group)
         if slot_bytes is None:
             fair = MOST_BYTES_OF_RINGS // (slots * max(size - 1, 1)) // _ALIGNMENT * _ALIGNMENT
@@ -79,18 +80,21 @@ class SharedMemoryCarrier(Carrier):
         if slots < 1:
             raise ValueError(f"a ring has at least 1 slot, not {slots}")
         super().__init__(group, device)
-        self._slot_bytes = slot_bytes
         self._slots = slots
         try:
             self._memory = HostMemory.allocate(
-                slot_bytes * slots * (self.size - 1), _SIGNALS, group, group_timeout(self.group)
+                slot_bytes * slots * (self.size - 1), self.signals, group, group_timeout(self.group)
             )
         except BaseException:
             self._record.close()
             raise
         self._moving = threading.Lock()
-        self._outgoing = {peer: _Outgoing(self._ring(peer, self.rank)) for peer in self._peers()}
-        self._incoming = {peer: _Incoming(self._ring(self.rank, peer)) for peer in self._peers()}
+        self._outgoing = {
+            peer: _Outgoing(self._cut(self._memory.buffer(peer), peer, self.rank, slot_bytes)) for peer in self._peers()
+        }
+        self._incoming = {
+            peer: _Incoming(self._cut(self._memory.buffer(), self.rank, peer, slot_bytes)) for peer in self._peers()
+        }
         self._is_waiting = False  # the caller's thread moves slices at present
         self._ends = threading.Event()
         self._mover: threading.Thread | None = None
@@ -100,10 +104,14 @@ class SharedMemoryCarrier(Carrier):
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
-    def _ring(self, owner: int, source: int) -> list[Tensor]:
-        """The slots in the owner's memory that `source` writes to."""
+    def _check_device(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"shared memory carries messages of tensors on CPUs, not on {device}: take gloo")
+
+    def _cut(self, buffer: Tensor, owner: int, source: int, slot_bytes: int) -> list[Tensor]:
+        """The slots in the owner's buffer that `source` writes to."""
         place = source if source < owner else source - 1
-        return list(self._memory.buffer(owner).view(-1, self._slots, self._slot_bytes)[place])
+        return list(buffer.view(-1, self._slots, slot_bytes)[place])
 
     def _begin(self, expected: Mapping[int, int]) -> None:
         for source, count in expected.items():
@@ -175,7 +183,7 @@ class SharedMemoryCarrier(Carrier):
         moved = False
         while outgoing.messages and self._memory.has_reached(peer, _FREED, outgoing.filled + 1 - self._slots):
             message = outgoing.messages[0]
-            message.copy_slice(outgoing.ring[outgoing.filled % self._slots], to_slot=True)
+            copy_all(message.next_slice(outgoing.ring[outgoing.filled % self._slots], to_slot=True))
             outgoing.filled += 1
             self._memory.signal(peer, _FILLED)
             moved = True
@@ -190,8 +198,8 @@ class SharedMemoryCarrier(Carrier):
         while incoming.left and self._memory.has_reached(peer, _FILLED, incoming.taken + 1):
             slot = incoming.ring[incoming.taken % self._slots]
             if incoming.message is None:
-                incoming.message = self._prepare(MessageHeader.unpack(slot))
-            incoming.message.copy_slice(slot, to_slot=False)
+                incoming.message = self._prepare(peer, *MessageHeader.unpack(slot))
+            copy_all(incoming.message.next_slice(slot, to_slot=False))
             incoming.taken += 1
             self._memory.signal(peer, _FREED)
             moved = True
@@ -201,13 +209,12 @@ class SharedMemoryCarrier(Carrier):
                 incoming.left -= 1
         return moved
 
-    def _prepare(self, unpacked: tuple[MessageHeader, int]) -> "Message":
+    def _prepare(self, peer: int, header: MessageHeader, header_bytes: int) -> "Message":
         """A message to receive, with memory for its tensors."""
-        header, header_bytes = unpacked
-        tensors = [None if one is None else self._empty(one) for one in header.tensors]
+        tensors = [None if one is None else self._empty(peer, one) for one in header.tensors]
         return Message(header, tensors, torch.empty(header_bytes, dtype=torch.uint8), self._is_in_slots)
 
-    def _empty(self, layout: TensorLayout) -> Tensor:
+    def _empty(self, peer: int, layout: TensorLayout) -> Tensor:
         return torch.empty(layout.shape, dtype=layout.dtype)
 
     def _wait(self, *args: Any, **kwargs: Any) -> None:
@@ -272,46 +279,58 @@ class Finished(NamedTuple):
 
 
 class Message:
-    """A message whose slices are being copied.
+    """A message whose slices are being copied; the bytes of those tensors for whose layout `is_part` is true.
 
-    parts: the memory of the header and of the tensors as bytes, with the byte of the message at which each begins.
+    packed: the header, copied before them, or None.
     """
 
     def __init__(
         self,
         header: MessageHeader,
         tensors: list[Tensor | None],
-        packed: Tensor,
+        packed: Tensor | None,
         is_part: Callable[[TensorLayout], bool],
     ) -> None:
         self.header = header
         self.tensors = tensors
+        self.ready: Any = None  # an event on a GPU, before which its tensors do not hold their values
         self._position = 0
-        self._parts = deque([(0, packed)])
-        end = packed.numel()
+        self._parts: deque[tuple[int, Tensor]] = deque()  # where each begins in the message, and its memory
+        end = 0
+        if packed is not None:
+            self._parts.append((0, packed))
+            end = packed.numel()
         for tensor, layout in zip(tensors, header.tensors, strict=True):
             if tensor is not None and layout is not None and is_part(layout):
-                end = -(-end // _ALIGNMENT) * _ALIGNMENT
-                self._parts.append((end, as_bytes(tensor)))
-                end += tensor.nbytes
+                start = -(-end // _ALIGNMENT) * _ALIGNMENT
+                self._parts.append((start, as_bytes(tensor)))
+                end = start + tensor.nbytes if tensor.nbytes else end
         self._num_bytes = end
 
     @property
     def is_complete(self) -> bool:
         return self._position >= self._num_bytes
 
-    def copy_slice(self, slot: Tensor, *, to_slot: bool) -> None:
-        """Copy the next slice to a slot, or from it."""
+    def next_slice(self, slot: Tensor, *, to_slot: bool) -> list[tuple[Tensor, Tensor]]:
+        """Begin the next slice: what to copy to the slot, or from it, as (target, source)."""
         begin, end = self._position, self._position + slot.numel()
         self._position = end
+        pairs = []
         while self._parts and self._parts[0][0] < end:
             start, data = self._parts[0]
             first, last = max(begin, start), min(end, start + data.numel())
             ours, theirs = data[first - start : last - start], slot[first - begin : last - begin]
-            (theirs if to_slot else ours).copy_(ours if to_slot else theirs)
+            pairs.append((theirs, ours) if to_slot else (ours, theirs))
             if last < start + data.numel():
                 break
             self._parts.popleft()
+        return pairs
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy each (target, source)."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 @dataclass

@@ -2,11 +2,11 @@
 """Pipeline stages: a model is cut between its blocks, and each rank keeps the blocks of its stages, under their names.
 
 A stage runs the model's own forward. Around its blocks that code runs as it always does, but what the rank does not
-have is passed by: a block before the stage returns what it is given, a module before the blocks (an embedding) returns
-a tensor of the right shape, and the first block of the stage gets the activations that the stage before has sent in the
-place of its arguments. When the code reaches the first block after the stage, `_EndOfStage` ends the forward, and the
-arguments that were meant for that block are what the stage sends. Masks, positions and rotary angles are computed by
-each stage from the model's inputs.
+have is passed by: a module of an earlier stage, a block or an embedding, returns zeros in the shapes of its results,
+and the first block of the stage gets the activations that the stage before has sent in the place of its arguments. When
+the code reaches the first block after the stage, `_EndOfStage` ends the forward, and the arguments that were meant for
+that block are what the stage sends. Masks, positions and rotary angles are computed by each stage from the model's
+inputs.
 
     model code of a stage that has blocks 2 and 3:
 
@@ -17,90 +17,61 @@ each stage from the model's inputs.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from stretto.execution import StageOptions
 from stretto.parallel.blocks import find_blocks
+from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.token_shards import TokenShards
+from stretto.parallel.pipeline.activations import Activations, OutputLayouts, StandIns, depend_on, tensors_of
 from stretto.parallel.roles.plan import ShardingPlan
 from stretto.schedules import partition
 from stretto.suggestions import did_you_mean
+
+# Some models register their heads before their blocks, or a norm of embeddings after them.
+_NAMES_AFTER = re.compile(r"head$|(^|_)(head|pooler|classifier|final|out)(_|$)")
 
 
 class _EndOfStage(BaseException):
     """Ends a stage's forward with what it sends. No code of a model catches it by `except Exception`."""
 
-    def __init__(self, activations: "Activations") -> None:
+    def __init__(self, activations: Activations) -> None:
         super().__init__("a pipeline stage has ended")
         self.activations = activations
-
-
-@dataclass
-class Activations:
-    """What one stage sends to the next: tensors, and which arguments of the next block they are.
-
-    places: of each tensor, the number of the block's parameter. outputs: how many outputs the blocks before return, 0
-    for a tensor alone. batch_shape: with sequence sharding, batch and seq of the tokens that ranks of x divide.
-    random_state: of the generators of the CPU and of this rank's GPU (None without dropout).
-    """
-
-    tensors: list[Tensor]
-    places: list[int]
-    outputs: int
-    batch_shape: tuple[int, int] = (0, 0)
-    random_state: tuple[Tensor, Tensor | None] | None = None
-
-    def as_message(self) -> list[Tensor | None]:
-        """The tensors that travel: a header, the states of random generators, and the activations."""
-        header = torch.tensor([self.outputs, *self.batch_shape, *self.places], dtype=torch.int64)
-        cpu, gpu = self.random_state or (None, None)
-        return [header, cpu, gpu, *self.tensors]
-
-    @classmethod
-    def from_message(cls, message: Sequence[Tensor | None], *, records: bool) -> "Activations":
-        """Read what `as_message` has made. records: the activations require gradients where they can."""
-        header, cpu, gpu, *received = message
-        assert header is not None
-        outputs, batch, seq, *places = header.tolist()
-        tensors = []
-        for tensor in received:
-            assert tensor is not None
-            tensors.append(tensor.requires_grad_(records and tensor.is_floating_point()))
-        return cls(tensors, places, outputs, (batch, seq), None if cpu is None else (cpu, gpu))
 
 
 @dataclass
 class StagePass:
     """One forward pass of one stage, and its backward pass, which may run blocks again.
 
-    received: of the stage before; None on the first stage. marker: stands for what earlier stages have computed; that a
-    result depends on it shows a connection across the cut.
+    received: of the stage before; None on the first stage. gradients: of what was received, after the backward pass.
+    layouts: of what this stage's modules, and those before, have returned. stand_ins: for the modules before. made:
+    while the stage learns what to send, the tensors that it has received and that its blocks have returned.
+    last_block: the number of the block that was called last.
     """
 
     stage: int
     first: int
     end: int
-    received: Activations | None
-    marker: Tensor | None
-    records_marker: bool
     sends_random_state: bool
+    received: Activations | None = None
+    gradients: list[Tensor | None] = field(default_factory=list)
+    layouts: OutputLayouts = field(default_factory=OutputLayouts)
+    stand_ins: StandIns | None = None
+    made: list[Tensor] | None = None
     has_entered: bool = False
-    outputs: int = 0
+    last_block: int = -1
     batch_shape: tuple[int, int] = (0, 0)
-
-    def pass_by(self) -> Any:
-        """What a block before the stage returns."""
-        outputs = 0 if self.received is None else self.received.outputs
-        return (self.marker, *[None] * (outputs - 1)) if outputs else self.marker
 
 
 @dataclass
@@ -157,8 +128,8 @@ class ModelStages:
         return len(self.mine)
 
     def must_learn(self, stage: int) -> bool:
-        """Whether a forward pass must record gradients to show what the stage sends."""
-        return stage < self.count - 1 and stage not in self.carried
+        """Whether a forward pass must record gradients to show what the stage sends, or what skips the cut before."""
+        return (stage < self.count - 1 and stage not in self.carried) or (stage > 0 and stage not in self.checked)
 
     def has_block(self, index: int) -> bool:
         """Whether one of this rank's stages has this block."""
@@ -183,17 +154,16 @@ class ModelStages:
 
     def begin(self, stage: int, received: Activations | None) -> StagePass:
         """Begin a forward pass of a stage with what the stage before has sent."""
-        records = received is not None and torch.is_grad_enabled() and stage not in self.checked
-        marker = None
+        begun = StagePass(stage, self.cuts[stage], self.cuts[stage + 1], self.needs_random_state, received)
         if received is not None:
-            marker = received.tensors[0].detach()
-            if records and marker.is_floating_point():
-                marker.requires_grad_()
-        begun = StagePass(
-            stage, self.cuts[stage], self.cuts[stage + 1], received, marker, records, self.needs_random_state
-        )
-        if received is not None:
-            begun.batch_shape = received.batch_shape
+            begun.batch_shape, begun.layouts = received.batch_shape, received.layouts
+            begun.stand_ins = StandIns(received.layouts, received.tensors[0].device)
+            if torch.is_grad_enabled():
+                begun.gradients = received.record()
+                if stage not in self.checked:
+                    begun.stand_ins.leaves = []
+        if torch.is_grad_enabled() and stage < self.count - 1 and stage not in self.carried:
+            begun.made = [] if received is None else list(received.tensors)
         return begun
 
     def run(self, model: nn.Module, stage_pass: StagePass, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -205,48 +175,48 @@ class ModelStages:
             except _EndOfStage as end:
                 output = end.activations
         if is_last == isinstance(output, Activations) or (stage > 0 and not stage_pass.has_entered):
-            raise ValueError(
-                f"the forward of {type(model).__name__} has not called its blocks {self.block_names[0]} to "
-                f"{self.block_names[-1]} once each and in order, as pipeline stages need"
-            )
-        if stage_pass.records_marker:
-            self._check_connections(model, stage_pass, output)
+            raise self._out_of_order()
+        if stage_pass.stand_ins is not None and stage_pass.stand_ins.leaves is not None:
+            ends = output.tensors if isinstance(output, Activations) else tensors_of(output)
+            if depend_on(ends, stage_pass.stand_ins.leaves):
+                raise ValueError(
+                    f"stage {stage} of {type(model).__name__} uses what an earlier stage has computed, beside the "
+                    f"arguments of {self.block_names[stage_pass.first]}: a connection skips the cut before that block. "
+                    "Cut elsewhere, with parallelize(..., stages=StageOptions(cuts=...)), or use pipe=1"
+                )
             self.checked.add(stage)
+        stage_pass.stand_ins = stage_pass.made = None
         return output
 
-    def _check_connections(self, model: nn.Module, stage_pass: StagePass, output: Any) -> None:
-        """Raise ValueError if a stage's output depends on an earlier stage but for what it has received."""
-        ends = output.tensors if isinstance(output, Activations) else _tensors_of(output)
-        waiting = [tensor.grad_fn for tensor in ends if tensor.grad_fn is not None]
-        seen = set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if getattr(node, "variable", None) is stage_pass.marker:
-                raise ValueError(
-                    f"stage {stage_pass.stage} of {type(model).__name__} uses what an earlier stage has computed, "
-                    f"beside the arguments of {self.block_names[stage_pass.first]}: a connection skips the cut before "
-                    "that block. Cut elsewhere, with parallelize(..., stages=StageOptions(cuts=...)), or use pipe=1"
-                )
-            waiting += [before for before, _ in node.next_functions if before is not None]
+    def _out_of_order(self) -> ValueError:
+        return ValueError(
+            f"the model's forward has not called its blocks {self.block_names[0]} to {self.block_names[-1]} once each "
+            "and in order, as pipeline stages need; use pipe=1"
+        )
 
     # What the modules of a cut model do in their forward.
 
     def run_block(self, index: int, signature: inspect.Signature, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run, pass by or end at a block, in the place of its forward (None where another rank has it)."""
         now = self._require_pass()
+        is_again = in_backward()  # transformers' layers are computed again through here
+        if not is_again:
+            if index <= now.last_block or index > now.end:
+                raise self._out_of_order()
+            now.last_block = index
         if index < now.first:
-            return now.pass_by()
-        if index >= now.end:
+            assert now.stand_ins is not None
+            return now.stand_ins.make(index)
+        if index == now.end:
             raise _EndOfStage(self._leaving(now, index, signature, args, kwargs))
         if index == now.first:
             now.has_entered = True
             if now.received is not None:
                 args, kwargs = self._entering(now, index, signature, args, kwargs)
         output = forward(*args, **kwargs)
-        now.outputs = len(output) if isinstance(output, tuple) else 0
+        if not is_again and now.stage < self.count - 1:
+            now.layouts.note(index, output)
+            output = self._show(now, output)
         return output
 
     def run_part(self, part: _Part, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -258,13 +228,33 @@ class ModelStages:
                     f"{part.name} is called after the blocks, and was taken for a part of the first stage: "
                     f"parallelize(..., stages=StageOptions(last=[{part.name!r}])) gives it to the last one"
                 )
-            return forward(*args, **kwargs) if now.received is None else now.marker
+            if now.received is not None:
+                assert now.stand_ins is not None
+                return now.stand_ins.make(part.name)
+            output = forward(*args, **kwargs)
+            if self.count > 1:
+                now.layouts.note(part.name, output)
+            return self._show(now, output)
         if not now.has_entered or now.stage != self.count - 1:
             raise ValueError(
                 f"{part.name} is called before the blocks, and was taken for a part of the last stage: "
                 f"parallelize(..., stages=StageOptions(first=[{part.name!r}])) gives it to the first one"
             )
         return forward(*args, **kwargs)
+
+    def _show(self, now: StagePass, output: Any) -> Any:
+        """While the stage learns what to send, have autograd show what is made from a module's output.
+
+        That of frozen modules needs no gradient, and has to be sent all the same.
+        """
+        if now.made is None:
+            return output
+        shown = tree_map(
+            lambda leaf: leaf.detach().requires_grad_().clone() if _is_constant(leaf) else leaf,
+            output,
+        )
+        now.made += tensors_of(shown)
+        return shown
 
     def _require_pass(self) -> StagePass:
         if self.current is None:
@@ -275,7 +265,10 @@ class ModelStages:
         return self.current
 
     def _leaving(self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any) -> Activations:
-        """The arguments of the block after the stage that are sent: its first tensor, and all that need gradients."""
+        """The arguments of the block after the stage that are sent.
+
+        Its first tensor, all that need gradients, and all that blocks have returned.
+        """
         given = signature.bind(*args, **kwargs).arguments
         names = list(signature.parameters)
         known = self.carried.get(now.stage)
@@ -283,16 +276,16 @@ class ModelStages:
         for name, value in given.items():
             place = names.index(name)
             if signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
-                if any(tensor.requires_grad for tensor in _tensors_of(value)):
+                if any(tensor.requires_grad for tensor in tensors_of(value)):
                     raise ValueError(
                         f"{self.block_names[index]} gets a tensor that needs a gradient in {name}, which no stage can "
                         "send: name it among the parameters of the block's forward"
                     )
                 continue
-            is_carried = known is not None and place in known
+            is_carried = place in known if known is not None else any(value is each for each in now.made or ())
             if isinstance(value, Tensor) and (not places or is_carried or value.requires_grad):
                 places.append(place)
-            elif any(tensor.requires_grad for tensor in _tensors_of(value)):
+            elif any(tensor.requires_grad for tensor in tensors_of(value)):
                 raise ValueError(
                     f"{self.block_names[index]} gets several tensors that need gradients in {name}, which no stage can "
                     "send: pass each as an argument of its own"
@@ -307,7 +300,7 @@ class ModelStages:
             on_gpu = tensors[0].is_cuda
             state = torch.get_rng_state(), torch.cuda.get_rng_state(tensors[0].device) if on_gpu else None
         batch_shape = (0, 0) if self.tokens is None else self.tokens.shape
-        return Activations(tensors, places, now.outputs, batch_shape, state)
+        return Activations(tensors, places, now.layouts, batch_shape, state)
 
     def _entering(
         self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any
@@ -341,8 +334,8 @@ def names_elsewhere(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in whole_model(model).named_parameters() if name not in own)
 
 
-def _tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
 
 
 class PassedBy(nn.Module):
@@ -359,6 +352,29 @@ class PassedBy(nn.Module):
             if name not in own and not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
                 setattr(self, name, value)
         self._call = call
+        self._original_type = type(original)
+
+    def __getattr__(self, name: str) -> Any:
+        """A submodule or parameter, or what the original's class has: a constant, or a property of plain values."""
+        if name in self._modules or name in self._parameters or name.startswith("__"):
+            return super().__getattr__(name)
+        kind = vars(self).get("_original_type", nn.Module)
+        value = inspect.getattr_static(kind, name, None)
+        if isinstance(value, property) and value.fget is not None:
+            return value.fget(self)
+        if value is not None and not callable(value) and not hasattr(value, "__get__"):
+            return value
+        raise AttributeError(
+            f"the model's code uses {name!r} of a {kind.__name__} that another pipeline stage has: of such modules it "
+            "can use forward and plain attributes alone; use pipe=1"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Raise ValueError: what a list of modules has is on another rank."""
+        raise ValueError(
+            f"the model's code takes a module out of a {self._original_type.__name__} that another pipeline stage has: "
+            "pipeline stages take models whose repeated blocks are modules of their own; use pipe=1"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pass by, or end the stage."""
@@ -377,12 +393,7 @@ def find_stages(model: nn.Module, grid: Grid, options: StageOptions) -> ModelSta
     pipe, rank = grid.size("pipe"), grid.coordinate("pipe")
     names = _block_names(model, options)
     count = pipe * options.virtual_stages
-    if len(names) < count:
-        raise ValueError(
-            f"pipe={pipe} with {options.virtual_stages} stages a rank makes {count} stages, but {type(model).__name__} "
-            f"has {len(names)} blocks ({names[0]} to {names[-1]}), and each stage needs one: "
-            f"pipe={max(1, len(names) // options.virtual_stages)} would do"
-        )
+    options.check(pipe, len(names))
     parts = _find_parts(model, names, options)
     cuts = _find_cuts(model, names, parts, count, options)
     loops = [stage % pipe for stage in range(count)]
@@ -395,22 +406,23 @@ def find_stages(model: nn.Module, grid: Grid, options: StageOptions) -> ModelSta
 def _block_names(model: nn.Module, options: StageOptions) -> tuple[str, ...]:
     if options.blocks is not None:
         return tuple(find_blocks(model, options.blocks))
-    lists = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
-    ]
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():  # from outside to inside: the parts of a block are no blocks
+        if isinstance(module, nn.ModuleList) and len(module) and not any(part in lists for part in _from_outside(name)):
+            lists[name] = module
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no nn.ModuleList, so its blocks are not known: name them with "
             "parallelize(..., stages=StageOptions(blocks=[...]))"
         )
-    name, longest = max(lists, key=lambda item: len(item[1]))
+    name, longest = max(lists.items(), key=lambda item: len(item[1]))
     return tuple(f"{name}.{index}" for index in range(len(longest)))
 
 
 def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) -> tuple[_Part, ...]:
     """The modules with parameters beside the blocks, and whether they come before these.
 
-    They come in the order of transformers' plan for pipelines, or else in that of their registration.
+    They come in the order of transformers' plan for pipelines, or else as their names tell, or as they are registered.
     """
     parents = {parent for name in blocks for parent in _from_outside(name)}
     planned = _planned_order(model)
@@ -429,12 +441,19 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
             if name in parents or name in blocks:
                 is_before = False
             elif next(child.parameters(), None) is not None:
-                beside[name] = planned.get(name, is_before)
+                beside[name] = planned.get(name, _is_named_before(key, is_before))
     for pattern, is_before in [*((name, True) for name in options.first), *((name, False) for name in options.last)]:
         if pattern not in beside:
             raise ValueError(f"no module beside the blocks is named {pattern!r}{did_you_mean(pattern, beside)}")
         beside[pattern] = is_before
     return tuple(_Part(name, is_before) for name, is_before in beside.items())
+
+
+def _is_named_before(name: str, otherwise: bool) -> bool:
+    """Whether a module comes before the blocks, by its name; `otherwise` where that does not tell."""
+    if _NAMES_AFTER.search(name):
+        return False
+    return otherwise or "embed" in name
 
 
 def _from_outside(name: str) -> list[str]:
@@ -458,13 +477,7 @@ def _find_cuts(
     model: nn.Module, names: Sequence[str], parts: Sequence[_Part], count: int, options: StageOptions
 ) -> tuple[int, ...]:
     if options.cuts is not None:
-        cuts = (0, *options.cuts, len(names))
-        if len(cuts) != count + 1 or any(later <= before for before, later in pairwise(cuts)):
-            raise ValueError(
-                f"cuts is {list(options.cuts)}, but must be the {count - 1} ascending numbers, between 1 and "
-                f"{len(names) - 1}, of the blocks with which stages 1 to {count - 1} begin"
-            )
-        return cuts
+        return (0, *options.cuts, len(names))
     # A product with a weight takes operations in proportion to its numbers; looking up rows of an embedding takes none.
     costs = [float(_multiplied(model.get_submodule(name))) for name in names]
     last = float(sum(_multiplied(model.get_submodule(part.name)) for part in parts if not part.is_before))

@@ -279,6 +279,18 @@ def calls_loss_function(model: nn.Module) -> bool:
     return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
 
 
+def compares_with_next(model: nn.Module) -> bool:
+    """Whether the model's loss compares logits with the next token's label: of its own code, as variables' names say.
+
+    Such a loss leaves the first label of each row out.
+    """
+    if calls_loss_function(model):
+        ours = getattr(getattr(model, "loss_function", None), "is_shifted", None)
+        return bool(_shifts_labels(model) if ours is None else ours)
+    forward = inspect.unwrap(type(model).forward)
+    return inspect.isfunction(forward) and any("shift" in name for name in forward.__code__.co_varnames)
+
+
 def changes_logits(model: nn.Module) -> bool:
     """Whether the model's forward scales or caps logits between head and loss, by the names of what it reads."""
     forward = inspect.unwrap(type(model).forward)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
-from stretto.execution import ExecutionOptions, Overlap, Recomputation, StateOptions
+from stretto.execution import ExecutionOptions, Overlap, Recomputation, StageOptions, StagePlacement, StateOptions
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_LAYERS,
@@ -248,6 +248,41 @@ class RunConfig(RunOptions):
         return "full" if self.checkpoint_activations and self.recompute == "none" else self.recompute
 
 
+class PipelineConfig(Section):
+    """How a step of a model in pipeline stages (`grid.pipe` > 1) executes."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "message-driven"] = option(
+        "1f1b", "the order of forward and backward passes; `message-driven` computes what has arrived "
+        "([pipelines.md](pipelines.md))",
+    )  # fmt: skip
+    virtual_stages: Annotated[int | None, CanBeNone] = option(
+        None, "stages that each rank of pipe has", unit="stages",
+        unset="2 for interleaved, zb-v and dualpipe-v, else 1", ge=1, le=MAX_LAYERS,
+    )  # fmt: skip
+    limit: Annotated[int | None, CanBeNone] = option(
+        None, "message-driven: micro-batches in flight at once", unset="`grid.pipe`", ge=1, le=1 << 20
+    )
+    serve_first: Annotated[Literal["arrival", "backward", "forward"] | None, CanBeNone] = option(
+        None, "message-driven: what is computed first where an activation and a gradient both wait",
+        unset="`backward`",
+    )  # fmt: skip
+    extra_warm_up: int = option(
+        0, "1f1b: forward passes of the first stage before its first backward pass, beyond those that 1F1B needs; they "
+        "hide the latency of messages", unit="micro-batches", ge=0, le=1 << 20,
+    )  # fmt: skip
+    cuts: Annotated[list[int] | None, CanBeNone] = option(
+        None, "the blocks with which stages 1, 2, ... begin", unset="so that the costliest stage is as cheap as can be"
+    )
+
+    @property
+    def stages(self) -> StageOptions:
+        """How the model is cut."""
+        placement: StagePlacement = "v" if self.schedule in ("zb-v", "dualpipe-v") else "loops"
+        usual = 1 if self.schedule in ("gpipe", "1f1b", "zb-h1", "message-driven") else 2
+        cuts = None if self.cuts is None else tuple(self.cuts)
+        return StageOptions(self.virtual_stages or usual, placement, cuts)
+
+
 class OverlapConfig(Section):
     """Which collectives overlap with computation. None of these options changes a result."""
 
@@ -287,6 +322,7 @@ class TrainConfig(JobConfig):
     data: DataConfig
     train: RunConfig
     overlap: OverlapConfig = OverlapConfig()
+    pipeline: PipelineConfig = PipelineConfig()
 
     @property
     def execution(self) -> ExecutionOptions:
@@ -298,7 +334,13 @@ class TrainConfig(JobConfig):
             shard_sequence=self.train.shard_sequence,
             tune_matmuls=self.train.tune_matmuls,
             accumulate_unsharded=self.train.accumulate_unsharded,
+            stages=self.pipeline.stages if self.is_pipelined else None,
         )
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether the model is cut into pipeline stages."""
+        return self.grid.pipe * self.pipeline.stages.virtual_stages > 1
 
     @property
     def items_a_step(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto.axes import OUTER_TO_INNER, GridSizes
 from stretto.planner.grids import divisors, every_grid
+from stretto.schedules import build_schedule
 from stretto.train.config.options import GridConfig, contradictions_of_run, nearest_multiple
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def contradictions(config: "TrainConfig") -> list[str]:
     problems += contradictions_of_run(run)
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
+    problems += _contradictions_of_pipeline(config)
     if run.accumulate_unsharded:
         reasons = {
             f"grid.z is {grid.z}, so that z divides no gradient": grid.z == 1,
@@ -138,6 +140,52 @@ _STATE_OPTIONS = (
     "step_on",
     "host_memory",
 )
+
+
+def _contradictions_of_pipeline(config: "TrainConfig") -> list[str]:
+    """Check the options of pipeline stages. Returns a message for each rule that is broken."""
+    grid, run, options = config.grid, config.train, config.pipeline
+    changed = [
+        name
+        for name, needed in (("limit", "message-driven"), ("serve_first", "message-driven"), ("extra_warm_up", "1f1b"))
+        if getattr(options, name) and options.schedule != needed
+    ]
+    problems = [
+        f"pipeline.{name} is {getattr(options, name)!r}, but pipeline.schedule is {options.schedule!r}, which has no "
+        f"such option; pipeline.schedule={'1f1b' if name == 'extra_warm_up' else 'message-driven'!r} would do"
+        for name in changed
+    ]
+    try:
+        stages = options.stages
+    except ValueError as error:
+        return [*problems, f"pipeline.{error}"]
+    if not config.is_pipelined:
+        if options.cuts is not None:
+            problems.append(f"pipeline.cuts is {options.cuts}, but grid.pipe is 1, so that there is one stage")
+        return problems
+    if run.cuda_graph:
+        problems.append(
+            "train.cuda_graph is on and the model has pipeline stages, but a graph cannot wait for messages that the "
+            "host receives; train.cuda_graph=false would do"
+        )
+    rows = run.batch // grid.batch_parts
+    if run.batch % grid.batch_parts or rows % (run.micro_batch or rows):
+        return problems
+    number = rows // (run.micro_batch or rows)
+    if options.schedule == "message-driven":
+        if stages.virtual_stages > 1:
+            problems.append(
+                f"pipeline.virtual_stages is {stages.virtual_stages}, but message-driven order takes one stage a rank"
+            )
+        return problems
+    try:
+        build_schedule(options.schedule, grid.pipe, number, stages.virtual_stages, options.extra_warm_up)
+    except ValueError as error:
+        problems.append(
+            f"pipeline.schedule is {options.schedule!r}, with {number} micro-batches of a rank (train.batch / (data x "
+            f"z) / train.micro_batch): {error}"
+        )
+    return problems
 
 
 def nearest_grid(

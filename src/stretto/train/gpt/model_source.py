@@ -56,13 +56,19 @@ class ModelSource(ABC):
         """Read the weights that training starts from into a model that `parallelize` has returned."""
 
     @abstractmethod
+    def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
+        """The arguments of the model's forward with which it returns the mean loss over the global batch.
+
+        tokens, targets: this rank's, int64 [rows, seq_len]; a target of -100 is not counted. num_targets: the valid
+        targets of the global batch.
+        """
+
     def compute_loss(
         self, model: "nn.Module", tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int"
     ) -> "Tensor":
-        """The mean loss over the global batch, which has `num_targets` valid targets.
-
-        tokens, targets: this rank's, int64 [rows, seq_len]; a target of -100 is not counted.
-        """
+        """The mean loss over the global batch, of `arguments`."""
+        output = model(**self.arguments(tokens, targets, num_targets))
+        return getattr(output, "loss", output)
 
     def flops_per_token(self, seq_len: int) -> int | None:
         """Model FLOPs of a training step for each token, as of `GPTConfig.flops_per_token`; None if unknown."""
@@ -96,10 +102,8 @@ class GPTSource(ModelSource):
         with torch.device("meta"):
             return GPT(self.config)
 
-    def compute_loss(
-        self, model: "nn.Module", tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int"
-    ) -> "Tensor":
-        return model(tokens, targets, num_targets=num_targets)
+    def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
+        return {"tokens": tokens, "targets": targets, "num_targets": num_targets}
 
 
 class FolderSource(ModelSource):
@@ -176,14 +180,15 @@ class FolderSource(ModelSource):
 
         import_safetensors(model, self.weights_file)
 
-    def compute_loss(
-        self, model: "nn.Module", tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int"
-    ) -> "Tensor":
+    def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
         # Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are.
-        output = model(
-            input_ids=tokens, labels=targets, shift_labels=targets, num_items_in_batch=num_targets, use_cache=False
-        )
-        return output.loss
+        return {
+            "input_ids": tokens,
+            "labels": targets,
+            "shift_labels": targets,
+            "num_items_in_batch": num_targets,
+            "use_cache": False,
+        }
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -292,6 +292,10 @@ def _check_grid(config: TrainConfig, source: ModelSource) -> None:
     if architecture is None:
         return
     config.execution.recomputation.check_blocks(architecture.layers)
+    try:
+        config.execution.stages.check(config.grid.pipe, architecture.layers)
+    except ValueError as error:
+        raise ValueError(f"{'pipeline' if str(error).startswith('cuts') else 'grid'}.{error}") from None
     if why := why_impossible(architecture, check_sizes(config.grid.sizes()), batch):
         near = nearest_grid(config.grid, config.ranks, lambda sizes: why_impossible(architecture, sizes, batch) is None)
         would = f"no grid of {config.ranks} ranks can: take fewer" if near is None else f"the grid {near} would do"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from stretto.axes import BATCH
 from stretto.cluster import Cluster
-from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
+from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
+from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
 from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, save_state, training_state
 from stretto.train.checkpoint.metadata import check_description
 from stretto.train.checkpoint.torch_format import read_index
@@ -30,7 +31,7 @@ from stretto.train.gpt.preflight import (
     predict_run,
 )
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
-from stretto.train.step_executor import StepFunctions, build_executor
+from stretto.train.step_executor import PipelineExecutor, StepExecutor, StepFunctions, build_executor
 from stretto.train.stored_optimizer import StoredOptimizer, build_stored_optimizer
 from stretto.train.task import Evaluation, TrainTask
 
@@ -80,10 +81,25 @@ class GPTTask(TrainTask):
         self.optimizer: ShardOptimizer | StoredOptimizer | None = None
         if not self.keeps_state_apart:  # else it is made of the weights that training starts from
             self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
-        self._executor = build_executor(
-            StepFunctions(self.model, self._compute_loss, self._update, self._scale_loss),
-            micro_batch=options.micro_batch,
-            cuda_graph=options.cuda_graph,
+        functions = StepFunctions(self.model, self._compute_loss, self._update, self._scale_loss)
+        self.pipeline: Pipeline | None = None
+        self._executor: StepExecutor
+        if config.is_pipelined:
+            self.pipeline = self._build_pipeline(options.micro_batch or options.batch // grid.size(BATCH))
+            self._executor = PipelineExecutor(functions, self.pipeline, self._arguments)
+        else:
+            self._executor = build_executor(functions, micro_batch=options.micro_batch, cuda_graph=options.cuda_graph)
+
+    def _build_pipeline(self, micro_batch: int) -> Pipeline:
+        options = self.config.pipeline
+        return Pipeline(
+            self.model,
+            self.grid,
+            schedule=options.schedule,
+            micro_batch_size=micro_batch,
+            limit=options.limit,
+            serve_first=options.serve_first,
+            extra_warm_up=options.extra_warm_up,
         )
 
     def start(self) -> None:
@@ -98,7 +114,7 @@ class GPTTask(TrainTask):
             metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         else:
             metadata = load_checkpoint(checkpoint, self.model)
-            load_optimizer_state(checkpoint, metadata, self._take_over())
+            load_optimizer_state(checkpoint, metadata, self._take_over(), elsewhere=names_elsewhere(self.model))
         self.compare_data(metadata)
         return metadata.step
 
@@ -128,6 +144,8 @@ class GPTTask(TrainTask):
         options, dataset, sequences = self.config.train, self.held_out.dataset, self.held_out.sequences
         parts, coordinate = self.grid.size(BATCH), self.grid.coordinate(BATCH)
         rows = options.micro_batch or options.batch // parts
+        if self.pipeline is not None:  # so many at once that all stages compute
+            rows = options.batch // parts
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         num_targets = 0
         was_training = self.model.training
@@ -139,12 +157,17 @@ class GPTTask(TrainTask):
                 tokens, targets = self._read(dataset, batch[np.minimum(places, len(batch) - 1)])
                 targets[max(0, len(batch) - coordinate * rows) :] = IGNORED_TARGET
                 count = dataset.num_targets(batch)
-                total += self.source.compute_loss(self.model, tokens, targets, count).double() * count
+                total += self._loss_of(tokens, targets, count).double() * count
                 num_targets += count
         finally:
             self.model.train(was_training)
         loss = float(total) / num_targets
         return {"evaluation_loss": _finite(loss), "perplexity": _finite(math.exp(loss) if loss < 700 else math.inf)}
+
+    def _loss_of(self, tokens: Tensor, targets: Tensor, count: int) -> Tensor:
+        if self.pipeline is None:
+            return self.source.compute_loss(self.model, tokens, targets, count)
+        return self.pipeline.evaluate(**self.source.arguments(tokens, targets, count))
 
     def close(self) -> None:
         self._executor.close()
@@ -170,7 +193,7 @@ class GPTTask(TrainTask):
         } | ({} if self.sampler.dataset_length == len(self.dataset) else {"sequences": self.sampler.dataset_length})
 
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(parameter.numel() for parameter in whole_model(self.model).parameters())
 
     def full_rate(self) -> float | None:
         if self.grid.device.type != "cuda":
@@ -187,9 +210,15 @@ class GPTTask(TrainTask):
         return predict_run(self.config, self.source)
 
     def _compute_loss(self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None) -> Tensor:
+        return self.source.compute_loss(self.model, tokens, targets, self._count(num_targets))
+
+    def _arguments(self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None) -> dict[str, Any]:
+        return self.source.arguments(tokens, targets, self._count(num_targets))
+
+    def _count(self, num_targets: Tensor | None) -> Tensor | int:
+        """The valid targets of the global batch."""
         options = self.config.train
-        count = options.batch * options.seq_len if num_targets is None else num_targets[0]
-        return self.source.compute_loss(self.model, tokens, targets, count)
+        return options.batch * options.seq_len if num_targets is None else num_targets[0]
 
     def _update(self, lr: float | Tensor) -> Tensor:
         clip = self.config.train.clip

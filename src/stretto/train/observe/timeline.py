@@ -28,13 +28,15 @@ TRACE_FILE = "trace.json"
 COMPUTE = "compute"
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
 TO_DEVICE, TO_HOST = HOST_COPIES = ("host to device", "device to host")
-ROWS = (COMPUTE, *INNER_TO_OUTER, OTHER, *HOST_COPIES)
+BUBBLE = "bubble"  # of a pipeline: the rank waits for a message that was not sent yet
+ROWS = (COMPUTE, *INNER_TO_OUTER, OTHER, *HOST_COPIES, BUBBLE)
 # Copy engines communicate only over z; these kernels start their copies, wait for them, and sum what they brought.
 COPY_ENGINE_AXIS = "z"
 COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
 
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
 _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
+_WAIT = re.compile(r"stretto waited (\d+\.\d+) (\d+\.\d+)")  # stretto.parallel.pipeline marks them
 _COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)"
 
 
@@ -116,6 +118,11 @@ class Timeline:
         return {row: self._a_step(self.exposed(row)) for row in HOST_COPIES}
 
     @property
+    def bubble(self) -> float:
+        """Seconds per step in which a pipeline stage computes nothing, since a message was not sent yet."""
+        return self._a_step(self.exposed(BUBBLE))
+
+    @property
     def idle(self) -> float:
         """Seconds per step in which nothing runs: no computation, communication or copy."""
         return self.step_time - self._a_step(merge(part for row in self.rows for part in self.busy(row)))
@@ -132,7 +139,7 @@ class Timeline:
             "host_copies": self.host_copies,
             "exposed_host_copies": self.exposed_host_copies,
             "idle": self.idle,
-        }
+        } | ({"bubble": self.bubble} if BUBBLE in self.rows else {})
 
     @property
     def _communication_rows(self) -> tuple[str, ...]:
@@ -168,6 +175,7 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
     if not steps:
         raise ValueError(f"{where} has no step: `stretto train --trace` marks those that it traces")
     spans = _gpu_spans(events, about["groups"]) if is_gpu else _cpu_spans(events)
+    spans += _waits(events)
     origin, end = steps[0].start, steps[-1].end
     return Timeline(
         grid=dict(about["grid"]),
@@ -217,6 +225,18 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -
             elif event["name"].startswith("nccl") or "Collective name" in about:
                 row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)
             spans.append(Span(row, event["name"], *_interval(event)))
+    return spans
+
+
+def _waits(events: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """Collect the waits of a pipeline stage, whose ends are marked: bubbles, and messages on their way."""
+    spans = []
+    for event in events:
+        if event.get("cat") == "user_annotation" and (found := _WAIT.fullmatch(event["name"])):
+            end, _ = _interval(event)
+            bubble, message = map(float, found.groups())
+            spans.append(Span(BUBBLE, "bubble", end - message - bubble, end - message))
+            spans.append(Span("pipe", "message", end - message, end))
     return spans
 
 

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of `stretto bench messages`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from stretto.bench.settings import Option, Repeats, require_least
+
+LARGEST_MB = 4096
+
+
+@dataclass(frozen=True)
+class MessagesSetting:
+    """What `stretto bench messages` measures. Raises ValueError for settings that cannot work."""
+
+    sizes: Annotated[tuple[float, ...], Option("Sizes in MB (2^20 bytes), with commas.")] = (1, 2, 5, 10, 20, 50)
+    repeats: Repeats = 10
+    rounds: Annotated[int, Option("Rounds over all carriers; the median of all rounds' runs counts.")] = 5
+
+    def __post_init__(self) -> None:
+        require_least(1, repeats=self.repeats, rounds=self.rounds)
+        for size in self.sizes:
+            if not 0 < size <= LARGEST_MB:
+                raise ValueError(f"a size of {size:g} MB: must be more than 0 and at most {LARGEST_MB}")
+
+
+def require_two_ranks(ranks: int) -> None:
+    """ValueError for a single rank, which has nobody to send to."""
+    if ranks < 2:
+        raise ValueError(f"messages go between 2 ranks at least, and --ranks is {ranks}: 2 would do")

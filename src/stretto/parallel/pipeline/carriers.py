@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which carrier takes messages between the stages of a group, and how it is made.
+
+    ranks on                                                      carrier
+    CPUs of one machine                                           shared memory
+    CPUs of several machines                                      gloo
+    GPUs of one machine that reach each other's memory, or one    symmetric memory
+    other GPUs                                                    NCCL; gloo where ranks share GPUs
+
+`stretto bench messages` measures them (results/messages).
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stretto.memory import exchange, find_own_rank, group_timeout, shared_gpus
+from stretto.memory.gpus import find_obstacle
+from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
+from stretto.parallel.pipeline.messages import Carrier
+from stretto.parallel.pipeline.nccl_carrier import NCCLCarrier
+from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
+from stretto.parallel.pipeline.symmetric_memory_carrier import SymmetricMemoryCarrier
+from stretto.suggestions import name_known
+
+CARRIERS: Mapping[str, type[Carrier]] = {
+    carrier.name: carrier for carrier in (GlooCarrier, SharedMemoryCarrier, SymmetricMemoryCarrier, NCCLCarrier)
+}
+"""All carriers, by name."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+def make_carrier(group: dist.ProcessGroup | None, device: torch.device | str, name: str | None = None) -> Carrier:
+    """Make the carrier of a group's messages. All ranks call it, with the same name.
+
+    device: this rank's. name: one of `CARRIERS`; None: what `choose_carrier` says. ValueError for an unknown name, and
+    for a carrier that does not reach these ranks' tensors.
+    """
+    if name is not None and name not in CARRIERS:
+        raise ValueError(f"there is no carrier of messages {name!r}{name_known(name, CARRIERS)}")
+    carrier = CARRIERS[name or choose_carrier(group, device)]
+    return carrier(group, device)
+
+
+def choose_carrier(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
+    """The name of the carrier that is the fastest between a group's ranks at 1 to 50 MB, by what was measured.
+
+    Collective, with one result on all ranks. device: this rank's.
+    """
+    _, size = find_own_rank(group)
+    device = torch.device(device)
+    if size == 1:
+        return GlooCarrier.name  # hands over, and connects to nobody
+    if device.type == "cpu":
+        return SharedMemoryCarrier.name if _share_memory(group) else GlooCarrier.name
+    whole = dist.group.WORLD if group is None else group
+    assert isinstance(whole, dist.ProcessGroup)
+    if find_obstacle(whole, device, needs_atomics=False) is None:
+        return SymmetricMemoryCarrier.name
+    return GlooCarrier.name if shared_gpus.is_enabled() else NCCLCarrier.name
+
+
+def _share_memory(group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks are processes of one user on one machine that see each other in /proc."""
+    if not _BOOT_ID.exists() or not _NAMESPACE.exists():
+        return False
+    here = (socket.gethostname(), _BOOT_ID.read_text().strip(), _NAMESPACE.stat().st_ino, os.getuid())
+    return len(set(exchange(here, group, group_timeout(group)))) == 1
