@@ -142,6 +142,7 @@ class Carrier(ABC):
         with self._changed:
             self._unsent.setdefault(destination, []).append(key)
         self._send(destination, header, values)
+        self._require_usable(in_step=True)
 
     def wait_any(self) -> MessageKey:
         """Wait until a message is there that was neither reported nor taken, and report it: in the order of arrival."""
@@ -158,6 +159,7 @@ class Carrier(ABC):
         """Report the messages that are there and were neither reported nor taken. It waits for nothing."""
         self._require_usable(in_step=True)
         self._progress()
+        self._require_usable(in_step=True)
         with self._changed:
             keys = list(self._arrived)
             self._arrived.clear()
