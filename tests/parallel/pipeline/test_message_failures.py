@@ -2,6 +2,7 @@
 """Ranks that die, stop or stall: all others raise in time, name the rank at which it began, and end."""
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -142,7 +144,9 @@ def fail_otherwise(kind, how):
     began = time.monotonic()
     room = contextlib.ExitStack()
     if how == "memory" and rank == 1:
-        room.enter_context(pytest.MonkeyPatch.context()).setattr(torch, "empty", refuse_to_allocate)
+        patch = room.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(torch, "empty", functools.partial(refuse_to_allocate, torch.zeros))
+        patch.setattr(numpy, "empty", functools.partial(refuse_to_allocate, numpy.zeros))
     carrier.begin_step({1 - rank: 1})
     match how:
         case "deadlock":
@@ -195,10 +199,10 @@ def fail_otherwise(kind, how):
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
 
 
-def refuse_to_allocate(*sizes, **options):
+def refuse_to_allocate(allocate, *sizes, **options):
     if math.prod(sizes[0] if isinstance(sizes[0], tuple) else sizes) >= 100_000:
         raise MemoryError("no room")
-    return torch.zeros(*sizes, **options)
+    return allocate(*sizes, **options)
 
 
 def take_in_the_next_step(carrier):

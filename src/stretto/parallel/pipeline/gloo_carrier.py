@@ -219,7 +219,9 @@ class GlooCarrier(Carrier):
 
     def _host_buffer(self, num_bytes: int) -> Tensor:
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._staging is not None)
+            if self._staging is None:
+                return self._buffers.take(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # gloo's errors have the same type, and another cause
             raise MemoryError(f"no host memory for a message of {num_bytes} bytes: {error}") from error
 

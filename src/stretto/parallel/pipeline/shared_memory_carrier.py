@@ -221,7 +221,7 @@ class SharedMemoryCarrier(Carrier):
         return SlicedMessage(header, tensors, torch.empty(header_bytes, dtype=torch.uint8), self._is_in_slots)
 
     def _empty(self, peer: int, layout: TensorLayout) -> Tensor:
-        return torch.empty(layout.shape, dtype=layout.dtype)
+        return layout.view(self._buffers.take(layout.num_bytes))
 
     def _wait(self, *args: Any, **kwargs: Any) -> None:
         self._backoff.reset()
