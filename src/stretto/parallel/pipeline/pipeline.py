@@ -27,6 +27,7 @@ from torch.profiler import record_function
 
 from stretto.axes import LOSS, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.counting import count_message
 from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
 from stretto.parallel.comm.weight_gathering import StepGatherer
@@ -571,6 +572,8 @@ class _ActionRunner:
     def _send(self, operation: Literal["F", "B"], stage: int, number: int, tensors: Sequence[Tensor | None]) -> None:
         """Send a message with the time at which it leaves."""
         sent = torch.tensor(time.time(), dtype=torch.float64)
+        if self.stages.stage_ranks[stage] != self.stages.rank:
+            count_message(tensors)
         self.carrier.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
 
     def _forward(self, stage: int, number: int) -> None:
