@@ -624,7 +624,8 @@ def make_tie_group(stages: ModelStages, grid: Grid) -> dist.ProcessGroup | None:
         return None
     pipe_ranks = dist.get_process_group_ranks(grid.group("pipe"))
     group = make_group([pipe_ranks[rank] for rank in ends], grid)
-    grid.other_groups[group.group_name] = "pipe"
+    if group is not None:
+        grid.other_groups[group.group_name] = "pipe"
     return group
 
 
