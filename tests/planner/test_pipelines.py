@@ -487,7 +487,10 @@ def test_a_run_is_predicted_with_its_schedule(tmp_path):
         '[pipeline]\nschedule = "SCHEDULE"\n'.replace("SCHEDULE", "gpipe")
     )
     config = load_config(file)
-    source = SimpleNamespace(architecture=lambda seq_len: read_architecture(config.model.to_gpt(data_vocab=1000, seq_len=256), seq_len))
+    model = config.model.to_gpt(data_vocab=1000, seq_len=256)
+    source = SimpleNamespace(architecture=lambda seq_len: read_architecture(model, seq_len))
+        architecture=lambda seq_len: read_architecture(config.model.to_gpt(data_vocab=1000, seq_len=256), seq_len)
+    )
     answers = {}
     for schedule in ("gpipe", "zb-h1"):
         changed = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"schedule": schedule})})
