@@ -13,6 +13,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from stretto.report.pipeline import plot_pipeline
 from stretto.report.style import (
     GREEN,
     GREY,
@@ -28,6 +29,14 @@ from stretto.report.style import (
     tint,
 )
 from stretto.report.timeline import plot_timeline
+from stretto.schedules import (
+    SCHEDULES,
+    StageCosts,
+    StageLinks,
+    build_schedule,
+    simulate,
+    simulate_message_driven,
+)
 from stretto.train.observe.timeline import Span, Timeline, TracedStep, read_timeline
 
 FOLDER = Path(__file__).parent
@@ -280,6 +289,25 @@ def draw_schedules(folder: Path) -> None:
     example.main(folder)
 
 
+def draw_pipelines(folder: Path) -> None:
+    """The schedules of docs/pipelines.md on four ranks: as `stretto pipeline show` draws them.
+
+    A rank's part of the model takes 1 forward, and 2 backward, whatever number of stages it is cut into.
+    """
+    folder.mkdir(exist_ok=True)
+    for name in SCHEDULES:
+        schedule = build_schedule(name, 4, 8)
+        times = (1 / schedule.virtual_stages,) * 3
+        plot_pipeline(simulate(schedule, StageCosts.uniform(schedule.stages, *times)), folder / f"{name}.png")
+    costs, links = StageCosts.uniform(4), StageLinks(0.5)
+    late = simulate(build_schedule("1f1b", 4, 12), costs, links)
+    hidden = simulate(build_schedule("1f1b", 4, 12, extra_warm_up=3), costs, links)
+    driven = simulate_message_driven(12, costs, links, limit=7)
+    plot_pipeline(late, folder / "latency.png", "1F1B with a latency of half a forward pass")
+    plot_pipeline(hidden, folder / "extra-warm-up.png", "1F1B with its warm-up doubled, and the same latency")
+    plot_pipeline(driven, folder / "message-driven.png", "Message-driven order with a limit of 7, and the same latency")
+
+
 def main() -> None:
     for trace in sys.argv[1:]:
         take_timeline(Path(trace))
@@ -290,6 +318,7 @@ def main() -> None:
     draw_memory(FOLDER / "memory.png")
     draw_timeline(FOLDER / "timeline.png")
     draw_schedules(FOLDER / "collectives")
+    draw_pipelines(FOLDER / "pipelines")
 
 
 if __name__ == "__main__":

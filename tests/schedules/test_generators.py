@@ -19,6 +19,7 @@ from stretto.schedules import (
     buffers_needed,
     build_schedule,
     live_micro_batches,
+    peak_activations,
     simulate,
     verify,
 )
@@ -120,6 +121,16 @@ def test_live_micro_batches_are_counted_by_stage_and_until_their_weight_gradient
         "split", (0,), 2, (tuple(Action(0, PipelineOperation(x), n) for x in "FIW" for n in (0, 1)),)
     )
     assert live_micro_batches(split).ranks == (2,)
+
+
+def test_what_is_kept_for_weight_gradients_may_be_less():
+    schedule = build_schedule("zb-h1", 4, 16)
+    assert peak_activations(schedule, [10, 10, 10, 100]) == (40, 40, 40, 400)
+    # Rank r keeps 4 - r micro-batches whole, and r that wait for their weight gradients.
+    assert peak_activations(schedule, [10] * 4, [3] * 4) == (40, 33, 26, 19)
+    assert peak_activations(build_schedule("1f1b", 4, 16), [10] * 4, [3] * 4) == (40, 30, 20, 10)
+    with pytest.raises(ValueError, match="for_weights has the sizes of 1 stages, but the schedule has 4"):
+        peak_activations(schedule, [10] * 4, [3])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,14 @@ from stretto.schedules.schedule import (
     add_unshard_actions,
 )
 from stretto.schedules.timing import PipelineTimeline, StageCosts, StageLinks, simulate
-from stretto.schedules.verifier import Delivery, LiveMicroBatches, buffers_needed, live_micro_batches, verify
+from stretto.schedules.verifier import (
+    Delivery,
+    LiveMicroBatches,
+    buffers_needed,
+    live_micro_batches,
+    peak_activations,
+    verify,
+)
 
 __all__ = [
     "SCHEDULES",
@@ -42,6 +49,7 @@ __all__ = [
     "live_micro_batches",
     "parse_csv",
     "partition",
+    "peak_activations",
     "read_csv",
     "simulate",
     "simulate_message_driven",

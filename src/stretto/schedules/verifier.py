@@ -32,22 +32,47 @@ class LiveMicroBatches:
 
 def live_micro_batches(schedule: PipelineSchedule) -> LiveMicroBatches:
     """Count the micro-batches that each rank and stage keeps. They follow from the order of actions alone."""
-    ranks = []
-    stages = [0] * schedule.stages
+    live, most = [0] * schedule.stages, [0] * schedule.stages
     for actions in schedule.ranks:
-        live = most = 0
-        of_stage: dict[int, int] = defaultdict(int)
         for stage, operation, _, _ in actions:
             if operation is _F:
-                live += 1
-                of_stage[stage] += 1
-                most = max(most, live)
-                stages[stage] = max(stages[stage], of_stage[stage])
+                live[stage] += 1
+                most[stage] = max(most[stage], live[stage])
             elif operation is _B or operation is _W:
-                live -= 1
-                of_stage[stage] -= 1
-        ranks.append(most)
-    return LiveMicroBatches(tuple(ranks), tuple(stages))
+                live[stage] -= 1
+    ranks = peak_activations(schedule, [1] * schedule.stages)
+    return LiveMicroBatches(tuple(map(round, ranks)), tuple(most))
+
+
+def peak_activations(
+    schedule: PipelineSchedule, whole: Sequence[float], for_weights: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Return the most that each rank keeps of all micro-batches at once, in the unit of `whole`, such as bytes.
+
+    whole: what each stage keeps of a micro-batch from the start of its F to the end of its B, or of its I.
+    for_weights: what of it is left from the end of I to that of W (default: all).
+
+    Raises ValueError for lists of another length than the number of stages.
+    """
+    rest = whole if for_weights is None else for_weights
+    for name, sizes in (("whole", whole), ("for_weights", rest)):
+        if len(sizes) != schedule.stages:
+            raise ValueError(f"{name} has the sizes of {len(sizes)} stages, but the schedule has {schedule.stages}")
+    peaks = []
+    for actions in schedule.ranks:
+        kept = peak = 0.0
+        for stage, operation, _, _ in actions:
+            if operation is _F:
+                kept += whole[stage]
+                peak = max(peak, kept)
+            elif operation is _B:
+                kept -= whole[stage]
+            elif operation is _I:
+                kept += rest[stage] - whole[stage]
+            elif operation is _W:
+                kept -= rest[stage]
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def verify(

@@ -14,7 +14,6 @@ from stretto.parallel import Grid, Pipeline, parallelize
 from tests.parallel import zoo
 from tests.parallel.training import my_rows
 
-
 TOLERANCE = 1e-5
 ROUGH = {"cpmant": 1e-3, "gemma4_unified_text": 1e-4}  # their training is unstable
 BATCHES = 60  # of families, a test each

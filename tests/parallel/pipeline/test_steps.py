@@ -143,7 +143,7 @@ def check(ranks: Any, setup: Setup, function: Callable[..., Any], *args: Any) ->
 # Models without roles.
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "message-driven"])
 @pytest.mark.parametrize(
     "grid", [{"pipe": 2, "data": 2}, {"pipe": 2, "z": 2}, {"pipe": 4}, {"pipe": 2, "x": 2}], ids=str
@@ -166,6 +166,7 @@ def step_with_a_loss_of_all_ranks(setup: Setup, batch: dict[str, Tensor]) -> dic
     return far_from_plain(model, loss, plain, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", [{"pipe": 2, "data": 2}, {"pipe": 2, "z": 2}], ids=str)
 def test_a_model_without_roles_may_sum_the_gradients_of_a_loss_of_all_ranks(ranks, grid):
     batch = examples(16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench plan`, `published`, `memory` and `schedules`, and the file of predictions that plan reads."""
+"""Settings of `stretto bench plan`, `published`, `memory` and `schedules`, and the predictions that the first reads."""
 
 import json
 import re

@@ -11,6 +11,7 @@ take the same ones. In message-driven order the first of them decides, and tells
 """
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,6 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
 from stretto.axes import LOSS, WEIGHT_AXES
-from stretto.memory import PeerError
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
@@ -37,7 +37,7 @@ from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import IGNORED_TARGET
 from stretto.parallel.pipeline.activations import Activations, tensors_of
 from stretto.parallel.pipeline.carriers import make_carrier
-from stretto.parallel.pipeline.gloo_carrier import close_connections
+from stretto.parallel.pipeline.failure_reports import StepFailures
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.stages import ModelStages, StagePass, make_group
 from stretto.parallel.roles.huggingface import calls_loss_function, compares_with_next, is_pretrained_model
@@ -60,7 +60,7 @@ WAIT_MARK = "stretto waited "
 LEAST_MARKED = 5e-5
 """Waits of fewer seconds are not marked."""
 
-_POLL = 1e-4  # seconds
+_NUMBERS = itertools.count()  # of pipelines, the same on all ranks
 
 _TARGETS = ("labels", "targets")
 _DIVISORS = ("num_items_in_batch", "num_targets")
@@ -186,6 +186,7 @@ class Pipeline:
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
             self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
+        self._failures = StepFailures(f"stretto pipeline {next(_NUMBERS)}")
         self._carrier = (
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
@@ -358,18 +359,20 @@ class Pipeline:
                 worker.run_schedule(schedule)
             else:
                 worker.run_by_messages()
-            loss = self._total_loss(step)
+            if trains and not self._reducer.has_synced:
+                self._reducer.run_pass()
+            loss = self._share_loss(step)
             self._carrier.end_step()
         except BaseException as error:
             self._reducer.deferred = None
             self._carrier.fail(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
             self._carrier.close()
+            if (named := self._failures.explain(error, self.grid.timeout.total_seconds())) is not None:
+                raise named from error
             raise
         finally:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.end_step()
-        if trains and not self._reducer.has_synced:
-            self._reducer.run_pass()
         for parameter, gradient in earlier:
             made, parameter.grad = parameter.grad, gradient
             if made is not None:
@@ -384,33 +387,28 @@ class Pipeline:
             parameter.grad = None
         return earlier
 
-    def _total_loss(self, step: _Step) -> Tensor:
+    def _share_loss(self, step: _Step) -> Tensor:
+        """The step's loss, which the last stage sends to the other ranks of pipe."""
+        last, key = self.stages.stage_ranks[-1], MessageKey("F", self.stages.count, 0)
+        if self.stages.rank != last:
+            (loss,) = self._carrier.take(key, last)
+            assert loss is not None
+            return loss
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        for loss in step.losses:
-            total += loss
+        for part in step.losses:
+            total += part
         if self._averages:
-            total = self._sum_over(self.grid.group(LOSS), total) / self.grid.size(LOSS)
-        return self._sum_over(self.grid.group("pipe"), total)
-
-    def _sum_over(self, group: dist.ProcessGroup, total: Tensor) -> Tensor:
-        """Sum over ranks. A CPU rank raises PeerError as soon as it notices that another one has failed."""
-        if group.size() == 1:
-            return total
-        work = dist.all_reduce(total, group=group, async_op=True)
-        while not total.is_cuda and not work.is_completed():
-            try:
-                self._carrier.poll()
-            except PeerError:
-                # Or the sum would go on waiting for that rank, as long as the process group lives.
-                close_connections(group._get_backend(total.device), group.rank(), group.size())
-                raise
-            time.sleep(_POLL)
-        work.wait()
+            total = all_reduce(total, self.grid.group(LOSS)) / self.grid.size(LOSS)
+        for rank in range(self.grid.size("pipe")):
+            if rank != last:
+                self._carrier.send(rank, key, [total])
         return total
 
     def _expected(self, micro_batches: int, trains: bool) -> dict[int, int]:
         """How many messages come from each rank of pipe."""
         ranks, expected = self.stages.stage_ranks, dict[int, int]()
+        if self.stages.rank != ranks[-1]:
+            expected[ranks[-1]] = 1  # the loss
         for stage in self.stages.mine:
             sources = [stage - 1] if stage > 0 else []
             if trains and stage < self.stages.count - 1:
