@@ -173,6 +173,7 @@ class Pipeline:
         self.micro_batch_size = micro_batch_size
         self.stages: ModelStages = getattr(model, "pipeline_stages", None) or ModelStages.whole(type(model).__name__)
         self.computed: list[ComputedAction] = []
+        self._failure: str | None = None
         self._reducer = reducer
         self._averages = reducer.averages and not is_pretrained_model(model)
         self._gatherer = _find_gatherer(model)
@@ -340,6 +341,8 @@ class Pipeline:
                 "a CUDA graph cannot hold a pipeline's step: the host takes its messages, and in message-driven order "
                 "they decide what it computes; run it without CapturedStep"
             )
+        if self._failure is not None:
+            raise RuntimeError(f"an earlier step of this pipeline has failed on this rank ({self._failure}): make it anew")
         step = self._cut_batch(args, kwargs)
         trains = torch.is_grad_enabled()
         schedule = None
@@ -365,7 +368,8 @@ class Pipeline:
             self._carrier.end_step()
         except BaseException as error:
             self._reducer.deferred = None
-            self._carrier.fail(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+            self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+            self._carrier.fail(f"raised {self._failure}")
             self._carrier.close()
             if (named := self._failures.explain(error, self.grid.timeout.total_seconds())) is not None:
                 raise named from error
