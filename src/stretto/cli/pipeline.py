@@ -235,10 +235,7 @@ def _needs_communication(schedule: "PipelineSchedule") -> bool:
 
 
 def _describe(timeline: "PipelineTimeline") -> dict[str, Any]:
-    from stretto.schedules import live_micro_batches
-
-    schedule = timeline.schedule
-    live = live_micro_batches(schedule)
+    schedule, live = timeline.schedule, timeline.live
     return {
         "schedule": schedule.name,
         "pipe": schedule.pipe,
@@ -271,10 +268,7 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 
 def _report(timeline: "PipelineTimeline") -> list[str]:
-    from stretto.schedules import live_micro_batches
-
-    schedule = timeline.schedule
-    live = live_micro_batches(schedule)
+    schedule, live = timeline.schedule, timeline.live
     waits = timeline.makespan - timeline.period
     return [
         _title(schedule),

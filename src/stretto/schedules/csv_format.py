@@ -16,8 +16,8 @@ from pathlib import Path
 
 from stretto.schedules.schedule import Action, PipelineOperation, PipelineSchedule, ScheduleError
 
-MAX_FILE_BYTES = 1 << 26
-MAX_CELLS = 1 << 22
+MAX_FILE_BYTES = 1 << 24
+MAX_CELLS = 1 << 20
 MAX_RANKS = 1 << 14
 _LARGEST = 1 << 22  # stage or micro-batch
 _SHOWN = 40  # letters of a cell in an error
@@ -89,6 +89,8 @@ _OPERATIONS = {operation.value: operation for operation in PipelineOperation}
 
 class _Cell:
     """One action of a cell, and where it is."""
+
+    __slots__ = ("micro_batch", "overlaps_next", "place", "stage", "text", "word")
 
     def __init__(self, place: tuple[int, int], text: str, values: tuple[int, str, int | None], paired: bool) -> None:
         self.place = place

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from stretto.schedules.schedule import PipelineOperation, PipelineSchedule, ScheduleError
+from stretto.schedules.verifier import LiveMicroBatches, live_micro_batches
 
 _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
 _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
@@ -23,8 +24,9 @@ class StageCosts:
     """How long each stage computes on a micro-batch, in any unit of time.
 
     forward: F of each stage. backward_input, backward_weight: I and W. backward: B, a whole backward pass; None is the
-    sum of I and W. overlapped: an overlapped pair whose F is of the stage, computed at
-    once; None computes one after the other, each as soon as its message has come.
+        sum of I and W.
+    overlapped: an overlapped pair whose F is of the stage, computed at once when both messages have come; None
+        computes one after the other, each when its message has come.
 
     Raises ValueError for negative times, or if not all have as many stages.
     """
@@ -106,8 +108,8 @@ def _each(name: str, value: float | tuple[float, ...], stages: int) -> list[floa
 class PipelineTimeline:
     """When each action of a step starts and ends.
 
-    schedule: the actions in the order in which they were computed. starts, ends: of each rank's actions. busy: the time
-    that each rank computes.
+    schedule: the actions in the order in which they were computed. starts, ends: of each rank's actions.
+    busy: the time that each rank computes.
     """
 
     schedule: PipelineSchedule
@@ -143,6 +145,11 @@ class PipelineTimeline:
         )
 
     @property
+    def live(self) -> LiveMicroBatches:
+        """The most live micro-batches of each rank and stage."""
+        return live_micro_batches(self.schedule)
+
+    @property
     def bubble(self) -> float:
         """The share of all ranks' time that is idle, from 0 to 1."""
         return sum(self.idle) / (self.makespan * len(self.busy)) if self.makespan else 0.0
@@ -156,7 +163,7 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> PipelineTimeline:
-    """Compute when each action of a schedule starts and ends.
+    """Compute when each action of a schedule that `verify` accepts starts and ends.
 
     links: between stages (default: messages take no time).
     jitter: each action takes its time multiplied by a number that is uniform in [1 - jitter, 1 + jitter]. The number

@@ -57,8 +57,8 @@ class _RankProgram:
 def zb_h1(pipe: int, micro_batches: int, virtual_stages: int, extra_warm_up: int) -> list[list[Action]]:
     """1F1B with split backward passes, whose weight gradients wait: on rank r, r of them at most.
 
-    A rank so keeps at most as many micro-batches as the first rank of 1F1B does, and the weight gradients fill a part
-    of the bubble at the end.
+    So no rank keeps more micro-batches than the first rank of 1F1B, and weight gradients fill a part of the bubble at
+    the end.
     """
     ranks = []
     for rank in range(pipe):

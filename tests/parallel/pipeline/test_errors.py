@@ -268,7 +268,7 @@ def stumble(schedule: str, block: int, when: str) -> str:
         else:  # a rank that had done its part before
             text = said(lambda: pipeline.step(**examples(4)), PeerError)
     again = said(lambda: pipeline.step(**examples(4)), RuntimeError)
-    assert "an earlier step of this pipeline has failed" in again
+    assert "an earlier step of this pipeline has failed here" in again
     return text
 
 

@@ -22,7 +22,6 @@ from stretto.schedules import (
     StageCosts,
     StageLinks,
     build_schedule,
-    live_micro_batches,
     simulate,
     simulate_message_driven,
 )
@@ -95,7 +94,7 @@ def _compare(stages: int, micro_batches: int, setting: SchedulesSetting) -> Iter
                     "jitter": jitter,
                     "order": name,
                     "memory": memory,
-                    "live": statistics.median(max(live_micro_batches(each.schedule).ranks) for each in timelines),
+                    "live": statistics.median(max(each.live.ranks) for each in timelines),
                     "makespan": makespan,
                     "to_1f1b": makespan / plain,
                 }

@@ -13,6 +13,7 @@ take the same ones. In message-driven order the first of them decides, and tells
 import inspect
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from stretto.axes import LOSS, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.counting import count_message
 from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
 from stretto.parallel.comm.weight_gathering import StepGatherer
@@ -60,7 +62,8 @@ WAIT_MARK = "stretto waited "
 LEAST_MARKED = 5e-5
 """Waits of fewer seconds are not marked."""
 
-_NUMBERS = itertools.count()  # of pipelines, the same on all ranks
+# The numbers of pipelines, the same on all ranks, by process group: one process may be in several jobs in turn.
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 _TARGETS = ("labels", "targets")
 _DIVISORS = ("num_items_in_batch", "num_targets")
@@ -187,7 +190,8 @@ class Pipeline:
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
             self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
-        self._failures = StepFailures(f"stretto pipeline {next(_NUMBERS)}")
+        number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
+        self._failures = StepFailures(f"stretto pipeline {number}")
         self._carrier = (
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
@@ -342,7 +346,7 @@ class Pipeline:
                 "they decide what it computes; run it without CapturedStep"
             )
         if self._failure is not None:
-            raise RuntimeError(f"an earlier step of this pipeline has failed on this rank ({self._failure}): make it anew")
+            raise RuntimeError(f"an earlier step of this pipeline has failed here ({self._failure}): make another one")
         step = self._cut_batch(args, kwargs)
         trains = torch.is_grad_enabled()
         schedule = None
@@ -392,9 +396,15 @@ class Pipeline:
         return earlier
 
     def _share_loss(self, step: _Step) -> Tensor:
-        """The step's loss, which the last stage sends to the other ranks of pipe."""
-        last, key = self.stages.stage_ranks[-1], MessageKey("F", self.stages.count, 0)
+        """The step's loss, which the last stage sends to the other ranks of pipe once all have ended the step.
+
+        So no rank goes on to a collective over all ranks that one will never come to.
+        """
+        last, count = self.stages.stage_ranks[-1], self.stages.count
+        key = MessageKey("F", count, 0)
+        others = [rank for rank in range(self.grid.size("pipe")) if rank != last]
         if self.stages.rank != last:
+            self._carrier.send(last, MessageKey("B", count, self.stages.rank), [])
             (loss,) = self._carrier.take(key, last)
             assert loss is not None
             return loss
@@ -403,9 +413,10 @@ class Pipeline:
             total += part
         if self._averages:
             total = all_reduce(total, self.grid.group(LOSS)) / self.grid.size(LOSS)
-        for rank in range(self.grid.size("pipe")):
-            if rank != last:
-                self._carrier.send(rank, key, [total])
+        for rank in others:
+            self._carrier.take(MessageKey("B", count, rank), rank)
+        for rank in others:
+            self._carrier.send(rank, key, [total])
         return total
 
     def _expected(self, micro_batches: int, trains: bool) -> dict[int, int]:
@@ -413,6 +424,8 @@ class Pipeline:
         ranks, expected = self.stages.stage_ranks, dict[int, int]()
         if self.stages.rank != ranks[-1]:
             expected[ranks[-1]] = 1  # the loss
+        else:
+            expected |= dict.fromkeys(set(ranks) - {ranks[-1]}, 1)  # that they have ended the step
         for stage in self.stages.mine:
             sources = [stage - 1] if stage > 0 else []
             if trains and stage < self.stages.count - 1:
@@ -615,6 +628,8 @@ class _ActionRunner:
     def _send(self, operation: Literal["F", "B"], stage: int, number: int, tensors: Sequence[Tensor | None]) -> None:
         """Send a message with the time at which it leaves."""
         sent = torch.tensor(time.time(), dtype=torch.float64)
+        if self.stages.stage_ranks[stage] != self.stages.rank:
+            count_message(tensors)
         self.carrier.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
 
     def _forward(self, stage: int, number: int) -> None:

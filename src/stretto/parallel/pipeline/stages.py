@@ -637,7 +637,10 @@ def make_tie_group(stages: ModelStages, grid: Grid) -> dist.ProcessGroup | None:
     if len(ends) == 1:
         return None
     pipe_ranks = dist.get_process_group_ranks(grid.group("pipe"))
-    return make_group([pipe_ranks[rank] for rank in ends], grid)
+    group = make_group([pipe_ranks[rank] for rank in ends], grid)
+    if group is not None:
+        grid.other_groups[group.group_name] = "pipe"
+    return group
 
 
 def make_group(ranks: Sequence[int], grid: Grid, backend: str | None = None) -> dist.ProcessGroup:
