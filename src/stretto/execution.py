@@ -150,10 +150,11 @@ class StageOptions:
         """Raise ValueError if a model of so many blocks cannot be cut into the stages of so many ranks of pipe."""
         count = pipe * self.virtual_stages
         if blocks < count:
-            fewer = max(1, blocks // self.virtual_stages)
+            fewer = blocks // self.virtual_stages
+            nearest = f"pipe={fewer}" if fewer else "pipe=1 with a stage a rank"
             raise ValueError(
                 f"pipe={pipe} with {self.virtual_stages} stages a rank makes {count} stages, but the model has "
-                f"{blocks} blocks, and each stage needs one; pipe={fewer} would do"
+                f"{blocks} blocks, and each stage needs one; {nearest} would do"
             )
         if self.cuts is None:
             return

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from stretto.bench.messages import run
-from stretto.bench.messages.settings import MessagesSetting
+from stretto.bench.messages.settings import LIBRARY, MessagesSetting
 from stretto.parallel.pipeline.carriers import CARRIERS
 
 
@@ -16,11 +16,11 @@ def test_every_carrier_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
     result = json.loads((tmp_path / "messages.json").read_text())
     assert (tmp_path / "messages.png").exists()
     measured = {(row["part"], row["by"], row["megabytes"]) for row in result["rows"]}
-    names = [("message", name) for name in (run.LIBRARY, "gloo", "shared memory")]
+    names = [("message", name) for name in (LIBRARY, "gloo", "shared memory")]
     names += [("all-reduce", "gloo"), ("all-reduce", "Stretto's host executor, ring")]
     assert measured == {(*name, size) for name in names for size in (0.1, 1)}
     assert all(row["milliseconds"] > 0 for row in result["rows"])
-    assert {row["to_library"] for row in result["rows"] if row["by"] in (run.LIBRARY, "gloo")} > {1.0}
+    assert {row["to_library"] for row in result["rows"] if row["by"] in (LIBRARY, "gloo")} > {1.0}
     assert result["chosen"] in CARRIERS
     assert any(note.startswith("symmetric memory: not measured") for note in result["notes"])
 

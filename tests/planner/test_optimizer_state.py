@@ -347,9 +347,9 @@ def test_a_search_does_not_try_recomputation_where_all_fits_without(monkeypatch)
     from stretto.planner import search as module
 
     judged: list[Any] = []
-    judge = module._judge
+    judge = module.judge
     monkeypatch.setattr(
-        module, "_judge", lambda workload, config, *rest: judged.append(config) or judge(workload, config, *rest)
+        module, "judge", lambda workload, config, *rest: judged.append(config) or judge(workload, config, *rest)
     )
     search(replace(H100, gpu=replace(H100.gpu, memory=400e9)))
     assert [(config.state.location, config.options.recompute) for config in judged] == [

@@ -280,7 +280,7 @@ def pipeline(count: int) -> dict[str, Any]:
 def messages(count: int) -> dict[str, Any]:
     names = {
         "message": ("torch's send and recv", "gloo", "shared memory", "symmetric memory", "nccl")[:count],
-        "all-reduce": ("NCCL", "Stretto's kernels", "gloo by way of the host")[:count],
+        "all-reduce": ("nccl", "Stretto's kernels", "gloo by way of the host")[:count],
     }
     rows = [
         {"part": part, "by": name, "megabytes": size, "milliseconds": size * (place + 1) / 7}

@@ -84,6 +84,7 @@ class Grid:
         for name, over in DERIVED_GROUPS.items():
             self._groups[name] = self.mesh[over]._flatten(name).get_group()
         self.gradients: set[GradientReduction] = set()  # of the models on this grid; noted by `parallelize`
+        self.other_groups: dict[str, str] = {}  # the axis of groups that were made later, by their names
         world = dist.group.WORLD
         assert world is not None
         self._groups["world"] = world

@@ -8,14 +8,15 @@ from stretto.lazy import attach
 if TYPE_CHECKING:
     from stretto.planner.architecture import Architecture
     from stretto.planner.architecture_loader import read_architecture
+    from stretto.planner.grid_plan import GridPlan
     from stretto.planner.layers import Linear
-    from stretto.planner.search import GridPlan, plan, predict
+    from stretto.planner.search import plan, predict
 
 __all__ = ["Architecture", "GridPlan", "Linear", "plan", "predict", "read_architecture"]
 
 _HOMES = {
     "Architecture": "stretto.planner.architecture",
-    "GridPlan": "stretto.planner.search",
+    "GridPlan": "stretto.planner.grid_plan",
     "Linear": "stretto.planner.layers",
     "plan": "stretto.planner.search",
     "predict": "stretto.planner.search",

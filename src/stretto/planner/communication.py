@@ -146,6 +146,46 @@ def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
     return whole if pair is None or size == 1 else min(whole, (size - 1) * pair)
 
 
+def leaves_node(cluster: Cluster, grid: GridSizes, pipe_rank: int) -> bool:
+    """Whether some rank of a stage has the rank after it, of the next stage, on another node.
+
+    The ranks of a stage are consecutive. Of the last rank of pipe, the next is the first, where interleaved stages go
+    on.
+    """
+    ranks, node = grid.stage_ranks, cluster.gpus_per_node
+    if pipe_rank == grid.pipe - 1:
+        return grid.pipe * ranks > node
+    return pipe_rank * ranks % node + 2 * ranks > node
+
+
+def message_rate(cluster: Cluster, grid: GridSizes, *, leaves: bool) -> float:
+    """Bytes/s that a rank sends to the rank of the next stage at, all ranks of its stage at once.
+
+    Between nodes it is equation 5.7's, the ranks of a node sharing its network; within one, a measured row of
+    `in_node_bandwidths`, or the link to one peer. Raises ValueError for a figure that the cluster does not have.
+    """
+    if leaves:
+        if cluster.inter_node_bandwidth is None:
+            cluster.require("nics_per_node")
+            cluster.require("between_nodes.bandwidth")
+        assert cluster.inter_node_bandwidth is not None
+        return cluster.inter_node_bandwidth / min(cluster.gpus_per_node, grid.stage_ranks)
+    for size in (grid.pipe, 2):
+        measured = cluster.measured_in_node_bandwidth(grid.stage_ranks, size)
+        if measured is not None:
+            return measured
+    whole = cluster.require("in_node.bandwidth")
+    return whole if cluster.in_node.pair_bandwidth is None else min(whole, cluster.in_node.pair_bandwidth)
+
+
+def message_numbers(model: Architecture, grid: GridSizes, tokens: float, token_parts: int) -> float:
+    """Numbers of the hidden activations of so many tokens, or of their gradient, that a rank sends to the next stage.
+
+    Ranks of x send the same, unless each has its part of the tokens.
+    """
+    return tokens * model.hidden / model.splitting_sizes(grid).y / token_parts
+
+
 def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
     """Whether NVLink reaches all ranks of z, which are x * y apart."""
     return cluster.has_nvlink and grid.preceding("z") * grid.z <= cluster.gpus_per_node

@@ -148,7 +148,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
         outputs=tuple(layers * output for output in outputs),
         input_gradients=tuple(layers * gradient for gradient in input_gradients),
         weight_gradients=tuple(layers * gradient for gradient in gradients),
-        head=micro_batches * _head(workload, grid, tokens, device),
+        head=micro_batches * head_seconds(workload, grid, tokens, device),
         optimizer=optimizer_seconds(workload, state, cluster, parameters, device.traffic),
     )
 
@@ -218,7 +218,7 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     return 2 * gathered * element, 2 * (again + passes * whole) * element
 
 
-def _head(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:
+def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:
     """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit.
 
     Of pooled logits there are hardly any in the loss: they are made, and their gradient is.

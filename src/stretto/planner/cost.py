@@ -44,6 +44,22 @@ BETWEEN_NODES_LATENCY = 6e-6
 
 
 @dataclass(frozen=True)
+class PipelineCost:
+    """What a step takes because its model is cut into stages, in seconds on the rank that computes most.
+
+    cuts: stage s has the blocks cuts[s]:cuts[s + 1]. bubble: how long the rank waits although messages took no time.
+    messages: all messages that an inner rank sends in a step, hidden or not. is_replayed: whether the whole schedule
+    was simulated, in place of a closed form. phase: all forward and backward passes, from the first to the last.
+    """
+
+    cuts: tuple[int, ...]
+    bubble: float
+    messages: float
+    phase: float
+    is_replayed: bool = False
+
+
+@dataclass(frozen=True)
 class Cost:
     """A step's predicted seconds. `communication` is all of it; `exposed`, by axis, what computation does not hide.
 
@@ -55,6 +71,7 @@ class Cost:
     communication: Volume
     exposed: Mapping[str, float]
     compute: Compute | None = field(default=None)
+    pipeline: "PipelineCost | None" = None
 
     @property
     def step_time(self) -> float:
@@ -124,42 +141,84 @@ class StepCommunication:
         self.gathers = 1 + recomputation.is_on + (not config.options.keep_gathered and not keeps_block)
         if config.gathers_once:
             self.gathers = 1
-        self.sums: list[_Sum] = []
-        linears = () if model.is_sharded_by_blocks else model.linears
-        traffics = [linear_traffic(linear, grid, tokens) for linear in linears]
-        # What a block's weights are sent in: a message for each linear and one for its experts, or one for all of its
-        # parameters.
-        messages: list[WeightTraffic] = [*traffics]
+        self._traffics = (
+            []
+            if model.is_sharded_by_blocks
+            else [(linear, linear_traffic(linear, grid, tokens)) for linear in model.linears]
+        )
+
+    @cached_property
+    def _of_weights(self) -> tuple[int, float, float, float]:
+        """In how many messages a block's weights are sent, and the seconds of one all-gather and one reduce-scatter
+        over z, and of one all-reduce over data, of all of them."""
+        model, grid = self.workload.model, self.config.grid
+        # A message for each linear and one for a block's experts, or one for all of its parameters.
+        messages: list[WeightTraffic] = [traffic for _, traffic in self._traffics]
         if together := model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters:
             messages.append(WeightTraffic.of(together, grid))
-        self.messages = len(messages)
-        of_message = [self._weights(message) for message in messages]
-        gathers, scatters, reductions = (sum(times) for times in zip(*of_message, strict=True))
-        self.all_gather = (model.layers if config.gathers_once else self.calls) * gathers
-        self.reduce_scatter = model.layers * self.scatters * scatters
-        # All-reduces over data: of a block's weights, or, where optimizer state is apart, chunks of all gradients.
-        self.reductions, self.data = model.layers, model.layers * reductions
-        if config.state.is_apart:
-            parameters = local_parameters(model, model.splitting_sizes(grid))
-            self.reductions = gradient_chunks(config.state, parameters)
-            chunk = parameters / self.reductions * number_bytes(workload, config.state).gradient
-            sent = 2 * (grid.replicas - 1) / grid.replicas * chunk
-            self.data = self.reductions * self._collective("all_reduce", REPLICAS, sent)
-        for place, (linear, traffic) in enumerate(zip(linears, traffics, strict=True)):
+        gathers, scatters, reductions = (sum(times) for times in zip(*map(self._weights, messages), strict=True))
+        return len(messages), gathers, scatters, reductions
+
+    @property
+    def messages(self) -> int:
+        """In how many messages a block's weights are sent."""
+        return self._of_weights[0]
+
+    @property
+    def all_gather(self) -> float:
+        """Seconds of gathering all blocks' weights over z, for forward passes alone if it is done again."""
+        return (self.workload.model.layers if self.config.gathers_once else self.calls) * self._of_weights[1]
+
+    @property
+    def reduce_scatter(self) -> float:
+        """Seconds of all reduce-scatters over z of blocks' gradients."""
+        return self.workload.model.layers * self.scatters * self._of_weights[2]
+
+    @cached_property
+    def _of_data(self) -> tuple[int, float]:
+        """All-reduces over data, and their seconds: of a block's weights, or, where optimizer state is apart, chunks of
+        all gradients."""
+        workload, config, model = self.workload, self.config, self.workload.model
+        if not config.state.is_apart:
+            return model.layers, model.layers * self._of_weights[3]
+        grid, parameters = config.grid, local_parameters(model, model.splitting_sizes(config.grid))
+        reductions = gradient_chunks(config.state, parameters)
+        chunk = parameters / reductions * number_bytes(workload, config.state).gradient
+        sent = 2 * (grid.replicas - 1) / grid.replicas * chunk
+        return reductions, reductions * self.collective("all_reduce", REPLICAS, sent)
+
+    @property
+    def reductions(self) -> int:
+        """All-reduces over data in a step."""
+        return self._of_data[0]
+
+    @property
+    def data(self) -> float:
+        """Their seconds."""
+        return self._of_data[1]
+
+    @cached_property
+    def sums(self) -> list[_Sum]:
+        """All that linears send over x and y, and hidden features that are gathered for experts."""
+        config, model = self.config, self.workload.model
+        tokens = self.workload.tokens / config.grid.replicas / self.micro_batches
+        sums: list[_Sum] = []
+        for place, (linear, traffic) in enumerate(self._traffics):
             if config.token_parts > 1:
-                self.sums += self._sharded_sums(place, linear, traffic)
+                sums += self._sharded_sums(place, linear, traffic)
             else:
-                self.sums += self._whole_sums(place, linear, traffic, tokens)
+                sums += self._whole_sums(place, linear, traffic, tokens)
         if model.gathered_parameters and not model.is_sharded_by_blocks:
-            self.sums += self._features_of_experts(tokens)
+            sums += self._features_of_experts(tokens)
+        return sums
 
     def _weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
         """Seconds of one all-gather and one reduce-scatter over z, and of one all-reduce over data."""
         element = self.workload.element
         return (
-            self._collective("all_gather", "z", traffic.all_gather * element),
-            self._collective("reduce_scatter", "z", traffic.reduce_scatter * element),
-            self._collective("all_reduce", REPLICAS, traffic.data * element),
+            self.collective("all_gather", "z", traffic.all_gather * element),
+            self.collective("reduce_scatter", "z", traffic.reduce_scatter * element),
+            self.collective("all_reduce", REPLICAS, traffic.data * element),
         )
 
     def _whole_sums(self, place: int, linear: Linear, traffic: LinearTraffic, tokens: float) -> Iterator[_Sum]:
@@ -167,11 +226,11 @@ class StepCommunication:
         gradient, under the weight's."""
         element, passes = self.workload.element, self.forward_sums
         parts = 2 if _is_halved(linear, self.config.grid, tokens * element) else 1
-        each = self._collective("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
+        each = self.collective("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
         time = self.calls * passes * parts * each
         hidden = min(time, passes * self.work.outputs[place]) / 2 if parts == 2 else 0.0
         yield _Sum(traffic.output_sum_axis, time, hidden, is_forward=True)
-        time = self.calls * self._collective("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
+        time = self.calls * self.collective("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
         yield _Sum(traffic.gradient_sum_axis, time, min(time, self.work.weight_gradients[place]), is_forward=False)
 
     def _sharded_sums(self, place: int, linear: Linear, traffic: LinearTraffic) -> Iterator[_Sum]:
@@ -187,12 +246,12 @@ class StepCommunication:
             of_x, of_y, kinds = traffic.output, traffic.gradient, ("reduce_scatter", "all_gather")
         else:
             of_x, of_y, kinds = traffic.gradient, traffic.output, ("all_gather", "reduce_scatter")
-        forward, backward = (self.calls * self._collective(kind, "x", of_x / 2 * element) for kind in kinds)
+        forward, backward = (self.calls * self.collective(kind, "x", of_x / 2 * element) for kind in kinds)
         if linear.is_rowwise or gathers_input:
             yield self._within(passes * forward, passes * work.outputs[place], is_forward=True)
         yield self._within(backward, work.input_gradients[place], is_forward=False)
         is_output = not linear.is_rowwise
-        time = self.calls * (sums if is_output else 1) * self._collective("all_reduce", "y", of_y * element)
+        time = self.calls * (sums if is_output else 1) * self.collective("all_reduce", "y", of_y * element)
         yield _Sum("y", time, 0.0, is_forward=is_output)
 
     def _features_of_experts(self, tokens: float) -> Iterator[_Sum]:
@@ -200,7 +259,7 @@ class StepCommunication:
         num_bytes = features_traffic(self.workload.model, self.config.grid, tokens) * self.workload.element
         again = 2 if self.config.options.recomputation.is_on else 1  # no mode keeps them
         for passes, is_forward in ((again, True), (1, False)):
-            time = self.calls * passes * self._collective("all_gather", "y", num_bytes)
+            time = self.calls * passes * self.collective("all_gather", "y", num_bytes)
             yield _Sum("y", time, 0.0, is_forward)
 
     def _within(self, time: float, product: float, *, is_forward: bool) -> _Sum:
@@ -274,47 +333,62 @@ class StepCommunication:
         tables += [(outputs * hidden, model.has_own_head)] if outputs else []
         for table, is_own in tables:
             of_table = (z - 1) / z * table
-            gather += gathers * self._collective("all_gather", "z", of_table * element)
-            scatter += self.scatters * self._collective("reduce_scatter", "z", of_table * workload.element)
+            gather += gathers * self.collective("all_gather", "z", of_table * element)
+            scatter += self.scatters * self.collective("reduce_scatter", "z", of_table * workload.element)
             if is_own and not self.config.state.is_apart:
                 of_shard = 2 * (data - 1) / data * table / z * workload.element
-                over_data += self._collective("all_reduce", REPLICAS, of_shard)
+                over_data += self.collective("all_reduce", REPLICAS, of_shard)
         # What is looked up, and the gradient by what the head is given.
         half = (x - 1) / x * tokens * hidden * element
-        over_x = len(tables) * self._collective("all_reduce", "x", 2 * half)
+        over_x = len(tables) * self.collective("all_reduce", "x", 2 * half)
         if self.config.token_parts > 1:  # what is looked up is scattered, its gradient gathered; so is the head's input
-            over_x += len(tables) * self._collective("all_gather", "x", half)
-            over_x += self._collective("reduce_scatter", "x", half) - self._collective("all_reduce", "x", 2 * half)
+            over_x += len(tables) * self.collective("all_gather", "x", half)
+            if model.is_first:
+                over_x += self.collective("reduce_scatter", "x", half) - self.collective("all_reduce", "x", 2 * half)
         if model.logits == "sliced" and model.is_last:  # the loss's statistics
-            over_x += 2 * self._collective("all_reduce", "x", 2 * (x - 1) / x * tokens * 8)
+            over_x += 2 * self.collective("all_reduce", "x", 2 * (x - 1) / x * tokens * 8)
         elif outputs:
-            over_x += self._collective("all_gather", "x", (x - 1) * tokens * outputs * element)
-        logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element) if outputs else 0.0
+            over_x += self.collective("all_gather", "x", (x - 1) * tokens * outputs * element)
+        logits = self.collective("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element) if outputs else 0.0
         of_statistics = 2 * (y - 1) / y * tokens / self.config.token_parts * 8
         norms = (1 + self.forward_exchanges) * (2 * model.layers + model.is_last)
-        over_y = logits + norms * self._collective("all_reduce", "y", of_statistics)
+        over_y = logits + norms * self.collective("all_reduce", "y", of_statistics)
         return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)
 
-    def _collective(self, kind: str, group: str, num_bytes: float) -> float:
-        """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth.
+    def collective(self, kind: str, group: str, num_bytes: float) -> float:
+        """Seconds of one collective that sends so many bytes from a rank."""
+        return collective_seconds(kind, group, num_bytes, self.cluster, self.config.grid, self.rates)
 
-        group: an axis, or a group of ranks over several axes.
-        """
-        cluster, grid, over = self.cluster, self.config.grid, axes_of(group)
-        size = grid.over(over)
-        if size == 1:
-            return 0.0
-        preceding = grid.preceding(over[-1])
-        if preceding * size > cluster.gpus_per_node:
-            latency = cluster.between_nodes.latency or BETWEEN_NODES_LATENCY
-        elif measured := cluster.measured_transfers(kind, preceding, size):
-            return _interpolate(measured, num_bytes)
-        else:
-            latency = cluster.in_node.latency or IN_NODE_LATENCY
-        rate = slowest_rate(self.rates, grid, group)
-        assert rate is not None
-        trips = 2 if kind == "all_reduce" else 1  # around the ring
-        return trips * (size - 1) * latency + num_bytes / rate
+
+def collective_seconds(
+    kind: str, group: str, num_bytes: float, cluster: Cluster, grid: GridSizes, rates: Rates
+) -> float:
+    """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth.
+
+    group: an axis, or a group of ranks over several axes.
+    """
+    over = axes_of(group)
+    size = grid.over(over)
+    if size == 1:
+        return 0.0
+    preceding = grid.preceding(over[-1])
+    if preceding * size > cluster.gpus_per_node:
+        latency = message_latency(cluster, leaves=True)
+    elif measured := cluster.measured_transfers(kind, preceding, size):
+        return _interpolate(measured, num_bytes)
+    else:
+        latency = message_latency(cluster, leaves=False)
+    rate = slowest_rate(rates, grid, group)
+    assert rate is not None
+    trips = 2 if kind == "all_reduce" else 1  # around the ring
+    return trips * (size - 1) * latency + num_bytes / rate
+
+
+def message_latency(cluster: Cluster, *, leaves: bool) -> float:
+    """Seconds that a message takes to start, within a node or between two."""
+    if leaves:
+        return cluster.between_nodes.latency or BETWEEN_NODES_LATENCY
+    return cluster.in_node.latency or IN_NODE_LATENCY
 
 
 def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:

@@ -18,6 +18,7 @@ from stretto.planner.optimizer_state import (
 )
 from stretto.planner.workload import StepConfig, StepWorkload
 
+_MESSAGES = "messages_pipe"
 _NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are told together
 
 
@@ -59,12 +60,19 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
         "shard_sequence": config.options.shard_sequence,
         f"optimizer state on the {config.state.location}": config.state.is_apart,
     }
+    if config.schedule is not None:
+        ways = {f"schedule {config.schedule}": True} | ways
     used = " and ".join(way for way, is_used in ways.items() if is_used)
     how = f" with {used}" if used else ""
     sent = {kind: getattr(cost.communication, kind) for kind in KINDS}
+    if cost.pipeline is not None:
+        sent[_MESSAGES] = cost.pipeline.messages
     most = max(sent, key=lambda kind: sent[kind])
     if not sent[most]:
         return f"the fastest that fits{how}: it sends nothing"
+    if most == _MESSAGES:
+        longest = f"messages between stages ({_seconds(sent[most])})"
+        return f"the fastest that fits{how}; what takes longest to send is {longest}"
     axis = AXIS_OF[most]
     inside = config.grid.preceding(axis) * config.grid[axis] <= cluster.gpus_per_node
     return (
@@ -75,7 +83,8 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
 
 def _differences(cost: Cost, best: Cost) -> str:
     """What is longer and what is shorter than in the best step, the largest first: together, the times' difference."""
-    by_name = {name: cost.terms[name] - best.terms[name] for name in cost.terms}
+    names = dict.fromkeys((*cost.terms, *best.terms))
+    by_name = {name: cost.terms.get(name, 0.0) - best.terms.get(name, 0.0) for name in names}
     largest = max(map(abs, by_name.values()))
     told = {name: time for name, time in by_name.items() if abs(time) > _NEGLIGIBLE * largest}
     order = sorted(told, key=lambda name: -told[name])
@@ -101,6 +110,8 @@ def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, 
         remedies.append("gradients accumulated as shards (accumulate_unsharded=false)")
     if config.micro_batch > 1:
         remedies.append("a smaller micro-batch")
+    if config.schedule is not None and memory["activations"] > 0.2 * needed:
+        remedies.append("a schedule that keeps fewer micro-batches (1f1b, or a lower limit)")
     states = memory["parameters"] + memory["optimizer"] + memory["gradients"]
     if model.copies(config.grid) > 1:
         remedies.append("moving ranks from x and y to z")

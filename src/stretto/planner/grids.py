@@ -19,6 +19,11 @@ def every_grid(ranks: int) -> Iterator[GridSizes]:
     return (GridSizes(**sizes) for sizes in _factorize(ranks, STAGE_AXES))
 
 
+def grids_of_stages(ranks: int, pipe: int) -> Iterator[GridSizes]:
+    """Every factorization of `ranks` with so many pipeline stages."""
+    return (GridSizes(pipe=pipe, **sizes) for sizes in _factorize(ranks // pipe, STAGE_AXES))
+
+
 def _factorize(ranks: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
     axis, *inner = axes
     if not inner:

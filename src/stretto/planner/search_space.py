@@ -18,6 +18,7 @@ from stretto.execution import (
 from stretto.planner.memory import activations_of_a_block
 from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
+from stretto.schedules import ServeFirst
 
 CostModel = Literal["paper", "full"]
 
@@ -38,6 +39,9 @@ class SearchKeywords(TypedDict, total=False):
         fastest choice that fits GPU and host.
     clips: whether gradients are clipped (default: True), which keeps optimizer steps of state apart from beginning
         before all gradients are summed.
+    pipe: ranks of the axis of pipeline stages, or "auto" to search them (default: 1).
+    schedule, virtual_stages, extra_warm_up, limit, serve_first: with several pipeline stages, as `Pipeline` takes them;
+        searched where not given.
     """
 
     recompute: str | None
@@ -49,16 +53,32 @@ class SearchKeywords(TypedDict, total=False):
     state: StateOptions | None
     memory: Literal["auto"] | None
     clips: bool
+    pipe: int | Literal["auto"] | None
+    schedule: str | None
+    virtual_stages: int | None
+    extra_warm_up: int | None
+    limit: int | None
+    serve_first: ServeFirst | None
+
+
+PIPELINE_KEYWORDS = ("pipe", "schedule", "virtual_stages", "extra_warm_up", "limit", "serve_first")
 
 
 class PredictKeywords(ExecutionKeywords, total=False):
-    """Options of `predict` one by one: those of ExecutionOptions, and two for parts of its overlap.
+    """Options of `predict` one by one: those of ExecutionOptions, two for parts of its overlap, and a schedule's.
 
+    schedule, virtual_stages, extra_warm_up, limit, serve_first: of a grid with several pipeline stages, as `Pipeline`
+        takes them (default: 1f1b).
     overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
     """
 
     overlaps: bool
     copy_engines: bool
+    schedule: str
+    virtual_stages: int
+    extra_warm_up: int
+    limit: int
+    serve_first: ServeFirst
 
 
 class StepChoice(NamedTuple):

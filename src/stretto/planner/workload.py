@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workload that a plan is made for, and one configuration of its step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from stretto.axes import GridSizes
@@ -69,6 +70,18 @@ class StepWorkload(NumberTypes):
     def tokens(self) -> int:
         """Tokens of the global batch."""
         return self.batch * self.seq_len
+
+    def stage(self, blocks: int, *, is_first: bool, is_last: bool) -> "StepWorkload":
+        """The workload of a pipeline stage of so many blocks (`Architecture.stage`)."""
+        key = blocks, is_first, is_last
+        if key not in self._stages:
+            model = self.model.stage(blocks, is_first=is_first, is_last=is_last)
+            self._stages[key] = replace(self, model=model)
+        return self._stages[key]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, bool, bool], "StepWorkload"]:
+        return {}
 
 
 MESSAGE_DRIVEN = "message-driven"

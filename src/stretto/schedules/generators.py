@@ -51,13 +51,13 @@ def build_schedule(
     Raises ValueError for a name that is not known, and ScheduleError for numbers that the schedule does not take, with
     the nearest that it does.
     """
-    stages = _check_numbers(name, pipe, micro_batches, virtual_stages, extra_warm_up)
+    stages = check_numbers(name, pipe, micro_batches, virtual_stages, extra_warm_up)
     placed = place_in_v(pipe) if name in V_SHAPED else place_in_loops(pipe, stages)
     ranks = _GENERATORS[name].build(pipe, micro_batches, stages, extra_warm_up)
     return PipelineSchedule(name, placed, micro_batches, tuple(map(tuple, ranks)))
 
 
-def _check_numbers(
+def check_numbers(
     name: str, pipe: int, micro_batches: int, virtual_stages: int | None = None, extra_warm_up: int = 0
 ) -> int:
     """Return the stages on each rank of a schedule that `build_schedule` would build. Raises as it does."""
@@ -119,7 +119,7 @@ def bubble_time(
     for what, time in (("forward", f), ("backward_input", i), ("backward_weight", w)):
         if not 0 <= time < float("inf"):
             raise ValueError(f"{what} takes {time}, but must be at least 0 and finite")
-    stages = _check_numbers(name, pipe, micro_batches, virtual_stages)
+    stages = check_numbers(name, pipe, micro_batches, virtual_stages)
     missing = max(0, pipe - micro_batches)
     split = (pipe - 1) * max(f + i - w, f, i)
     if name in ("gpipe", "1f1b"):

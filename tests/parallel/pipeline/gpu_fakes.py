@@ -27,7 +27,7 @@ class LateCopies:
         return None
 
     def empty(self, channel, layout):
-        return torch.full((layout.num_bytes,), 99, dtype=torch.uint8).view(layout.dtype).view(layout.shape)
+        return torch.empty(layout.num_bytes, dtype=torch.uint8).fill_(99).view(layout.dtype).view(layout.shape)
 
     def copy(self, channel, pairs, after):
         self._last[channel] = LateEvent(pairs, self._draw.randrange(4), self._last.get(channel))

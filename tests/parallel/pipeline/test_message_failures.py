@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that die, stop or stall: all others raise in time, name the rank at which it began, and end."""
 
+import contextlib
+import functools
+import math
 import multiprocessing
 import os
 import random
@@ -10,6 +13,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +142,11 @@ def fail_otherwise(kind, how):
     group = dist.new_group(timeout=timedelta(seconds=40 if is_noticed else 1))
     carrier = CARRIERS[kind](group)
     began = time.monotonic()
+    room = contextlib.ExitStack()
+    if how == "memory" and rank == 1:
+        patch = room.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(torch, "empty", functools.partial(refuse_to_allocate, torch.zeros))
+        patch.setattr(numpy, "empty", functools.partial(refuse_to_allocate, numpy.zeros))
     carrier.begin_step({1 - rank: 1})
     match how:
         case "deadlock":
@@ -169,6 +178,14 @@ def fail_otherwise(kind, how):
             expected = "(sent|taken) the gradient for the backward of stage 2, micro-batch 7 (in step 1|within 1 s)"
             with pytest.raises(PeerError, match=expected):
                 take_in_the_next_step(carrier)
+        case "memory":
+            if rank == 0:
+                carrier.send(1, MessageKey("F", 2, 7), [torch.ones(100_000)])
+                with pytest.raises(PeerError, match=r"no room.*the cause is pipe rank 1 \(global rank 1\)$"):
+                    carrier.take(MessageKey("F", 0, 0))
+            else:
+                with room, pytest.raises(PeerError, match="no room"):
+                    carrier.take(MessageKey("F", 2, 7))
         case "closed":
             if rank == 0:
                 carrier.close()
@@ -182,6 +199,12 @@ def fail_otherwise(kind, how):
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
 
 
+def refuse_to_allocate(allocate, *sizes, **options):
+    if math.prod(sizes[0] if isinstance(sizes[0], tuple) else sizes) >= 100_000:
+        raise MemoryError("no room")
+    return allocate(*sizes, **options)
+
+
 def take_in_the_next_step(carrier):
     carrier.end_step()
     carrier.begin_step({1 - carrier.rank: 1})
@@ -190,7 +213,7 @@ def take_in_the_next_step(carrier):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", CARRIERS)
-@pytest.mark.parametrize("how", ["deadlock", "left", "missing", "twice", "closed"])
+@pytest.mark.parametrize("how", ["deadlock", "left", "missing", "twice", "memory", "closed"])
 def test_errors_of_a_schedule_are_told_from_dead_ranks(kind, how, ranks):
     assert ranks(2).run(fail_otherwise, kind, how, timeout=30) == [[], []]
 

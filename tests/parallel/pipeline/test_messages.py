@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
-from stretto.parallel.pipeline.message_format import DTYPES
+from stretto.parallel.pipeline.message_format import DTYPES, ReceiveBuffers
 from stretto.parallel.pipeline.messages import MessageKey
 from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
 from tests.parallel.pipeline.gpu_fakes import FakeNCCLCarrier, LateCarrier
@@ -331,3 +331,27 @@ def test_the_carrier_that_reaches_all_ranks_is_chosen(ranks):
     assert ranks(3).run(choose, False) == ["gloo"] * 3
     assert ranks(1).run(choose, True) == ["gloo"]
     ranks(1).run(refuse_carriers)
+
+
+def test_memory_is_used_again_once_its_tensors_are_dead():
+    buffers = ReceiveBuffers()
+    first = buffers.take(200_000)
+    place = first.data_ptr()
+    assert place % 64 == 0
+    row = first[:100_000].view(torch.float32)[7:9].view(2, 1)  # some view of it that stays
+    del first
+    other = buffers.take(200_000)
+    assert other.data_ptr() != place
+    other.fill_(1)
+    row.fill_(3)
+    assert other.eq(1).all()
+    del row
+    again = buffers.take(150_000)
+    assert (again.data_ptr(), again.numel()) == (place, 150_000)
+    assert buffers.take(50_000_000).data_ptr() not in (place, other.data_ptr())
+    del again
+    assert buffers.take(90_000).data_ptr() != place  # less than half of it
+    buffers.trim()
+    buffers.trim()  # nothing has been taken since
+    assert buffers._buffers == []
+    assert other.eq(1).all()

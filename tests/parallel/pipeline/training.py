@@ -70,7 +70,7 @@ def train_by_pipeline(run: Run, case: Case, precision: Precision, grid: Grid) ->
     ) as pipeline:
         for batch in batches(case):
             model.zero_grad()
-            inputs = arguments(case, *(tensor[rows] for tensor in batch))
+            inputs = arguments(case, *(tensor[rows].to(grid.device) for tensor in batch))
             losses.append(pipeline.step(**inputs).item())
             norm = clip_grad_norm_(parameters, case.max_norm, grid)
             for shard, parameter in zip(shards, parameters, strict=True):
@@ -78,7 +78,7 @@ def train_by_pipeline(run: Run, case: Case, precision: Precision, grid: Grid) ->
             optimizer.step()
             grad_norms.append(norm.item())
         evaluated = pipeline.evaluate(**inputs).item()
-    weights = {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
+    weights = {name: gather(parameter).detach().cpu() for name, parameter in model.named_parameters()}
     return Trace(tuple(losses), tuple(grad_norms), weights), evaluated
 
 

@@ -2,10 +2,12 @@
 """Picture of `stretto bench messages`, drawn from its JSON."""
 
 import json
+from itertools import cycle
 from pathlib import Path
 
+from stretto.bench.messages.settings import LIBRARY
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import OTHER_PEER, PEER, SERIES, drawing, plain_log
+from stretto.report.style import PEER, SERIES, drawing, plain_log
 
 _TITLES = {"message": "a message, half of a round trip", "all-reduce": "an all-reduce of all {ranks} ranks"}
 
@@ -14,18 +16,14 @@ def plot_messages(result: Path, picture: Path) -> None:
     """Draw a panel for messages and one for all-reduces: times over size, a line a carrier or back end."""
     data = json.loads(result.read_text())
     parts = list(dict.fromkeys(row["part"] for row in data["rows"]))
+    names = list(dict.fromkeys(row["by"] for row in data["rows"]))
+    looks = dict(zip([name for name in names if name != LIBRARY], cycle(SERIES), strict=False)) | {LIBRARY: PEER}
     with drawing(picture, max(5.0, 4.4 * len(parts)), 3.2) as drawn:
         for panel, part in zip(drawn.panels(1, len(parts))[0], parts, strict=True):
             rows = [row for row in data["rows"] if row["part"] == part]
-            names = list(dict.fromkeys(row["by"] for row in rows))
-            # torch's own come first in each part, in grey and in orange.
-            peer = PEER if part == "message" else OTHER_PEER
-            looks = [peer, *(SERIES[place % len(SERIES)] for place in range(len(names)))]
-            for name, look in zip(names, looks, strict=False):
-                of = [row for row in rows if row["by"] == name]
-                panel.plot(
-                    [row["megabytes"] for row in of], [row["milliseconds"] for row in of], label=name, **look.line
-                )
+            for name in dict.fromkeys(row["by"] for row in rows):
+                measured = [(row["megabytes"], row["milliseconds"]) for row in rows if row["by"] == name]
+                panel.plot(*zip(*measured, strict=True), label=name, **looks[name].line)
             drawn.log_ticks(panel.xaxis, [row["megabytes"] for row in rows])
             plain_log(panel.yaxis)
             panel.set_xlabel("MB")

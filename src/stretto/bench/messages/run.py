@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, write_result
-from stretto.bench.messages.settings import MessagesSetting
+from stretto.bench.messages.settings import LIBRARY, MessagesSetting
 from stretto.bench.pictures import draw_result
 from stretto.memory import shared_gpus
 from stretto.parallel.pipeline.carriers import CARRIERS, choose_carrier
@@ -36,7 +36,6 @@ COLUMNS = (
     Column("gb_per_second", "size / time (GB/s)", "{:.2f}"),
     Column("to_library", "to torch's", "{:.2f}"),
 )
-LIBRARY = "torch's send and recv"
 
 
 def bench_messages(ranks: int, setting: MessagesSetting, out: Path) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def _all_reduces(device: torch.device) -> dict[str, Run]:
         return {"gloo": _reduce(dist.group.WORLD), "Stretto's host executor, ring": _reduce(ours)}
     ours, gloo = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
     return {
-        "gloo, GPUs shared" if shared_gpus.is_enabled() else "NCCL": _reduce(dist.group.WORLD),
+        "gloo, GPUs shared" if shared_gpus.is_enabled() else "nccl": _reduce(dist.group.WORLD),
         "Stretto's kernels": _reduce(ours),
         "gloo by way of the host": _reduce_on_host(gloo),
     }

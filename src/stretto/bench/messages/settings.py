@@ -7,6 +7,8 @@ from typing import Annotated
 from stretto.bench.settings import Option, Repeats, require_least
 
 LARGEST_MB = 4096
+LIBRARY = "torch's send and recv"
+"""What messages are compared with."""
 
 
 @dataclass(frozen=True)

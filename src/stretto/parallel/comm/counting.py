@@ -2,7 +2,7 @@
 """Counts what collectives send, at the dispatcher: also those of other libraries, and inside autograd functions."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,8 @@ def axes_of_groups(grid: Grid) -> dict[str, str]:
 
     Groups of one rank send nothing, so that their names need not be told apart.
     """
-    return {grid.group(axis).group_name: axis for axis in (STAGE, "world", *DERIVED_GROUPS, *NAMES)}
+    found = {grid.group(axis).group_name: axis for axis in (STAGE, "world", *DERIVED_GROUPS, *NAMES)}
+    return found | grid.other_groups
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:
@@ -126,14 +127,31 @@ def _tensors(payload: Any) -> list[Tensor]:
     return [tensor for item in payload for tensor in _tensors(item)]
 
 
+_running: list[_Counter] = []  # the innermost last
+
+
+def count_message(tensors: Sequence[Tensor | None]) -> None:
+    """Count a message of a pipeline, which no operator of torch.distributed sends."""
+    sent = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    for counter in _running:
+        counter.counts.calls.append(CollectiveCall("message", "pipe", 2, sent))
+
+
 @contextmanager
 def count_collectives(
     grid: Grid, *, before: Callable[[CollectiveCall], None] | None = None
 ) -> Iterator[CollectiveCounts]:
     """Count the collectives that this process issues inside the context, forward and backward passes alike.
 
+    Messages between pipeline stages count as "message", over pipe.
+
     before: called with each before it is issued. It slows every operation a little: count one step, not a whole run.
     """
     counts = CollectiveCounts()
-    with _Counter(grid, counts, before):
-        yield counts
+    counter = _Counter(grid, counts, before)
+    _running.append(counter)
+    try:
+        with counter:
+            yield counts
+    finally:
+        _running.remove(counter)

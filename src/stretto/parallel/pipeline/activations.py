@@ -97,19 +97,21 @@ class Activations:
     """What one stage sends to the next: tensors, and which arguments of the next block they are.
 
     places: of each tensor, the number of the block's parameter. layouts: of what modules before have returned.
-    batch_shape: with sequence sharding, batch and seq of the tokens that ranks of x divide. random_state: of the
-    generators of the CPU and of this rank's GPU (None without dropout).
+    micro_batches: of the sender's step; others have as many. batch_shape: with sequence sharding, batch and seq of the
+    tokens that ranks of x divide. random_state: of the generators of the CPU and of this rank's GPU (None without
+    dropout).
     """
 
     tensors: list[Tensor]
     places: list[int]
     layouts: OutputLayouts
+    micro_batches: int = 1
     batch_shape: tuple[int, int] = (0, 0)
     random_state: tuple[Tensor, Tensor | None] | None = None
 
     def as_message(self) -> list[Tensor | None]:
         """The tensors that travel: a header, layouts, the states of random generators, and the activations."""
-        header = torch.tensor([*self.batch_shape, *self.places], dtype=torch.int64)
+        header = torch.tensor([self.micro_batches, *self.batch_shape, *self.places], dtype=torch.int64)
         cpu, gpu = self.random_state or (None, None)
         return [header, self.layouts.packed(), cpu, gpu, *self.tensors]
 
@@ -119,10 +121,10 @@ class Activations:
         header, layouts, cpu, gpu, *received = message
         assert header is not None
         assert layouts is not None
-        batch, seq, *places = header.tolist()
+        micro_batches, batch, seq, *places = header.tolist()
         tensors = [tensor for tensor in received if tensor is not None]
         random_state = None if cpu is None else (cpu, gpu)
-        return cls(tensors, places, OutputLayouts.unpacked(layouts), (batch, seq), random_state)
+        return cls(tensors, places, OutputLayouts.unpacked(layouts), micro_batches, (batch, seq), random_state)
 
     def record(self) -> list[Tensor | None]:
         """Have autograd record what is done with the tensors. A backward pass puts their gradients into the list."""

@@ -7,7 +7,8 @@
     GPUs of one machine that reach each other's memory, or one    symmetric memory
     other GPUs                                                    NCCL; gloo where ranks share GPUs
 
-`stretto bench messages` measures them (results/messages).
+`stretto bench messages` measures them. For CPUs the table is what was measured (results/messages); for GPUs it is what
+we expect: copy engines need no multiprocessors, and no handshake while slots are free.
 """
 
 import os
@@ -49,7 +50,7 @@ def make_carrier(group: dist.ProcessGroup | None, device: torch.device | str, na
 
 
 def choose_carrier(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
-    """The name of the carrier that is the fastest between a group's ranks at 1 to 50 MB, by what was measured.
+    """The name of the carrier that should be the fastest between a group's ranks at 1 to 50 MB.
 
     Collective, with one result on all ranks. device: this rank's.
     """

@@ -15,8 +15,12 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from stretto.memory import PeerError
+
 GRACE = 1.5
 """Seconds that a rank has to write its report, from the moment that another rank asks for it."""
+MOST_PATIENCE = 10.0
+"""Seconds that a rank waits at most for the others to notice a failure, beside GRACE."""
 _PERIOD = 0.02
 
 
@@ -116,6 +120,64 @@ class FailureReports:
                 return None
             time.sleep(_PERIOD)
         return self._store.get(f"{self._topic} {key}").decode()
+
+
+class StepFailures:
+    """Finds the rank of a job at which a step has failed, also where a collective of a stage did, which names nobody.
+
+    Every rank that fails says so in the job's store, and why, if the cause is its own. The others name that rank; or
+    those that say nothing, which have ended, stopped or hung. topic: the keys' prefix, the same on all ranks.
+    """
+
+    def __init__(self, topic: str) -> None:
+        self._store = dist.PrefixStore(topic, dist.distributed_c10d._get_default_store())
+
+    def explain(self, error: BaseException, limit: float) -> PeerError | None:
+        """Say that this rank has failed; returns what to raise instead, where the failure began at another rank.
+
+        limit: seconds after which waits for other ranks fail; others may notice the failure so much later.
+        """
+        is_own = not isinstance(error, PeerError) and not is_of_collective(error)
+        first_line = str(error).strip().partition("\n")[0][:300]
+        found: list[str] = []
+        patience = min(limit, MOST_PATIENCE) + GRACE
+
+        def ask() -> None:
+            own = f"raised {type(error).__name__}: {first_line}" if is_own else ""
+            self._store.set(f"failed {dist.get_rank()}", own)
+            if not is_own:
+                found.append(self._find_others(patience))
+
+        _within(patience + GRACE, ask)
+        if is_own:
+            return None
+        about = (
+            str(error) if isinstance(error, PeerError) else f"a collective of this rank's stage failed: {first_line}"
+        )
+        return PeerError("; ".join([about, *filter(None, found)]))
+
+    def _find_others(self, patience: float) -> str:
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        deadline = time.monotonic() + patience
+        reasons: dict[int, str] = {}
+        while len(reasons) < len(others):
+            for rank in others:
+                if rank not in reasons and self._store.check([f"failed {rank}"]):
+                    reasons[rank] = self._store.get(f"failed {rank}").decode()
+                    if reasons[rank]:
+                        return f"rank {rank} of the job (global rank {rank}) {reasons[rank]}"
+            if time.monotonic() > deadline:
+                silent = [f"rank {rank} of the job (global rank {rank})" for rank in others if rank not in reasons]
+                return f"{' and '.join(silent)} said nothing of a failure: ended, stopped or hung"
+            time.sleep(_PERIOD)
+        return ""
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether torch.distributed has raised this error for a collective."""
+    words = ("gloo", "Timed out waiting", "pair closure", "closed by peer")
+    is_of_gloo = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return is_of_gloo or isinstance(error, dist.DistError)
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:

@@ -65,7 +65,7 @@ class GlooCarrier(Carrier):
         self._senders: dict[int, _Sender] = {}
         self._staging = self._make_staging()
         # A process that ends in the middle of a step may not leave threads in gloo.
-        self._finalizer = weakref.finalize(self, _close_connections, self._gloo, self.rank, self.size)
+        self._finalizer = weakref.finalize(self, close_connections, self._gloo, self.rank, self.size)
 
     def _make_staging(self) -> "HostStaging | None":
         return HostStaging(self.device) if self.device.type == "cuda" else None
@@ -88,7 +88,7 @@ class GlooCarrier(Carrier):
         self._receivers, self._senders = [], {}
 
     def _break(self) -> None:
-        _close_connections(self._gloo, self.rank, self.size)
+        close_connections(self._gloo, self.rank, self.size)
         for sender in self._senders.values():
             sender.messages.put(None)
 
@@ -113,7 +113,7 @@ class GlooCarrier(Carrier):
         try:
             works = self.post_message(destination, header, tensors)
         except RuntimeError as error:
-            self.lose(destination, error)
+            self.explain(destination, error)
             self._raise_failure()
         sender.messages.put((header.key, works))
 
@@ -160,8 +160,8 @@ class GlooCarrier(Carrier):
             posted = self._post_ahead(source)
             for left in reversed(range(count)):
                 posted = self._receive(source, posted, is_last=left == 0)
-        except RuntimeError as error:
-            self.lose(source, error)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the caller must learn of it)
+            self.explain(source, error)
 
     def _receive(self, source: int, posted: "_Posted", *, is_last: bool) -> "_Posted":
         """Receive a message and deliver it; returns what has been posted for the next one."""
@@ -218,11 +218,20 @@ class GlooCarrier(Carrier):
             return self._gloo.recv([buffer], source, tag)
 
     def _host_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._staging is not None)
+        try:
+            if self._staging is None:
+                return self._buffers.take(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # gloo's errors have the same type, and another cause
+            raise MemoryError(f"no host memory for a message of {num_bytes} bytes: {error}") from error
 
-    def lose(self, rank: int, error: Exception) -> None:
-        """Note that the connection to a rank is gone."""
-        self._fail([rank], f"{self._name_rank(rank)} closed its connection ({str(error).splitlines()[0][:200]})")
+    def explain(self, rank: int, error: Exception) -> None:
+        """Note that a message from or to a rank has failed: gloo's RuntimeErrors say that the connection is gone."""
+        text = str(error).splitlines()[0][:200] if str(error) else ""
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            self._fail([rank], f"{self._name_rank(rank)} closed its connection ({text})")
+        else:
+            self._fail([], f"failed at a message of {self._name_rank(rank)}: {type(error).__name__}: {text}")
 
 
 class _Posted(NamedTuple):
@@ -264,8 +273,8 @@ class _Sender:
                     work.wait(_WITHOUT_LIMIT)
                     works.pop()
                 carrier.note_sent(destination, key)
-        except RuntimeError as error:
-            carrier.lose(destination, error)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the caller must learn of it)
+            carrier.explain(destination, error)
 
 
 class HostStaging:
@@ -338,7 +347,7 @@ def _size_of_first(inline: dict[int, int], layouts: tuple[TensorLayout | None, .
     return max([header_bytes, *ends])
 
 
-def _close_connections(gloo: Any, rank: int, size: int) -> None:
+def close_connections(gloo: Any, rank: int, size: int) -> None:
     """Close all connections of a gloo group, by receives that time out; all of its waits raise then."""
     for peer in range(size):
         if peer != rank:

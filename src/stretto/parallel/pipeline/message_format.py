@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a message: its key, and of each tensor the dtype, the shape and where it belongs.
+"""The header of a message (its key, and of each tensor the dtype, the shape and where it belongs), and its memory.
 
 A header is int64 words, the same on every kind of carrier:
 
@@ -8,12 +8,16 @@ A header is int64 words, the same on every kind of carrier:
         0 or 1 (of a GPU), index of the dtype, number of dims, sizes
 """
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 DTYPES = (
@@ -41,6 +45,10 @@ DTYPES = (
 MAX_BYTES_OF_HEADER = 1 << 15
 """Enough for 500 tensors of 4 dims."""
 
+SMALLEST_REUSED = 1 << 16
+"""Bytes of the smallest tensor whose memory is used again."""
+
+_ALIGNMENT = 64
 _FIXED_WORDS = 6
 _OPERATIONS = ("F", "B")
 
@@ -144,3 +152,51 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as uint8 [num_bytes]."""
     # A tensor of one element counts as contiguous with any strides, and `view` wants the last one to be 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class ReceiveBuffers:
+    """Host memory for the tensors of messages, used again once these tensors have died.
+
+    New memory is slow: the system clears each page at its first use. A buffer is a numpy array, and a tensor refers to
+    a view of it as long as any tensor on the same memory lives, so a weak reference to the view tells. Threads may
+    share this object.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers: list[_Buffer] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Memory as uint8 [num_bytes], aligned to 64 bytes, with any contents."""
+        if num_bytes < SMALLEST_REUSED:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        with self._lock:
+            free = (each for each in self._buffers if each.view() is None and num_bytes <= each.size <= 2 * num_bytes)
+            buffer = next(free, None)
+            if buffer is None:
+                buffer = _Buffer(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
+                self._buffers.append(buffer)
+            start = -buffer.array.ctypes.data % _ALIGNMENT
+            view = buffer.array[start : start + num_bytes]
+            buffer.view, buffer.is_used = weakref.ref(view), True
+            return torch.from_numpy(view)
+
+    def trim(self) -> None:
+        """Give back what has not been taken since the last call."""
+        with self._lock:
+            self._buffers = [buffer for buffer in self._buffers if buffer.is_used]
+            for buffer in self._buffers:
+                buffer.is_used = False
+
+
+@dataclass
+class _Buffer:
+    """Memory for one tensor. view: of the array, which the tensor refers to; dead once the tensor is."""
+
+    array: NDArray[np.uint8]
+    view: Callable[[], NDArray[np.uint8] | None] = lambda: None
+    is_used: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.array.size - _ALIGNMENT

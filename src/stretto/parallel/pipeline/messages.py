@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from stretto.memory import PeerError, find_own_rank, group_timeout, store_all_gather
 from stretto.memory.failures import register
 from stretto.parallel.pipeline.failure_reports import FailureReports, Report
-from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey
+from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey, ReceiveBuffers
 
 __all__ = ["Carrier", "MessageKey"]
 
@@ -95,6 +95,7 @@ class Carrier(ABC):
         self._arrived: deque[MessageKey] = deque()  # those of them that were not reported
         self._events: dict[MessageKey, torch.cuda.Event] = {}  # after which their tensors on a GPU hold their values
         self._taken: set[MessageKey] = set()
+        self._buffers = ReceiveBuffers()
         self._unsent: dict[int, list[MessageKey]] = {}  # by destination, in the order of sending
         self._awaited: tuple[Collection[int], str, float] | None = None  # ranks, what of them, since when
         self._failure: Report | None = None
@@ -142,6 +143,7 @@ class Carrier(ABC):
         with self._changed:
             self._unsent.setdefault(destination, []).append(key)
         self._send(destination, header, values)
+        self._require_usable(in_step=True)
 
     def wait_any(self) -> MessageKey:
         """Wait until a message is there that was neither reported nor taken, and report it: in the order of arrival."""
@@ -158,6 +160,7 @@ class Carrier(ABC):
         """Report the messages that are there and were neither reported nor taken. It waits for nothing."""
         self._require_usable(in_step=True)
         self._progress()
+        self._require_usable(in_step=True)
         with self._changed:
             keys = list(self._arrived)
             self._arrived.clear()
@@ -201,6 +204,7 @@ class Carrier(ABC):
             raise RuntimeError(text)
         self._in_step = False
         self._end()
+        self._buffers.trim()
 
     def fail(self, text: str) -> None:
         """Fail the step on all ranks, since something beside messages has failed here.

@@ -11,6 +11,7 @@ take the same ones. In message-driven order the first of them decides, and tells
 """
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
+from torch.utils._pytree import tree_map
 
 from stretto.axes import LOSS, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.counting import count_message
 from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
 from stretto.parallel.comm.weight_gathering import StepGatherer
@@ -33,8 +36,9 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import IGNORED_TARGET
-from stretto.parallel.pipeline.activations import Activations
+from stretto.parallel.pipeline.activations import Activations, tensors_of
 from stretto.parallel.pipeline.carriers import make_carrier
+from stretto.parallel.pipeline.failure_reports import StepFailures
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.stages import ModelStages, StagePass, make_group
 from stretto.parallel.roles.huggingface import calls_loss_function, compares_with_next, is_pretrained_model
@@ -56,6 +60,8 @@ WAIT_MARK = "stretto waited "
 """In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""
 LEAST_MARKED = 5e-5
 """Waits of fewer seconds are not marked."""
+
+_NUMBERS = itertools.count()  # of pipelines, the same on all ranks
 
 _TARGETS = ("labels", "targets")
 _DIVISORS = ("num_items_in_batch", "num_targets")
@@ -90,13 +96,27 @@ class _InFlight:
 
 
 class _Step:
-    """What a step is made of: the arguments of each micro-batch, and the parts of its loss."""
+    """What a step is made of: the arguments of each micro-batch, and the parts of its loss.
 
-    def __init__(self, calls: Sequence[Mapping[str, Any]], rows: int, size: int, weights: Sequence[Any]) -> None:
+    targets: of each micro-batch. has_divisor: the caller has said what losses are divided by. weights: the factor of
+    each micro-batch's loss in that of the batch.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[dict[str, Any]],
+        rows: int,
+        size: int,
+        *,
+        targets: Sequence[Tensor] | None,
+        has_divisor: bool,
+    ) -> None:
+        self.targets = targets
+        self.has_divisor = has_divisor
         self.calls = calls
         self.rows = rows
         self.size = size
-        self.weights = weights
+        self.weights: Sequence[Any] = [1 / len(calls)] * len(calls)
         self.losses: list[Tensor] = []
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -167,6 +187,7 @@ class Pipeline:
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
             self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
+        self._failures = StepFailures(f"stretto pipeline {next(_NUMBERS)}")
         self._carrier = (
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
@@ -315,6 +336,11 @@ class Pipeline:
         seed: int | None,
         scale_loss: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "a CUDA graph cannot hold a pipeline's step: the host takes its messages, and in message-driven order "
+                "they decide what it computes; run it without CapturedStep"
+            )
         step = self._cut_batch(args, kwargs)
         trains = torch.is_grad_enabled()
         schedule = None
@@ -328,27 +354,32 @@ class Pipeline:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.begin_step()
             self._carrier.begin_step(self._expected(step.micro_batches, trains))
+            if self.stages.count - 1 in self.stages.mine:
+                self._weigh(step)
             if schedule is not None:
                 worker.run_schedule(schedule)
             else:
                 worker.run_by_messages()
+            if trains and not self._reducer.has_synced:
+                self._reducer.run_pass()
+            loss = self._share_loss(step)
             self._carrier.end_step()
         except BaseException as error:
             self._reducer.deferred = None
             self._carrier.fail(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
             self._carrier.close()
+            if (named := self._failures.explain(error, self.grid.timeout.total_seconds())) is not None:
+                raise named from error
             raise
         finally:
             if isinstance(self._gatherer, StepGatherer):
                 self._gatherer.end_step()
-        if trains and not self._reducer.has_synced:
-            self._reducer.run_pass()
         for parameter, gradient in earlier:
             made, parameter.grad = parameter.grad, gradient
             if made is not None:
                 assert isinstance(made, DTensor)
                 accumulate(parameter, made.to_local())
-        return self._total_loss(step)
+        return loss
 
     def _set_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take the gradients that are there: the first micro-batch's are not yet summed over ranks, and these are."""
@@ -357,17 +388,37 @@ class Pipeline:
             parameter.grad = None
         return earlier
 
-    def _total_loss(self, step: _Step) -> Tensor:
+    def _share_loss(self, step: _Step) -> Tensor:
+        """The step's loss, which the last stage sends to the other ranks of pipe once all have ended the step.
+
+        So no rank goes on to a collective over all ranks that one will never come to.
+        """
+        last, count = self.stages.stage_ranks[-1], self.stages.count
+        key = MessageKey("F", count, 0)
+        others = [rank for rank in range(self.grid.size("pipe")) if rank != last]
+        if self.stages.rank != last:
+            self._carrier.send(last, MessageKey("B", count, self.stages.rank), [])
+            (loss,) = self._carrier.take(key, last)
+            assert loss is not None
+            return loss
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        for loss in step.losses:
-            total += loss
+        for part in step.losses:
+            total += part
         if self._averages:
             total = all_reduce(total, self.grid.group(LOSS)) / self.grid.size(LOSS)
-        return all_reduce(total, self.grid.group("pipe"))
+        for rank in others:
+            self._carrier.take(MessageKey("B", count, rank), rank)
+        for rank in others:
+            self._carrier.send(rank, key, [total])
+        return total
 
     def _expected(self, micro_batches: int, trains: bool) -> dict[int, int]:
         """How many messages come from each rank of pipe."""
         ranks, expected = self.stages.stage_ranks, dict[int, int]()
+        if self.stages.rank != ranks[-1]:
+            expected[ranks[-1]] = 1  # the loss
+        else:
+            expected |= dict.fromkeys(set(ranks) - {ranks[-1]}, 1)  # that they have ended the step
         for stage in self.stages.mine:
             sources = [stage - 1] if stage > 0 else []
             if trains and stage < self.stages.count - 1:
@@ -379,27 +430,24 @@ class Pipeline:
 
     def _cut_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Step:
         given = self._bind(args, kwargs)
-        first = next((value for value in given.values() if isinstance(value, Tensor) and value.dim()), None)
-        if first is None:
+        rows = next((tensor.shape[0] for tensor in tensors_of(given) if tensor.dim()), None)
+        if rows is None:
             raise ValueError("step takes the arguments of the model's forward, and none of them is a tensor with rows")
-        rows, size = first.shape[0], self.micro_batch_size
+        size = self.micro_batch_size
         if rows == 0 or rows % size:
             near = max(size, round(rows / size) * size)
             raise ValueError(
                 f"micro-batches of {size} rows do not divide the {rows} rows of this rank's batch; {near} would do"
             )
-        count = rows // size
-        parts = {
-            name: value.split(size)
-            for name, value in given.items()
-            if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
-        }
-        calls = [
-            {name: parts[name][number] if name in parts else value for name, value in given.items()}
-            for number in range(count)
-        ]
-        weights = self._weigh(given, parts, calls) if self.stages.count - 1 in self.stages.mine else [1.0] * count
-        return _Step(calls, rows, size, weights)
+
+        def cut(first: int) -> Any:
+            return tree_map(lambda leaf: leaf[first : first + size] if _has_rows(leaf, rows) else leaf, given)
+
+        calls = [cut(first) for first in range(0, rows, size)]
+        name = next((name for name in _TARGETS if _has_rows(given.get(name), rows)), None)
+        targets = None if name is None else [call[name] for call in calls]
+        has_divisor = any(given.get(name) is not None for name in _DIVISORS)
+        return _Step(calls, rows, size, targets=targets, has_divisor=has_divisor)
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name."""
@@ -412,30 +460,51 @@ class Pipeline:
                 given |= given.pop(name, {})
         return given
 
-    def _weigh(
-        self, given: Mapping[str, Any], parts: Mapping[str, Sequence[Tensor]], calls: Sequence[dict[str, Any]]
-    ) -> Sequence[Any]:
-        """The factor of each micro-batch's loss in that of the batch.
+    def _weigh(self, step: _Step) -> None:
+        """Find the factor of each micro-batch's loss in that of the batch.
 
         Where the model's loss can be told its divisor, that is the whole batch's number of valid targets, and factors
         are 1. Otherwise a micro-batch's loss is the mean over its own valid targets.
         """
-        targets = next((name for name in _TARGETS if name in parts), None)
-        if targets is None:
-            return [1 / len(calls)] * len(calls)
-        if any(given.get(name) is not None for name in _DIVISORS):
-            return [1.0] * len(calls)
+        self._check_counts(step.micro_batches)
+        if step.targets is None:
+            return
+        if step.has_divisor:
+            step.weights = [1.0] * step.micro_batches
+            return
         is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
-        mine = torch.stack([_count_valid(part, is_shifted=is_shifted) for part in parts[targets]]).to(self.grid.device)
+        found = [_count_valid(part, is_shifted=is_shifted) for part in step.targets]
+        mine = torch.stack(found).to(self.grid.device)
         counts = all_reduce(mine.clone(), self.grid.group(LOSS))
         total = counts.sum()
         if self._averages:  # a rank's loss is of its own rows, and the mean over ranks is that of the batch
             counts, total = mine, total / self.grid.size(LOSS)
         if (name := self._divisor()) is not None:
-            for call in calls:
+            for call in step.calls:
                 call[name] = total
-            return [1.0] * len(calls)
-        return list((counts.double() / total).unbind())
+            step.weights = [1.0] * step.micro_batches
+        else:
+            step.weights = list((counts.double() / total).unbind())
+
+    def _check_counts(self, micro_batches: int) -> None:
+        """Raise ValueError (on CUDA: fail the kernel that asserts it, later) unless ranks have as many micro-batches.
+
+        With other rows on the ranks that share the loss they would wait for each other.
+        """
+        ranks = self.grid.size(LOSS)
+        if ranks == 1:
+            return
+        sums = torch.tensor([micro_batches, micro_batches**2], dtype=torch.int64, device=self.grid.device)
+        total, squares = all_reduce(sums, self.grid.group(LOSS)).unbind()
+        differ = total * total != squares * ranks
+        text = "all ranks of data and z have as many rows in a step"
+        if sums.is_cuda:
+            torch._assert_async(~differ, text)  # no .item() here: the host would wait for the device
+        elif differ:
+            raise ValueError(
+                f"this rank has {micro_batches} micro-batches in this step, and others have {int(total) / ranks:g} in "
+                f"the mean: {text}"
+            )
 
     def _divisor(self) -> str | None:
         """The argument of the model's forward that divides a sum of losses; None if it has none."""
@@ -552,6 +621,8 @@ class _ActionRunner:
     def _send(self, operation: Literal["F", "B"], stage: int, number: int, tensors: Sequence[Tensor | None]) -> None:
         """Send a message with the time at which it leaves."""
         sent = torch.tensor(time.time(), dtype=torch.float64)
+        if self.stages.stage_ranks[stage] != self.stages.rank:
+            count_message(tensors)
         self.carrier.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
 
     def _forward(self, stage: int, number: int) -> None:
@@ -559,6 +630,11 @@ class _ActionRunner:
         if stage > 0:
             message = self._take_message("F", stage, number, stage - 1)
             received = Activations.from_message(message)
+            if received.micro_batches != step.micro_batches:
+                raise ValueError(
+                    f"stage {stage - 1} has {received.micro_batches} micro-batches in this step, and stage {stage} has "
+                    f"{step.micro_batches}: all ranks of pipe are given the same rows"
+                )
         elif self.seed is not None:
             torch.manual_seed(self.seed)
         with torch.enable_grad() if stages.must_learn(stage) else nullcontext():
@@ -569,6 +645,7 @@ class _ActionRunner:
                 get_gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
                 for tensor in output.tensors
             ]
+            output.micro_batches = step.micro_batches
             self._send("F", stage + 1, number, output.as_message())
         else:
             loss = _loss_of(output, self.pipeline.model) * step.weights[number]
@@ -631,6 +708,10 @@ def _loss_of(output: Any, model: nn.Module) -> Tensor:
             f"the forward of {type(model).__name__} has returned no loss, a 0-dim tensor: give it labels or targets"
         )
     return loss
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
 def _count_valid(targets: Tensor, *, is_shifted: bool) -> Tensor:

@@ -122,7 +122,7 @@ class SharedMemoryCarrier(Carrier):
             self._mover.start()
 
     def _send(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> None:
-        self._outgoing[destination].messages.append(Message(header, tensors, header.pack(), self._is_in_slots))
+        self._outgoing[destination].messages.append(SlicedMessage(header, tensors, header.pack(), self._is_in_slots))
         self._progress()
 
     def _end(self) -> None:
@@ -149,8 +149,12 @@ class SharedMemoryCarrier(Carrier):
         if not self._moving.acquire(blocking=False):
             return False
         finished = Finished([], [])
+        problem = ""
+        moved = False
         try:
             moved = self._move(finished)
+        except Exception as error:  # noqa: BLE001  (no memory, for one: whoever waits for this rank must learn of it)
+            problem = f"could not move its messages: {error!r}"
         finally:
             self._moving.release()
         # Without the lock: whoever fails meanwhile holds the other one.
@@ -158,6 +162,8 @@ class SharedMemoryCarrier(Carrier):
             self.note_sent(destination, key)
         for source, message, event in finished.received:
             self._deliver(source, message.header.key, message.tensors, message.header.step, event)
+        if problem:
+            self._fail([], problem)
         return moved
 
     def _move(self, finished: "Finished") -> bool:
@@ -170,11 +176,11 @@ class SharedMemoryCarrier(Carrier):
         """Whether a tensor's bytes go through the slots."""
         return True
 
-    def _finish_push(self, peer: int, message: "Message", finished: "Finished") -> None:
+    def _finish_push(self, peer: int, message: "SlicedMessage", finished: "Finished") -> None:
         """A message's last slice is in a slot."""
         finished.sent.append((peer, message.header.key))
 
-    def _finish_pull(self, peer: int, message: "Message", finished: "Finished") -> None:
+    def _finish_pull(self, peer: int, message: "SlicedMessage", finished: "Finished") -> None:
         """A message's last slice has been copied."""
         finished.received.append((peer, message, None))
 
@@ -209,13 +215,13 @@ class SharedMemoryCarrier(Carrier):
                 incoming.left -= 1
         return moved
 
-    def _prepare(self, peer: int, header: MessageHeader, header_bytes: int) -> "Message":
+    def _prepare(self, peer: int, header: MessageHeader, header_bytes: int) -> "SlicedMessage":
         """A message to receive, with memory for its tensors."""
         tensors = [None if one is None else self._empty(peer, one) for one in header.tensors]
-        return Message(header, tensors, torch.empty(header_bytes, dtype=torch.uint8), self._is_in_slots)
+        return SlicedMessage(header, tensors, torch.empty(header_bytes, dtype=torch.uint8), self._is_in_slots)
 
     def _empty(self, peer: int, layout: TensorLayout) -> Tensor:
-        return torch.empty(layout.shape, dtype=layout.dtype)
+        return layout.view(self._buffers.take(layout.num_bytes))
 
     def _wait(self, *args: Any, **kwargs: Any) -> None:
         self._backoff.reset()
@@ -233,14 +239,11 @@ class SharedMemoryCarrier(Carrier):
     def _move_until_end(self) -> None:
         """What the carrier's own thread does in a step."""
         backoff = Backoff()
-        try:
-            while not self._ends.is_set():
-                if self._is_waiting:
-                    time.sleep(_LONGEST_SLEEP)
-                else:
-                    self._move_or_pause(backoff)
-        except Exception as error:  # noqa: BLE001  (whatever it is, the caller must learn of it)
-            self._fail([], f"the thread that moves its messages failed: {error!r}")
+        while not self._ends.is_set():
+            if self._is_waiting:
+                time.sleep(_LONGEST_SLEEP)
+            else:
+                self._move_or_pause(backoff)
 
     def _move_or_pause(self, backoff: Backoff) -> None:
         if self._progress():
@@ -275,10 +278,10 @@ class Finished(NamedTuple):
     """What a round of moving has finished: keys by destination, and messages by source with the event of a GPU."""
 
     sent: list[tuple[int, MessageKey]]
-    received: list[tuple[int, "Message", Any]]
+    received: list[tuple[int, "SlicedMessage", Any]]
 
 
-class Message:
+class SlicedMessage:
     """A message whose slices are being copied; the bytes of those tensors for whose layout `is_part` is true.
 
     packed: the header, copied before them, or None.
@@ -339,7 +342,7 @@ class _Outgoing:
 
     ring: list[Tensor]
     filled: int = 0
-    messages: deque[Message] = field(default_factory=deque)
+    messages: deque[SlicedMessage] = field(default_factory=deque)
 
 
 @dataclass
@@ -349,4 +352,4 @@ class _Incoming:
     ring: list[Tensor]
     taken: int = 0
     left: int = 0
-    message: Message | None = None
+    message: SlicedMessage | None = None

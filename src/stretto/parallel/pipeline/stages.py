@@ -15,6 +15,7 @@ inputs.
     x = blocks[1](x)        passed by        x = blocks[4](x)     ends the forward; x is sent to the next stage
 """
 
+import dis
 import functools
 import inspect
 import re
@@ -38,7 +39,7 @@ from stretto.parallel.roles.plan import ShardingPlan
 from stretto.schedules import partition
 from stretto.suggestions import did_you_mean
 
-# Some models register their heads before their blocks, or a norm of embeddings after them.
+# Some models register their heads before their blocks, and call them by code that is not in their forward.
 _NAMES_AFTER = re.compile(r"head$|(^|_)(head|pooler|classifier|final|out)(_|$)")
 
 
@@ -300,7 +301,7 @@ class ModelStages:
             on_gpu = tensors[0].is_cuda
             state = torch.get_rng_state(), torch.cuda.get_rng_state(tensors[0].device) if on_gpu else None
         batch_shape = (0, 0) if self.tokens is None else self.tokens.shape
-        return Activations(tensors, places, now.layouts, batch_shape, state)
+        return Activations(tensors, places, now.layouts, batch_shape=batch_shape, random_state=state)
 
     def _entering(
         self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any
@@ -422,7 +423,7 @@ def _block_names(model: nn.Module, options: StageOptions) -> tuple[str, ...]:
 def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) -> tuple[_Part, ...]:
     """The modules with parameters beside the blocks, and whether they come before these.
 
-    They come in the order of transformers' plan for pipelines, or else as their names tell, or as they are registered.
+    They come in the order of transformers' plan for pipelines, else as the code calls them, or as they are registered.
     """
     parents = {parent for name in blocks for parent in _from_outside(name)}
     planned = _planned_order(model)
@@ -435,13 +436,16 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
                 f"{where} has parameters of its own ({', '.join(own[:3])}) beside its blocks, which belong to no "
                 "pipeline stage: put them into a submodule, or use pipe=1"
             )
+        within = {key: f"{parent}.{key}".removeprefix(".") for key in owner._modules}
+        around = [key for key, name in within.items() if name in parents or name in blocks]
         is_before = True
         for key, child in owner.named_children():
-            name = f"{parent}.{key}".removeprefix(".")
-            if name in parents or name in blocks:
+            if key in around:
                 is_before = False
             elif next(child.parameters(), None) is not None:
-                beside[name] = planned.get(name, _is_named_before(key, is_before))
+                called = _is_called_before(owner, key, around)
+                found = _is_named_before(key, child, is_before) if called is None else called
+                beside[within[key]] = planned.get(within[key], found)
     for pattern, is_before in [*((name, True) for name in options.first), *((name, False) for name in options.last)]:
         if pattern not in beside:
             raise ValueError(f"no module beside the blocks is named {pattern!r}{did_you_mean(pattern, beside)}")
@@ -449,11 +453,21 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
     return tuple(_Part(name, is_before) for name, is_before in beside.items())
 
 
-def _is_named_before(name: str, otherwise: bool) -> bool:
-    """Whether a module comes before the blocks, by its name; `otherwise` where that does not tell."""
+def _is_called_before(owner: nn.Module, key: str, around: Sequence[str]) -> bool | None:
+    """Whether a module's forward names its child `key` before those that have the blocks; None if it names them not."""
+    forward = inspect.unwrap(type(owner).forward)
+    if not inspect.isfunction(forward):
+        return None
+    named = [each.argval for each in dis.get_instructions(forward) if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+    blocks = [named.index(other) for other in around if other in named]
+    return named.index(key) < min(blocks) if key in named and blocks else None
+
+
+def _is_named_before(name: str, module: nn.Module, otherwise: bool) -> bool:
+    """Whether a module comes before the blocks, by its name and kind; `otherwise` where these do not tell."""
     if _NAMES_AFTER.search(name):
         return False
-    return otherwise or "embed" in name
+    return otherwise or "embed" in name or isinstance(module, nn.Embedding)
 
 
 def _from_outside(name: str) -> list[str]:
@@ -623,7 +637,10 @@ def make_tie_group(stages: ModelStages, grid: Grid) -> dist.ProcessGroup | None:
     if len(ends) == 1:
         return None
     pipe_ranks = dist.get_process_group_ranks(grid.group("pipe"))
-    return make_group([pipe_ranks[rank] for rank in ends], grid)
+    group = make_group([pipe_ranks[rank] for rank in ends], grid)
+    if group is not None:
+        grid.other_groups[group.group_name] = "pipe"
+    return group
 
 
 def make_group(ranks: Sequence[int], grid: Grid, backend: str | None = None) -> dist.ProcessGroup:

@@ -28,7 +28,13 @@ from torch import Tensor
 
 from stretto.memory import SymmetricMemory, allocate, group_timeout
 from stretto.parallel.pipeline.message_format import MAX_BYTES_OF_HEADER, MessageHeader, TensorLayout
-from stretto.parallel.pipeline.shared_memory_carrier import SLOTS, Finished, Message, SharedMemoryCarrier, copy_all
+from stretto.parallel.pipeline.shared_memory_carrier import (
+    SLOTS,
+    Finished,
+    SharedMemoryCarrier,
+    SlicedMessage,
+    copy_all,
+)
 
 MOST_DATA_SLOT_BYTES = 8 << 20
 MOST_BYTES_OF_DATA_RINGS = 256 << 20
@@ -116,7 +122,7 @@ class SymmetricMemoryCarrier(SharedMemoryCarrier):
         return layout.is_on_gpu
 
     def _send(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> None:
-        message = Message(header, tensors, header.pack(), self._is_in_slots)
+        message = SlicedMessage(header, tensors, header.pack(), self._is_in_slots)
         message.ready = self._copies.ready()
         self._outgoing[destination].messages.append(message)
         self._progress()
@@ -187,16 +193,16 @@ class SymmetricMemoryCarrier(SharedMemoryCarrier):
             moved = True
         return moved
 
-    def _finish_push(self, peer: int, message: Message, finished: Finished) -> None:
-        data = Message(message.header, message.tensors, None, self._is_data)
+    def _finish_push(self, peer: int, message: SlicedMessage, finished: Finished) -> None:
+        data = SlicedMessage(message.header, message.tensors, None, self._is_data)
         data.ready = message.ready
         if data.is_complete:
             super()._finish_push(peer, message, finished)
         else:
             self._data_outgoing[peer].messages.append(data)
 
-    def _finish_pull(self, peer: int, message: Message, finished: Finished) -> None:
-        data = Message(message.header, message.tensors, None, self._is_data)
+    def _finish_pull(self, peer: int, message: SlicedMessage, finished: Finished) -> None:
+        data = SlicedMessage(message.header, message.tensors, None, self._is_data)
         if data.is_complete:
             super()._finish_pull(peer, message, finished)
         else:
@@ -214,8 +220,8 @@ class _DataOutgoing:
 
     ring: list[Tensor]
     filled: int = 0
-    messages: deque[Message] = field(default_factory=deque)
-    copying: deque[tuple[Any, Message]] = field(default_factory=deque)
+    messages: deque[SlicedMessage] = field(default_factory=deque)
+    copying: deque[tuple[Any, SlicedMessage]] = field(default_factory=deque)
 
 
 @dataclass
@@ -224,7 +230,7 @@ class _DataIncoming:
 
     ring: list[Tensor]
     taken: int = 0
-    messages: deque[tuple[Message, Message]] = field(default_factory=deque)
+    messages: deque[tuple[SlicedMessage, SlicedMessage]] = field(default_factory=deque)
     copying: deque[Any] = field(default_factory=deque)
 
 

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GridPlan`, and the candidates that plans are made of: one grid with its options, time and memory."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stretto.axes import INNER_TO_OUTER
+from stretto.cluster import Cluster
+from stretto.execution import StateLocation
+from stretto.planner.communication import Rates, has_nvlink_over_z
+from stretto.planner.compute import Device
+from stretto.planner.cost import Cost, full_cost, paper_cost
+from stretto.planner.explanation import explain, list_formulas
+from stretto.planner.memory import (
+    kept_activations,
+    largest_micro_batch,
+    local_parameters,
+    memory,
+    peak,
+    reserved,
+    step_memory,
+)
+from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, host_memory, host_traffic
+from stretto.planner.pipeline_memory import RankMemory
+from stretto.planner.search_space import StepChoice
+from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.schedules import ServeFirst
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """One grid, how to run it, and what that is predicted to take.
+
+    `terms` are the step's parts by name, in seconds: their sum is `step_time`. `bandwidth` is bytes/s by axis,
+    `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs most, by component at the peak:
+    their sum, `peak_memory`, is what is allocated, and torch's allocator reserves `reserved_memory` for it. With
+    optimizer state apart the peak may come before the first step; `step_memory` has the components of a step.
+
+    `kept_activations` is bytes of what all blocks keep between the passes, `activations_on_host` those of it that are
+    in pinned host memory (recompute="host"); `host_memory` is that and optimizer state, of a rank, and
+    `host_memory_of_node` of all ranks of a node. `host_traffic` is bytes to the device and to the host in a step, of
+    optimizer state. `formulas` say what memory is made of.
+
+    With several pipeline stages, schedule and the fields after it say how they run. `stages` are the cuts: stage s has
+    the blocks stages[s]:stages[s + 1]. `bubble` is how long the rank that computes most waits in a step although
+    messages took no time, `message_time` what a rank's messages take, hidden or not, and `exposed["pipe"]` what they
+    lengthen the step by. `live_micro_batches` are those that each stage of the rank that needs most keeps.
+    `is_replayed` says that the whole schedule was simulated, in place of a closed form.
+
+    `why` says why it is not the first, or not possible. `notes`, the same for every plan, say what `parallelize` has
+    against the model, what is taken for granted, and what was not tried.
+    """
+
+    grid: Mapping[str, int]
+    micro_batch: int
+    checkpoint_activations: bool
+    keep_gathered: bool
+    shard_sequence: bool
+    bandwidth: Mapping[str, float | None]
+    communication: Mapping[str, float]
+    exposed: Mapping[str, float]
+    compute_time: float | None
+    step_time: float
+    terms: Mapping[str, float]
+    memory: Mapping[str, float]
+    fits: bool
+    is_possible: bool
+    why: str
+    notes: tuple[str, ...] = ()
+    recompute: str = "none"
+    kept_activations: float = 0.0
+    activations_on_host: float = 0.0
+    host_memory: float = 0.0
+    host_memory_of_node: float = 0.0
+    optimizer_state: StateLocation = "fp32"
+    step_memory: Mapping[str, float] = field(default_factory=dict)
+    host_traffic: Mapping[str, float] = field(default_factory=dict)
+    formulas: tuple[Formula, ...] = ()
+    schedule: str | None = None
+    virtual_stages: int = 1
+    extra_warm_up: int = 0
+    limit: int | None = None
+    serve_first: ServeFirst | None = None
+    stages: tuple[int, ...] = ()
+    bubble: float = 0.0
+    message_time: float = 0.0
+    live_micro_batches: tuple[int, ...] = ()
+    is_replayed: bool = False
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes that are allocated at the peak."""
+        return peak(self.memory)
+
+    @property
+    def reserved_memory(self) -> float:
+        """Bytes that torch's allocator takes from the device: what is allocated at the peak, and fragmentation."""
+        return reserved(self.peak_memory)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        formulas = [formula._asdict() for formula in self.formulas]
+        return vars(self) | {
+            "peak_memory": self.peak_memory,
+            "reserved_memory": self.reserved_memory,
+            "formulas": formulas,
+        }
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid with its options, and what that is predicted to take. worst: of a pipeline, the rank that needs most."""
+
+    config: StepConfig
+    cost: Cost
+    memory: Mapping[str, float]
+    host: PinnedMemory
+    fits: bool
+    impossible: str | None
+    copies: int
+    worst: RankMemory | None = None
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """What can run comes first, then what fits, then no ranks that compute the same, then the fastest; then who
+        computes nothing twice."""
+        config, sizes = self.config, self.config.grid
+        order = (
+            config.options.recomputation.is_on,
+            not config.options.keep_gathered,
+            config.options.shard_sequence,
+            LOCATIONS.index(config.state.location),
+            -config.micro_batch,
+        )
+        layout = tuple(sizes[axis] for axis in INNER_TO_OUTER)
+        return (
+            self.impossible is not None,
+            not self.fits,
+            self.copies > 1,
+            rounded(self.cost.step_time),
+            order,
+            peak(self.memory),
+            layout,
+        )
+
+    @property
+    def rank_on_its_grid(self) -> tuple[Any, ...]:
+        """Where nothing fits, what comes nearest to it: a plan must not advise what was tried and is not enough."""
+        is_too_large = self.impossible is None and not self.fits
+        return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
+
+    def settles(self, choice: StepChoice, workload: StepWorkload) -> bool:
+        """Whether another choice cannot be faster: this one takes all of a rank's part of the batch at once, and
+        computes or sends no more often."""
+        takes_all = self.fits and self.config.micro_batch == workload.batch // self.config.grid.batch_parts
+        return takes_all and choice.repeats_as_much_as(StepChoice(self.config.options, self.config.state))
+
+
+def judge(
+    workload: StepWorkload,
+    config: StepConfig,
+    cluster: Cluster,
+    device: Device | None,
+    rates: Rates,
+    limit: float,
+    micro_batch: int | None,
+    impossible: str | None,
+) -> Candidate:
+    """The config with its best micro-batch: the largest that fits, since fewer are never slower."""
+    local = workload.batch // config.grid.batch_parts
+    if impossible is None and micro_batch is not None and local % micro_batch:
+        impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
+    tokens = (micro_batch or local) * workload.seq_len
+    if impossible is None and tokens % config.token_parts:
+        impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
+    has_nvlink = has_nvlink_over_z(cluster, config.grid)
+    size = micro_batch
+    if size is None and impossible is None:
+        size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)
+    config = replace(config, micro_batch=size or 1)
+    components = memory(workload, config, has_nvlink=has_nvlink)
+    parameters = local_parameters(workload.model, workload.model.splitting_sizes(config.grid))
+    host = host_memory(workload, config, cluster, parameters, kept_activations(workload, config)[1])
+    fits = impossible is None and peak(components) <= limit and host.fits
+    cost = (
+        paper_cost(workload, config, rates) if device is None else full_cost(workload, config, cluster, device, rates)
+    )
+    check_finite(cost, cluster)
+    return Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))
+
+
+def check_finite(cost: Cost, cluster: Cluster) -> None:
+    """Raise ValueError for a time that no number can be."""
+    if not math.isfinite(cost.step_time):
+        raise ValueError(
+            f"the time predicted for cluster {cluster.name!r} is larger than any number: one of its figures is far too "
+            "small"
+        )
+
+
+def rounded(time: float) -> float:
+    """Twelve digits of a time: sums of the same terms in another order are the same time."""
+    return float(f"{time:.12g}")
+
+
+def to_plan(
+    workload: StepWorkload,
+    candidate: Candidate,
+    best: Candidate,
+    cluster: Cluster,
+    limit: float,
+    notes: tuple[str, ...],
+) -> GridPlan:
+    """The plan of a candidate, explained beside the best one."""
+    model = workload.model
+    config, cost, host, worst = candidate.config, candidate.cost, candidate.host, candidate.worst
+    if worst is None:
+        parameters = local_parameters(model, model.splitting_sizes(config.grid))
+        in_step: Mapping[str, float] = step_memory(workload, config, has_nvlink=has_nvlink_over_z(cluster, config.grid))
+        kept = kept_activations(workload, config)[0]
+    else:
+        parameters, in_step, kept = worst.parameters, worst.in_step, worst.kept
+    communication = cost.communication.by_name()
+    if cost.pipeline is not None:
+        communication = communication | {"messages_pipe": cost.pipeline.messages}
+        communication["total"] += cost.pipeline.messages
+    return GridPlan(
+        grid=config.grid.sizes(),
+        micro_batch=config.micro_batch,
+        checkpoint_activations=config.options.checkpoint_activations,
+        recompute=config.options.recompute,
+        kept_activations=kept,
+        activations_on_host=host.activations,
+        host_memory=host.of_rank,
+        host_memory_of_node=host.of_node,
+        optimizer_state=config.state.location,
+        step_memory=in_step,
+        host_traffic=host_traffic(workload, config.state).times(parameters)._asdict(),
+        formulas=list_formulas(workload, config, parameters, in_step, host),
+        keep_gathered=config.options.keep_gathered,
+        shard_sequence=config.options.shard_sequence,
+        bandwidth=cost.bandwidth,
+        communication={kind: rounded(time) for kind, time in communication.items()},
+        exposed=cost.exposed,
+        compute_time=None if cost.compute is None else rounded(cost.compute.total),
+        step_time=rounded(cost.step_time),
+        terms=cost.terms,
+        memory=candidate.memory,
+        fits=candidate.fits,
+        is_possible=candidate.impossible is None,
+        why=candidate.impossible
+        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host),
+        notes=notes,
+        **_describe_pipeline(candidate),
+    )
+
+
+def _describe_pipeline(candidate: Candidate) -> dict[str, Any]:
+    """The fields of a plan that say how a pipeline runs."""
+    schedule, of_pipeline, worst = candidate.config.schedule, candidate.cost.pipeline, candidate.worst
+    if schedule is None or of_pipeline is None:
+        return {}
+    return {
+        "schedule": schedule.name,
+        "virtual_stages": schedule.virtual_stages,
+        "extra_warm_up": schedule.extra_warm_up,
+        "limit": schedule.limit,
+        "serve_first": schedule.serve_first,
+        "stages": of_pipeline.cuts,
+        "bubble": rounded(of_pipeline.bubble),
+        "message_time": rounded(of_pipeline.messages),
+        "live_micro_batches": () if worst is None else worst.live,
+        "is_replayed": of_pipeline.is_replayed,
+    }

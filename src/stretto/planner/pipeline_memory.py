@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts the memory of a pipeline's ranks: what a stage needs for one micro-batch, and the activations of the others.
+
+A rank has the parameters of its stages, the first one the embeddings, the last one the head and the last norm; tied
+embeddings are on both. It needs what a rank without a pipeline would need for its blocks (`step_memory`), and beside it
+what its blocks keep of every other micro-batch that is live: between its forward pass on a stage and the end of its
+backward pass there. With full checkpointing of every `ac` blocks that is N / (G_inter ac) inputs a micro-batch, and
+`ac` blocks while they are computed again (Singh, equation 3.1, its bracket mended).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stretto.planner.communication import message_numbers
+from stretto.planner.grids import divisors
+from stretto.planner.memory import local_parameters, peak, recomputed_blocks, step_memory
+from stretto.planner.optimizer_state import take_over
+from stretto.planner.stage_times import RankStages, stage_workload
+from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
+
+# Messages that are received ahead, and that are sent, at once in each direction.
+_MESSAGES_AHEAD = 2
+
+
+def count_live(schedule: ScheduleChoice, pipe: int, rank: int, micro_batches: int) -> tuple[int, ...]:
+    """How many micro-batches each stage of a rank keeps at the moment when the rank keeps most.
+
+    As `stretto.schedules.live_micro_batches` counts. Message-driven order keeps at most its limit, on every rank but
+    the last.
+    """
+    count, after, stages = micro_batches, pipe - 1 - rank, schedule.virtual_stages
+    match schedule.name:
+        case "gpipe":
+            return (count,)
+        case "1f1b":
+            extra = -(-schedule.extra_warm_up * after // (pipe - 1)) if pipe > 1 else schedule.extra_warm_up
+            return (min(count, after + extra + 1),)
+        case "interleaved":
+            size = count // max(1, count // pipe)
+            live = min(count * stages, (stages - 1) * size + 2 * after + 1)
+            whole, rest = divmod(live, size)
+            if whole < stages:
+                return (*[size] * whole, rest, *[0] * (stages - whole - 1))
+            return (live - size * (stages - 1), *[size] * (stages - 1))
+        case "zb-h1":
+            return (min(count, pipe),)
+        case "zb-v" | "dualpipe-v":
+            first = 2 * pipe - rank - (schedule.name == "zb-v")
+            return min(count, first), min(count, rank + 1)
+        case _:
+            return (min(count, schedule.limit or pipe) if rank < pipe - 1 else 1,)
+
+
+def checkpoint_interval(layers: int, pipe: int) -> int:
+    """The blocks that full checkpointing computes again together: the factor of a stage's blocks nearest sqrt(N)."""
+    root = math.sqrt(layers)
+    return min(divisors(max(1, layers // pipe)), key=lambda factor: (abs(factor - root), factor))
+
+
+class RankMemory(NamedTuple):
+    """What one rank of a pipeline needs: bytes by component at its peak, and at that of a step; which rank it is.
+
+    live: micro-batches that each of its stages keeps. kept: bytes of activations that its blocks keep of all of them,
+    in all and on the host.
+    """
+
+    rank: int
+    stages: RankStages
+    parameters: float
+    live: tuple[int, ...]
+    peak: Mapping[str, float]
+    in_step: Mapping[str, float]
+    kept: float
+    kept_on_host: float
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a rank needs for its stages and one micro-batch, whatever its schedule.
+
+    beginning: when fp32 parameters are taken over, by component; None where none are. between, on_host: bytes of
+    activations that each stage keeps of a micro-batch, and those of them on the host.
+    """
+
+    parameters: float
+    in_step: Mapping[str, float]
+    beginning: Mapping[str, float] | None
+    between: tuple[float, ...]
+    on_host: tuple[float, ...]
+
+
+def stage_memory(workload: StepWorkload, config: StepConfig, stages: RankStages) -> StageMemory:
+    """The memory of one rank's stages. config: any schedule."""
+    own, grid = stage_workload(workload, stages), workload.model.splitting_sizes(config.grid)
+    tokens = config.micro_batch * workload.seq_len
+    of_stages = [
+        recomputed_blocks(
+            workload.stage(blocks, is_first=False, is_last=False),
+            grid,
+            config.options.recomputation,
+            config.token_parts,
+        )
+        for blocks in stages.blocks
+    ]
+    num_bytes = tokens * workload.element
+    in_step = dict(step_memory(own, config))
+    sides = (not stages.is_first) + (not stages.is_last) if len(stages.blocks) == 1 else 2
+    numbers = message_numbers(workload.model, config.grid, tokens, config.token_parts)
+    in_step["messages"] = sides * _MESSAGES_AHEAD * numbers * workload.element
+    parameters = local_parameters(own.model, grid)
+    beginning = take_over(own, config.state, parameters)
+    return StageMemory(
+        parameters,
+        in_step,
+        None if beginning is None else beginning | {"messages": 0.0},
+        tuple(each.between * num_bytes for each in of_stages),
+        tuple(each.on_host * num_bytes for each in of_stages),
+    )
+
+
+def pipeline_memory(
+    workload: StepWorkload,
+    config: StepConfig,
+    ranks: Sequence[RankStages],
+    known: dict[RankStages, StageMemory] | None = None,
+) -> list[RankMemory]:
+    """The memory of one rank of each kind, of all ranks that have the same stages the one that keeps most. The first
+    needs most. known: what `stage_memory` has found for this grid, micro-batch and options; it is added to."""
+    assert config.schedule is not None
+    known = {} if known is None else known
+    pipe, count = config.grid.pipe, config.micro_batches(workload)
+    most: dict[RankStages, tuple[int, tuple[int, ...]]] = {}
+    for rank, stages in enumerate(ranks):
+        live = count_live(config.schedule, pipe, rank, count)
+        if stages not in most or sum(live) > sum(most[stages][1]):
+            most[stages] = rank, live
+    memories = []
+    for stages, (rank, live) in most.items():
+        if stages not in known:
+            known[stages] = stage_memory(workload, config, stages)
+        memories.append(_rank_memory(rank, stages, live, known[stages]))
+    return sorted(memories, key=lambda memory: -peak(memory.peak))
+
+
+def _rank_memory(rank: int, stages: RankStages, live: tuple[int, ...], memory: StageMemory) -> RankMemory:
+    kept = sum(number * each for number, each in zip(live, memory.between, strict=True))
+    on_host = sum(number * each for number, each in zip(live, memory.on_host, strict=True))
+    in_step = dict(memory.in_step)
+    in_step["activations"] = max(0.0, in_step["activations"] + kept - sum(memory.between))
+    worst = in_step if memory.beginning is None else max(in_step, memory.beginning, key=peak)
+    return RankMemory(rank, stages, memory.parameters, live, worst, in_step, on_host or kept, on_host)

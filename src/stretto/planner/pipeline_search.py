@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches how a pipeline runs best on each grid: schedule, virtual stages, limit, micro-batch and memory's choices.
+
+Closed forms rank all of them (`pipeline_cost.phase_time`). Of many grids, those are left out whose bound, a step
+without bubbles, messages and waits, is slower than what was found already.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from stretto.axes import NAMES, GridSizes
+from stretto.cluster import Cluster
+from stretto.execution import ExecutionOptions
+from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
+from stretto.planner.compute import Device, compute
+from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, Cost
+from stretto.planner.grid_plan import Candidate, check_finite, rounded
+from stretto.planner.grids import divisors, grids_of_stages, why_impossible
+from stretto.planner.memory import local_parameters, peak
+from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
+from stretto.planner.pipeline_cost import (
+    PipelineEstimate,
+    estimate,
+    estimate_evenly,
+    paper_pipeline_cost,
+    phase_time,
+    pipeline_cost,
+)
+from stretto.planner.pipeline_memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
+from stretto.planner.pipeline_space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
+from stretto.planner.search_space import SearchSpace, StepChoice
+from stretto.planner.stage_times import RankStages, measure_parts, place_stages
+from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
+
+# Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
+MOST_LISTED = 200
+REPLAYED = 10
+
+
+class _Timed(NamedTuple):
+    """A schedule and micro-batch with their predicted time, before its memory is looked at."""
+
+    time: float
+    estimate: PipelineEstimate
+
+
+class PipelineSearch:
+    """Searches the best pipeline of each grid of one workload on one cluster.
+
+    device: None ranks by the paper's cost model. limit: bytes that a rank may allocate. micro_batch: fixed where given.
+    """
+
+    def __init__(
+        self,
+        workload: StepWorkload,
+        cluster: Cluster,
+        device: Device | None,
+        space: SearchSpace,
+        pipelines: PipelineSpace,
+        limit: float,
+        micro_batch: int | None,
+    ) -> None:
+        self.workload, self.cluster, self.device = workload, cluster, device
+        self.space, self.pipelines, self.limit, self.micro_batch = space, pipelines, limit, micro_batch
+        self._computed: dict[tuple[int, int, int, str], float] = {}
+        self._sums: dict[GridSizes, float] = {}
+        self._rates: dict[GridSizes, Rates] = {}
+
+    def search_all(self, ranks: int, found: Sequence[Candidate] = ()) -> tuple[list[Candidate], list[str]]:
+        """The best candidate of each grid with several stages, and notes on the grids that were left out.
+
+        found: candidates without stages.
+        """
+        model, batch = self.workload.model, self.workload.batch
+        grids = [grid for pipe in self.pipelines.pipes if pipe > 1 for grid in grids_of_stages(ranks, pipe)]
+        if len(grids) <= MOST_LISTED:
+            return [candidate for grid in grids if (candidate := self.search_grid(grid)) is not None], []
+        possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
+        bounds = sorted((self.bound(grid), place) for place, grid in enumerate(possible))
+        best: list[Candidate] = []
+        times = sorted(each.cost.step_time for each in found if each.fits)[:REPLAYED]
+        for bound, place in bounds:
+            most = times[-1] if len(times) == REPLAYED else float("inf")
+            if bound > most:
+                break
+            candidate = self.search_grid(possible[place], most=most)
+            if candidate is not None and (candidate.fits or not best):
+                best.append(candidate)
+            if candidate is not None and candidate.fits:
+                times = sorted([*times, candidate.cost.step_time])[:REPLAYED]
+        left = len(grids) - len(best)
+        note = (
+            f"{left:,} of {len(grids):,} grids with pipeline stages were left out: they cannot run, do not fit, or "
+            "take longer than the tenth plan"
+        )
+        return best, [note] if left else []
+
+    def bound(self, grid: GridSizes) -> float:
+        """Seconds that a step takes at least: computation without any bubble, and the optimizer; infinite for a grid
+        whose parameters alone do not fit."""
+        workload, model = self.workload, self.workload.model
+        sizes = model.splitting_sizes(grid)
+        parameters = local_parameters(model, sizes) / grid.pipe
+        states = self.space.states
+        least = min(number_bytes(workload, state).weight + number_bytes(workload, state).gradient for state in states)
+        kept = min(number_bytes(workload, state).state if state.location != "host" else 0 for state in states)
+        if parameters * (least + kept) > self.limit:
+            return float("inf")
+        if self.device is None:
+            return 0.0
+        optimizer = min(
+            optimizer_seconds(workload, state, self.cluster, parameters, self.device.traffic) for state in states
+        )
+        local = workload.batch // grid.batch_parts
+        phase = self._least_phase(grid, local, self.space.recomputes[0])
+        bubble = (grid.pipe - 1) / self._most_virtual_stages / local
+        return phase * (1 + bubble) + optimizer
+
+    def _least_phase(self, grid: GridSizes, size: int, recompute: str) -> float:
+        """Seconds that forward and backward passes of a rank's stages take at least, with micro-batches of a size."""
+        assert self.device is not None
+        workload, sizes = self.workload, self.workload.model.splitting_sizes(grid)
+        local = workload.batch // grid.batch_parts
+        key = sizes.x, sizes.y, size, recompute
+        if key not in self._computed:
+            config = StepConfig(GridSizes(x=sizes.x, y=sizes.y), size, ExecutionOptions(recompute=recompute))
+            block = replace(workload, batch=size).stage(1, is_first=False, is_last=False)
+            work = compute(block, config, self.device)
+            self._computed[key] = work.forward + work.backward
+        if grid not in self._sums:
+            volume = blocks_volume(workload.model, sizes, workload.tokens / grid.replicas, workload.element)
+            sent = seconds(volume, self._rates_of(grid), grid)
+            self._sums[grid] = self._least_waits * (sent.all_reduce_x + sent.all_reduce_y)
+        computed = workload.model.layers * (local // size) * self._computed[key]
+        return (computed + self._sums[grid]) / grid.pipe
+
+    def _rates_of(self, grid: GridSizes) -> Rates:
+        if grid not in self._rates:
+            self._rates[grid] = bandwidths(self.cluster, grid)
+        return self._rates[grid]
+
+    @property
+    def _most_virtual_stages(self) -> int:
+        """By how much virtual stages, or zero bubbles, shorten bubbles at most."""
+        return max(MOST_VIRTUAL_STAGES, self.pipelines.virtual_stages or 1)
+
+    @property
+    def _least_waits(self) -> float:
+        """The part of the sums over x and y that a step waits for, or loses beside them, at least.
+
+        Half of them are in the forward pass, where at most half can be hidden.
+        """
+        if not self.space.overlaps:
+            return 1.0
+        slowdown = self.cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
+        if True in self.space.shardings:
+            return slowdown / 2
+        return (1 + 3 * slowdown) / 4
+
+    def search_grid(self, grid: GridSizes, most: float = float("inf")) -> Candidate | None:
+        """The best candidate of one grid: the fastest that fits, else the one that comes nearest to fitting.
+
+        most: seconds; None is returned where nothing that fits is faster.
+        """
+        impossible = why_impossible(self.workload.model, grid, self.workload.batch)
+        local = self.workload.batch // grid.batch_parts if impossible is None else 1
+        if impossible is None and self.micro_batch is not None and local % self.micro_batch:
+            impossible = f"a micro-batch of {self.micro_batch} does not divide the {local} sequences of a rank"
+        if impossible is None:
+            impossible = self._why_no_schedule(grid, local)
+        if impossible is not None:
+            return self._impossible(grid, impossible)
+        best: Candidate | None = None
+        settled: list[StepChoice] = []
+        frugal: tuple[float, StepConfig] | None = None
+        for choice in self._list_choices(grid):
+            if any(choice.repeats_as_much_as(other) for other in settled):
+                continue
+            is_settled, worse = False, 0
+            for size in self._sizes(local):
+                config = StepConfig(grid, size, choice.options, choice.state, self.space.clips)
+                if size * self.workload.seq_len % config.token_parts:
+                    continue
+                least = self._least_memory(config)
+                if frugal is None or least < frugal[0]:
+                    frugal = least, config
+                if least > self.limit:  # and larger ones need more
+                    break
+                limit = most if best is None else min(most, best.cost.step_time)
+                if self.device is not None and self._least_phase(grid, size, choice.options.recompute) > limit:
+                    continue
+                candidate, is_first = self._search_schedules(config, limit)
+                if candidate is not None and candidate.fits and (best is None or candidate.rank < best.rank):
+                    best, is_settled, worse = candidate, is_first, 0
+                elif best is not None:
+                    worse += 1
+                if worse == 2:  # larger micro-batches have longer bubbles, and need more memory
+                    break
+            if is_settled:
+                settled.append(choice)
+        if best is None and frugal is not None and most == float("inf"):
+            best, _ = self._search_schedules(frugal[1])
+        if best is None and frugal is None:
+            return self._impossible(grid, f"with shard_sequence, x={grid.x} divides no micro-batch of a rank's tokens")
+        return best
+
+    def _least_memory(self, config: StepConfig) -> float:
+        """Bytes that the first rank needs at least, whatever the schedule: with as many live micro-batches as stages."""
+        blocks, pipe = self.workload.model.layers // config.grid.pipe, config.grid.pipe
+        first = stage_memory(self.workload, config, RankStages((blocks,), is_first=True, is_last=False))
+        live = min(config.micro_batches(self.workload), self.pipelines.limit or pipe)
+        return peak(first.in_step) + (live - 1) * sum(first.between)
+
+    def _why_no_schedule(self, grid: GridSizes, local: int) -> str | None:
+        """Why no schedule can run on a grid with any micro-batch."""
+        model, why = self.workload.model, "no schedule takes its stages and micro-batches"
+        for size in self._sizes(local):
+            if next(self.pipelines.list_schedules(model, grid.pipe, local // size), None) is not None:
+                return None
+        if self.pipelines.schedule is not None:
+            choice = next(self.pipelines.list_named(model, grid.pipe))
+            why = why_no_schedule(model, choice, grid.pipe, local // self._sizes(local)[0]) or why
+        return why
+
+    def _sizes(self, local: int) -> list[int]:
+        return [self.micro_batch] if self.micro_batch is not None else divisors(local)
+
+    def _list_choices(self, grid: GridSizes) -> Iterator[StepChoice]:
+        """The space's choices; where it searches full checkpointing, that of several blocks at once too."""
+        interval = checkpoint_interval(self.workload.model.layers, grid.pipe)
+        for choice in self.space.list_choices(grid):
+            yield choice
+            if choice.options.recompute == "full" and interval > 1 and len(self.space.recomputes) > 1:
+                yield choice._replace(options=choice.options.replace(recompute=f"every:{interval}"))
+
+    def _search_schedules(self, config: StepConfig, most: float = float("inf")) -> tuple[Candidate | None, bool]:
+        """The fastest schedule that fits, and whether it is the fastest of all.
+
+        Where none fits, the one that comes nearest, unless only those that take less than `most` seconds are wanted.
+        """
+        known: dict[RankStages, StageMemory] = {}
+        nearest: tuple[float, PipelineEstimate, RankMemory] | None = None
+        for place, (time, plan) in enumerate(self._time_schedules(config, most)):
+            if time > most:
+                break
+            memory = pipeline_memory(self.workload, plan.config, plan.ranks, known)[0]
+            needed = peak(memory.peak)
+            if needed <= self.limit and (candidate := self._make(plan, memory)).fits:
+                return candidate, place == 0
+            if nearest is None or needed < nearest[0]:
+                nearest = needed, plan, memory
+        if nearest is None or most < float("inf"):
+            return None, False
+        return self._make(*nearest[1:]), False
+
+    def _time_schedules(self, config: StepConfig, most: float) -> list[_Timed]:
+        """The schedules of one micro-batch, the fastest first; none if they all take longer than `most` seconds."""
+        workload, pipe = self.workload, config.grid.pipe
+        count = config.micro_batches(workload)
+        choices = self.pipelines.list_schedules(workload.model, pipe, count)
+        if self.device is None:
+            first = next((each for each in choices if each.is_message_driven or self.pipelines.schedule), None)
+            if first is None:
+                return []
+            return [_Timed(0.0, estimate_evenly(workload, replace(config, schedule=first), self.cluster))]
+        rates = self._rates_of(config.grid)
+        parts = measure_parts(workload, config, self.cluster, self.device, rates)
+        whole = workload.model.layers * parts.block.whole + parts.first.whole + parts.last.whole
+        if (count + (pipe - 1) / self._most_virtual_stages) * whole / pipe > most:
+            return []
+        known: dict[tuple[int, ...], tuple[PipelineEstimate, float]] = {}
+        timed = []
+        for choice in choices:
+            placed = place_stages(choice, pipe)
+            of_choice = replace(config, schedule=choice)
+            if placed not in known:
+                made = estimate(workload, of_choice, self.device, rates, parts)
+                ends = made.edges.values()
+                known[placed] = made, max(each.gather + each.sums + each.optimizer for each in ends)
+            made, at_ends = known[placed]
+            plan = replace(made, config=of_choice)
+            timed.append(_Timed(rounded(phase_time(plan) + at_ends), plan))
+        return sorted(timed, key=lambda each: each.time)
+
+    def _make(self, plan: PipelineEstimate, memory: RankMemory) -> Candidate:
+        return make_candidate(self.workload, self.cluster, self.device, self.limit, plan, memory)
+
+    def _impossible(self, grid: GridSizes, why: str) -> Candidate:
+        """A candidate that cannot run, with a schedule and stages as if it could."""
+        schedule = ScheduleChoice("1f1b")
+        config = StepConfig(grid, 1, next(iter(self.space.list_choices(grid))).options, schedule=schedule)
+        host = host_memory(self.workload, config, self.cluster, 0.0, 0.0)
+        cost = Cost({"computation": 0.0}, bandwidths(self.cluster, grid), Volume(), dict.fromkeys(NAMES, 0.0))
+        return Candidate(config, cost, {"parameters": 0.0}, host, False, why, 1)
+
+
+def make_candidate(
+    workload: StepWorkload,
+    cluster: Cluster,
+    device: Device | None,
+    limit: float,
+    plan: PipelineEstimate,
+    memory: RankMemory,
+    *,
+    replays: bool = False,
+) -> Candidate:
+    """The candidate of one config's predicted stages. memory: of the rank that needs most."""
+    config, rates = plan.config, bandwidths(cluster, plan.config.grid)
+    if device is None:
+        cost = paper_pipeline_cost(workload, plan, cluster, rates)
+    else:
+        cost = pipeline_cost(plan, device, rates, replays=replays)
+    check_finite(cost, cluster)
+    host = host_memory(workload, config, cluster, memory.parameters, memory.kept_on_host)
+    fits = peak(memory.peak) <= limit and host.fits
+    return Candidate(config, cost, memory.peak, host, fits, None, workload.model.copies(config.grid), worst=memory)
+
+
+def judge_pipeline(
+    workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device | None, limit: float
+) -> Candidate:
+    """The candidate of one config, its schedule simulated. Raises ValueError for one that cannot run."""
+    assert config.schedule is not None
+    count, model = config.micro_batches(workload), workload.model
+    if why := why_no_schedule(model, config.schedule, config.grid.pipe, count):
+        raise ValueError(f"the grid {config.grid} cannot run {model.name}: {why}")
+    if device is None:
+        plan = estimate_evenly(workload, config, cluster)
+    else:
+        plan = estimate(workload, config, device, bandwidths(cluster, config.grid))
+    memory = pipeline_memory(workload, config, plan.ranks)[0]
+    return make_candidate(workload, cluster, device, limit, plan, memory, replays=True)
+
+
+def replay_first(
+    candidates: list[Candidate], workload: StepWorkload, cluster: Cluster, device: Device | None, limit: float
+) -> list[Candidate]:
+    """Simulate the schedules of the first candidates, in the order that the simulated times give."""
+    if device is None:
+        return candidates
+    for _ in range(3 * REPLAYED):
+        waiting = (
+            place
+            for place, each in enumerate(candidates[:REPLAYED])
+            if each.impossible is None and each.cost.pipeline is not None and not each.cost.pipeline.is_replayed
+        )
+        if (place := next(waiting, None)) is None:
+            break
+        candidates[place] = judge_pipeline(workload, candidates[place].config, cluster, device, limit)
+        candidates.sort(key=lambda candidate: candidate.rank)
+    return candidates
