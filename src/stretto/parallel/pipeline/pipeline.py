@@ -13,6 +13,7 @@ take the same ones. In message-driven order the first of them decides, and tells
 import inspect
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ WAIT_MARK = "stretto waited "
 LEAST_MARKED = 5e-5
 """Waits of fewer seconds are not marked."""
 
-_NUMBERS = itertools.count()  # of pipelines, the same on all ranks
+# The numbers of pipelines, the same on all ranks, by process group: one process may be in several jobs in turn.
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 _TARGETS = ("labels", "targets")
 _DIVISORS = ("num_items_in_batch", "num_targets")
@@ -174,6 +176,7 @@ class Pipeline:
         self.micro_batch_size = micro_batch_size
         self.stages: ModelStages = getattr(model, "pipeline_stages", None) or ModelStages.whole(type(model).__name__)
         self.computed: list[ComputedAction] = []
+        self._failure: str | None = None
         self._reducer = reducer
         self._averages = reducer.averages and not is_pretrained_model(model)
         self._gatherer = _find_gatherer(model)
@@ -187,7 +190,8 @@ class Pipeline:
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
             self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
-        self._failures = StepFailures(f"stretto pipeline {next(_NUMBERS)}")
+        number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
+        self._failures = StepFailures(f"stretto pipeline {number}")
         self._carrier = (
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
@@ -341,6 +345,8 @@ class Pipeline:
                 "a CUDA graph cannot hold a pipeline's step: the host takes its messages, and in message-driven order "
                 "they decide what it computes; run it without CapturedStep"
             )
+        if self._failure is not None:
+            raise RuntimeError(f"an earlier step of this pipeline has failed here ({self._failure}): make another one")
         step = self._cut_batch(args, kwargs)
         trains = torch.is_grad_enabled()
         schedule = None
@@ -366,7 +372,8 @@ class Pipeline:
             self._carrier.end_step()
         except BaseException as error:
             self._reducer.deferred = None
-            self._carrier.fail(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+            self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+            self._carrier.fail(f"raised {self._failure}")
             self._carrier.close()
             if (named := self._failures.explain(error, self.grid.timeout.total_seconds())) is not None:
                 raise named from error
