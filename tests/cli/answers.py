@@ -72,6 +72,7 @@ ANSWERS = (
     Answer("plan --model gpt-5b --cluster perlmuter --batch 8 --seq-len 128", REFUSED, "did you mean 'perlmutter'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --dtype fp7", REFUSED, "fp7"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --memory all", REFUSED, "can be auto"),
+    Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --pipe all", REFUSED, "--pipe is 'all'"),
     Answer(
         "plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --optimizer-state disk",
         REFUSED,
@@ -121,6 +122,7 @@ ANSWERS = (
     Answer("bench plan --ranks 2", REFUSED, "predictions.json"),
     Answer("bench compile --largest 4", REFUSED, "the smallest case has 8 ranks"),
     Answer("bench published --batch 0", REFUSED, "0"),
+    Answer("bench published-pipelines --batch 100", REFUSED, "128 would do"),
     Answer("bench collectives", REFUSED, "Without GPUs these run"),
     Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
     Answer("bench ablations --step 1", REFUSED, "by a factor of 1"),

@@ -20,7 +20,14 @@ from stretto.bench.collectives.settings import AblationsSetting, CollectivesSett
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
-from stretto.bench.plan.settings import MemorySetting, PlanSetting, PublishedSetting, SchedulesSetting, read_predictions
+from stretto.bench.plan.settings import (
+    MemorySetting,
+    PlanSetting,
+    PublishedPipelinesSetting,
+    PublishedSetting,
+    SchedulesSetting,
+    read_predictions,
+)
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.training.settings import (
     BlocksSetting,
@@ -262,6 +269,14 @@ def published(setting: PublishedSetting, out: Path) -> Any:
     from stretto.bench.plan.published import bench_published
 
     return bench_published(out, setting.batch)
+
+
+@_command("published-pipelines", PublishedPipelinesSetting)
+def published_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
+    """Plans for the pipelines of Singh's chapter 3 on Summit, beside the published times (needs no GPU)."""
+    from stretto.bench.plan.published_pipelines import bench_published_pipelines
+
+    return bench_published_pipelines(out, setting.batch)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)

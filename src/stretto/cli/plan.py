@@ -3,16 +3,20 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from stretto.axes import name_grid
 from stretto.cli.console import Json, refusing_bad_input
 from stretto.execution import StateLocation, StateOptions, resolve_recompute
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from stretto.cluster import Cluster
     from stretto.planner import GridPlan
 
@@ -79,16 +83,38 @@ def plan(
         typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or not)."),
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Collectives are hidden where they can be.")] = True,
+    pipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Ranks of pipeline stages, or auto: search them (default: the configuration's, or 1).",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v or message-driven (default: searched)."),
+    ] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Stages on each rank of pipe (default: searched).")] = None,
+    extra_warm_up: Annotated[
+        int | None, typer.Option(help="Of 1f1b: more forward passes before the first backward pass.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Of message-driven: micro-batches in flight.")] = None,
+    serve_first: Annotated[
+        str | None, typer.Option(help="Of message-driven, where both wait: arrival, backward or forward.")
+    ] = None,
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 15,
     as_json: Json = False,
 ) -> None:
     """Rank every grid of data x X x Y x Z for a model on a cluster, with predicted time, memory, and why.
+
+    With --pipe, grids of several pipeline stages too, each with its best schedule.
 
     Needs no GPU. For example:
 
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
     - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4
     - stretto plan --model gpt-40b --cluster dgx-h200 --gpus 8 --batch 64 --seq-len 2048 --memory auto --explain
+    - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
     """
     with refusing_bad_input(as_json=as_json):
         given: dict[str, Any] = {
@@ -99,6 +125,12 @@ def plan(
             "optimizer": optimizer,
             "accumulate_unsharded": accumulate_unsharded,
             "clips": clip,
+            "pipe": _read_pipe(pipe),
+            "schedule": schedule,
+            "virtual_stages": virtual_stages,
+            "extra_warm_up": extra_warm_up,
+            "limit": limit,
+            "serve_first": serve_first,
         }
         asked = _from_config(config) if config is not None else {}
         asked |= {name: value for name, value in given.items() if value is not None}
@@ -139,6 +171,15 @@ def plan(
         _print_table(plans, machine, cost, top, has_memory=is_auto or plans[0].optimizer_state != "fp32")
     if explain and not as_json:
         _print_formulas(plans[0])
+
+
+def _read_pipe(pipe: str | None) -> int | str | None:
+    """A number of ranks, or "auto". ValueError for another value."""
+    if pipe is None or pipe == "auto":
+        return pipe
+    if not pipe.isdecimal() or int(pipe) < 1:
+        raise ValueError(f"--pipe is {pipe!r}, but must be a whole number, at least 1, or auto")
+    return int(pipe)
 
 
 def _check_memory(memory: str | None) -> bool:
@@ -193,17 +234,31 @@ def _from_config(path: Path) -> dict[str, Any]:
     recompute = (
         {"recompute": run.recompute_mode} if {"recompute", "checkpoint_activations"} & run.model_fields_set else {}
     )
-    return recompute | {
-        "model": config.model.to_gpt(data_vocab=256, seq_len=run.seq_len) if folder is None else folder,
-        "gpus": config.ranks if config.ranks > 1 else None,
-        "batch": run.batch,
-        "seq_len": run.seq_len,
-        "dtype": run.dtype,
-        "optimizer": run.optimizer,
-        "accumulate_unsharded": run.accumulate_unsharded,
-        "state": run.state,
-        "clips": run.clip is not None,
-    }
+    return (
+        recompute
+        | {
+            "model": config.model.to_gpt(data_vocab=256, seq_len=run.seq_len) if folder is None else folder,
+            "gpus": config.ranks if config.ranks > 1 else None,
+            "batch": run.batch,
+            "seq_len": run.seq_len,
+            "dtype": run.dtype,
+            "optimizer": run.optimizer,
+            "accumulate_unsharded": run.accumulate_unsharded,
+            "state": run.state,
+            "clips": run.clip is not None,
+        }
+        | ({} if config.grid.pipe == 1 else {"pipe": config.grid.pipe})
+    )
+
+
+_OF_PREDICT = ("batch", "seq_len", "dtype", "optimizer", "accumulate_unsharded", "state", "clips")
+
+
+def _schedule_of(plan: "GridPlan") -> dict[str, Any]:
+    """How a plan's pipeline runs, as `predict` takes it."""
+    options = {name: getattr(plan, name) for name in ("schedule", "virtual_stages", "limit", "serve_first")}
+    options["extra_warm_up"] = plan.extra_warm_up or None
+    return {name: value for name, value in options.items() if value is not None} if plan.schedule else {}
 
 
 def _in_each_mode(
@@ -226,7 +281,8 @@ def _in_each_mode(
             recompute=mode,
             keep_gathered=best.keep_gathered,
             shard_sequence=best.shard_sequence,
-            **{name: value for name, value in asked.items() if name not in ("model", "gpus", "recompute")},
+            **_schedule_of(best),
+            **{name: value for name, value in asked.items() if name in _OF_PREDICT},
         )
         for mode in ("none", "full", *segments, "products", "communication", "host")
     ]
@@ -236,8 +292,6 @@ def _print_modes(plans: "list[GridPlan]", cost: str) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
-
-    from stretto.axes import name_grid
 
     first = plans[0]
     table = Table(
@@ -274,7 +328,7 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     from rich.measure import Measurement
     from rich.table import Table
 
-    from stretto.axes import INNER_TO_OUTER, STAGE_AXES, name_grid
+    from stretto.axes import INNER_TO_OUTER, STAGE_AXES
     from stretto.planner.memory import USABLE, most_allocated
     from stretto.planner.optimizer_state import USABLE_OF_HOST
 
@@ -286,6 +340,9 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
     for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(axes)}", "memory", "fits"):
         table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
+    has_pipelines = any(plan.schedule is not None for plan in plans)
+    for heading in ("schedule", "bubble") if has_pipelines else ():
+        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
     for heading in ("state", "recompute", "host, a node") if has_memory else ():
         table.add_column(heading, justify="right", no_wrap=True)
     marks = ("", "") if has_memory else (" ", "*")
@@ -299,6 +356,7 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
             exposed,
             _memory(plan.peak_memory),
             "yes" if plan.fits else "no",
+            *((_name_schedule(plan), _milliseconds(plan.bubble) if plan.schedule else "-") if has_pipelines else ()),
             *((plan.optimizer_state, plan.recompute, _memory(plan.host_memory_of_node)) if has_memory else ()),
             style=None if plan.fits else "dim",
         )
@@ -325,18 +383,45 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
         console.print("+ with train.shard_sequence", highlight=False)
     if cost == "paper":
         console.print("communication: of the linears, as the paper counts it, nothing hidden", highlight=False)
+    if has_pipelines:
+        _explain_pipelines(plans[:top], console)
     for place, plan in enumerate(plans[:top], start=1):
         console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
     for note in plans[0].notes:
         console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
 
 
+def _name_schedule(plan: "GridPlan") -> str:
+    """A schedule and its options, short."""
+    if plan.schedule is None:
+        return "-"
+    parts = [
+        plan.schedule,
+        f"v={plan.virtual_stages}" if plan.schedule == "interleaved" else "",
+        f"+{plan.extra_warm_up}" if plan.extra_warm_up else "",
+        f"limit={plan.limit} {plan.serve_first} first" if plan.limit else "",
+    ]
+    return " ".join(filter(None, parts))
+
+
+def _explain_pipelines(plans: "list[GridPlan]", console: "Console") -> None:
+    """Say what the table's columns of pipelines mean, and how the first of them is cut."""
+    console.print("schedule: its virtual stages (v), extra warm-up (+), or limit; bubble: ms a step", highlight=False)
+    first = next((plan for plan in plans if plan.schedule is not None), None)
+    if first is None or first.is_possible is False:
+        return
+    blocks = [str(end - start) for start, end in pairwise(first.stages)]
+    console.print(
+        f"blocks of each stage of the first of them, {name_grid(first.grid)}: {' '.join(blocks)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 def _print_formulas(plan: "GridPlan") -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
-
-    from stretto.axes import name_grid
 
     title = f"Memory of a rank on {name_grid(plan.grid)}, optimizer_state={plan.optimizer_state}, in bytes"
     table = Table(title=title, box=box.SIMPLE_HEAD)

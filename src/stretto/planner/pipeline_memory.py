@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from stretto.axes import GridSizes
+from stretto.planner.architecture import Architecture
 from stretto.planner.communication import message_numbers
 from stretto.planner.grids import divisors
 from stretto.planner.memory import local_parameters, peak, recomputed_blocks, step_memory
@@ -57,6 +59,15 @@ def checkpoint_interval(layers: int, pipe: int) -> int:
     """The blocks that full checkpointing computes again together: the factor of a stage's blocks nearest sqrt(N)."""
     root = math.sqrt(layers)
     return min(divisors(max(1, layers // pipe)), key=lambda factor: (abs(factor - root), factor))
+
+
+def most_local_parameters(model: Architecture, grid: GridSizes) -> float:
+    """Parameters that the rank with most of them holds: of a pipeline, of the first stage or the last."""
+    if grid.pipe == 1:
+        return local_parameters(model, grid)
+    blocks = -(-model.layers // grid.pipe)
+    ends = (model.stage(blocks, is_first=is_first, is_last=not is_first) for is_first in (True, False))
+    return max(local_parameters(end, grid) for end in ends)
 
 
 class RankMemory(NamedTuple):

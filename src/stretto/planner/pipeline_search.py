@@ -206,7 +206,7 @@ class PipelineSearch:
         return best
 
     def _least_memory(self, config: StepConfig) -> float:
-        """Bytes that the first rank needs at least, whatever the schedule: with as many live micro-batches as stages."""
+        """Bytes that the first rank needs at least, with as many live micro-batches as any schedule keeps there."""
         blocks, pipe = self.workload.model.layers // config.grid.pipe, config.grid.pipe
         first = stage_memory(self.workload, config, RankStages((blocks,), is_first=True, is_last=False))
         live = min(config.micro_batches(self.workload), self.pipelines.limit or pipe)

@@ -102,7 +102,8 @@ def make_pipeline_space(
         near = min(divisors(ranks), key=lambda n: (abs(n - pipe), -n))
         raise ValueError(f"pipe={pipe} does not divide {ranks} GPUs; {near} would do")
     if why := why_too_many_stages(model, pipe, stages):
-        raise ValueError(why)
+        near = max(n for n in divisors(ranks) if n * stages <= max(model.layers, stages))
+        raise ValueError(why.replace(f"pipe={max(1, model.layers // stages)} would do", f"pipe={near} would do"))
     return replace(space, pipes=(pipe,))
 
 
@@ -116,7 +117,7 @@ def check_schedule_options(
     """Raise ValueError for a schedule that is not known, and for options of another one than is named."""
     known = (*SCHEDULES, MESSAGE_DRIVEN)
     if schedule is not None and schedule not in known:
-        raise ValueError(f"schedule is {schedule!r}{name_known(schedule, known, 'but must be one of')}")
+        raise ValueError(f"schedule {schedule!r} is not known{name_known(schedule, known)}")
     for name, value, least in (
         ("virtual_stages", virtual_stages, 1), ("extra_warm_up", extra_warm_up, 0), ("limit", limit, 1),
     ):  # fmt: skip

@@ -153,6 +153,20 @@ class SchedulesSetting:
         return found
 
 
+@dataclass(frozen=True)
+class PublishedPipelinesSetting:
+    """The global batch that `stretto bench published-pipelines` assumes for the runs of Table 3.1."""
+
+    batch: Annotated[int, Option("Global batch of Table 3.1's runs, in sequences of 512 tokens.")] = 16384
+
+    def __post_init__(self) -> None:
+        if self.batch < 64 or self.batch % 64:
+            near = max(64, round(self.batch / 64) * 64)
+            raise ValueError(
+                f"--batch is {self.batch}, which 8 replicas with micro-batches of 8 do not divide; {near} would do"
+            )
+
+
 def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
     """Read the predicted grids by workload. ValueError if the file lacks one, or predicts it for another model."""
     remedy = f"write it before you measure: stretto bench plan --predict {file} --cluster CLUSTER.toml"

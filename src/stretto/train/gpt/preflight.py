@@ -19,8 +19,9 @@ from stretto.models import GPTConfig
 from stretto.planner import predict
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import why_impossible
-from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import least_on_device, most_parameters, number_bytes, state_on_host
+from stretto.planner.pipeline_memory import most_local_parameters
+from stretto.planner.search_space import PredictKeywords
 from stretto.planner.workload import NumberTypes
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, check_description
@@ -196,8 +197,24 @@ def predict_run(config: TrainConfig, source: ModelSource) -> dict[str, Any] | No
         options=config.execution,
         state=run.state,
         clips=run.clip is not None,
+        **_schedule_of(config),
     )
     return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
+
+
+def _schedule_of(config: TrainConfig) -> PredictKeywords:
+    """How a pipeline's steps run, as `predict` takes it."""
+    pipeline = config.pipeline
+    if config.grid.pipe == 1:
+        return {}
+    asked: PredictKeywords = {"schedule": pipeline.schedule, "virtual_stages": pipeline.stages.virtual_stages}
+    if pipeline.extra_warm_up:
+        asked["extra_warm_up"] = pipeline.extra_warm_up
+    if pipeline.limit is not None:
+        asked["limit"] = pipeline.limit
+    if pipeline.serve_first is not None:
+        asked["serve_first"] = pipeline.serve_first
+    return asked
 
 
 def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
@@ -212,7 +229,7 @@ def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
     architecture = source.architecture(run.seq_len)
     numbers = 0 if architecture is None else architecture.parameters
     sizes = check_sizes(grid.sizes())
-    parts = (sizes if architecture is None else architecture.splitting_sizes(sizes)).weight_parts
+    parts = (sizes if architecture is None else architecture.splitting_sizes(sizes)).weight_parts * sizes.pipe
     state = numbers * sum(number_bytes(_types(config), run.state)) // parts
     tokens = run.batch // grid.batch_parts * run.seq_len * 8
     kind, what = (
@@ -247,7 +264,7 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
     sizes = check_sizes(config.grid.sizes())
     sizes = sizes if known is None else known.splitting_sizes(sizes)
     whole = model if isinstance(model, int) else model.parameters
-    parameters = whole / sizes.weight_parts if known is None else local_parameters(known, sizes)
+    parameters = whole / sizes.weight_parts / sizes.pipe if known is None else most_local_parameters(known, sizes)
 
     def name_largest(needed: Callable[[float], float], room: float) -> str:
         count = most_parameters(needed, room)
@@ -256,7 +273,7 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
             return f"{largest} would fit"
         layers = range(1, known.layers + 1)
         blocks = bisect_right(
-            layers, count, key=lambda fewer: math.ceil(local_parameters(replace(known, layers=fewer), sizes))
+            layers, count, key=lambda fewer: math.ceil(most_local_parameters(replace(known, layers=fewer), sizes))
         )
         return f"{largest} would fit, of this GPT {f'model.layers={blocks}' if blocks else 'not one layer'}"
 

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chapter 3 of Singh's dissertation, pipelines on Summit: plans for its runs, beside what was measured there.
+
+`bench_published_pipelines` writes two tables. The first varies the number of stages of a model of 12B parameters on 48
+GPUs (figures 3.3 and 3.4), the second has the choices of Table 3.1 with the speeds of figure 3.7.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.axes import GridSizes
+from stretto.bench.harness import Column, print_table, write_result
+from stretto.cluster import Cluster
+from stretto.execution import StateOptions
+from stretto.models import GPTConfig
+from stretto.planner import GridPlan, plan, predict
+from stretto.planner.communication import bandwidth
+from stretto.planner.pipeline_memory import checkpoint_interval
+from stretto.planner.search_space import PredictKeywords
+
+SEQ_LEN, VOCAB = 512, 51200
+# Section 3.3 says 2048 sequences. Of the runs of section 3.4 the text does not say the batch: with 2048 sequences, 48
+# stages and micro-batches of 2 would idle a quarter of the time, and the runs reached half of the peak.
+FIGURES_BATCH, RUNS_BATCH = 2048, 16384
+STATE = StateOptions("host")  # as there, with 16-bit weights and gradients on the GPU
+# Sizes of the models, from AxoNN's paper; the dissertation gives their numbers of parameters alone.
+MODELS = {
+    12: GPTConfig(layers=48, hidden=4512, heads=24, vocab=VOCAB, max_seq_len=SEQ_LEN),
+    24: GPTConfig(layers=48, hidden=6336, heads=36, vocab=VOCAB, max_seq_len=SEQ_LEN),
+    50: GPTConfig(layers=96, hidden=6528, heads=48, vocab=VOCAB, max_seq_len=SEQ_LEN),
+    100: GPTConfig(layers=96, hidden=9360, heads=60, vocab=VOCAB, max_seq_len=SEQ_LEN),
+}
+
+
+@dataclass(frozen=True)
+class PublishedChoice:
+    """A row of Table 3.1. intra: G_intra, which is x here."""
+
+    billions: int
+    framework: str
+    micro_batch: int
+    intra: int
+    inter: int
+    data: int
+
+
+CHOICES = tuple(
+    PublishedChoice(billions, *row)
+    for billions, rows in {
+        12: [("AxoNN", 8, 1, 6, 8), ("DeepSpeed", 2, 3, 2, 8), ("Megatron-LM", 8, 3, 16, 1)],
+        24: [("AxoNN", 4, 1, 12, 8), ("DeepSpeed", 2, 3, 4, 8), ("Megatron-LM", 1, 3, 16, 2)],
+        50: [("AxoNN", 4, 1, 24, 8), ("DeepSpeed", 1, 3, 16, 4), ("Megatron-LM", 8, 6, 32, 1)],
+        100: [("AxoNN", 2, 1, 48, 8), ("DeepSpeed", 1, 3, 32, 4), ("Megatron-LM", 4, 12, 32, 1)],
+    }.items()
+    for row in rows
+)
+# Figure 3.4: the pipeline and the all-reduce, with 24 and 6 stages.
+MEASURED_PHASE = {24: 46.08, 6: 34.05}
+MEASURED_REDUCTION = {24: 0.62, 6: 4.32}
+
+FIGURE_COLUMNS = (
+    Column("stages", "G_inter"),
+    Column("phase_seconds", "pipeline (s)", "{:.2f}"),
+    Column("measured_phase_seconds", "published (s)", "{:.2f}"),
+    Column("paper_seconds", "eq. 4.7 and 4.10 (s)", "{:.2f}"),
+    Column("message_gigabytes", "sent by an inner rank (GB)", "{:.1f}"),
+    Column("compute_over_messages", "computation / sent (s/GB)", "{:.2f}"),
+    Column("reduction_seconds", "all-reduce (s)", "{:.2f}"),
+    Column("outer_reduction_seconds", "data outermost (s)", "{:.2f}"),
+    Column("measured_reduction_seconds", "published (s)", "{:.2f}"),
+)
+CHOICE_COLUMNS = (
+    Column("billions", "parameters (10^9)"),
+    Column("framework", "framework"),
+    Column("gpus", "GPUs"),
+    Column("choice", "choice of Table 3.1"),
+    Column("step_seconds", "its step (s)", "{:.0f}"),
+    Column("peak_share", "of the peak", "{:.0%}"),
+    Column("over_axonn", "over AxoNN's", "{:.2f}"),
+    Column("memory_gigabytes", "memory (GB)", "{:.1f}"),
+    Column("best", "our best, stages x data"),
+    Column("best_seconds", "its step (s)", "{:.0f}"),
+    Column("over_best", "the choice over it", "{:.3f}"),
+    Column("best_of_all", "our best of all grids"),
+    Column("best_of_all_seconds", "its step (s)", "{:.0f}"),
+)
+
+
+def bench_published_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, list[dict[str, Any]]]:
+    """Plan all runs, print both tables, and write pipelines.json and pipeline-choices.json to `out`."""
+    figures = [plan_stages(stages) for stages in (6, 12, 24, 48)]
+    print_table(f"12B parameters on 48 GPUs of Summit, {FIGURES_BATCH} sequences", FIGURE_COLUMNS, figures)
+    write_result(out, "pipelines", FIGURE_COLUMNS, figures, batch=FIGURES_BATCH, seq_len=SEQ_LEN)
+    choices = plan_choices(batch)
+    print_table(f"Table 3.1's choices, {batch} sequences", CHOICE_COLUMNS, choices)
+    write_result(out, "pipeline-choices", CHOICE_COLUMNS, choices, batch=batch, seq_len=SEQ_LEN)
+    return {"pipelines": figures, "choices": choices}
+
+
+def plan_stages(stages: int) -> dict[str, Any]:
+    """Predict a step of 12B parameters on 48 GPUs with so many stages, micro-batches of 1 (section 3.3.2)."""
+    summit, grid = Cluster.preset("summit"), GridSizes(pipe=stages, data=48 // stages)
+    found = _predict(12, grid, FIGURES_BATCH, 1)
+    paper = _predict(12, grid, FIGURES_BATCH, 1, cost="paper")
+    # t_f + t_b of equation 4.7, of all micro-batches: computation does not depend on the number of stages.
+    whole = paper.bubble / (1 - 1 / stages)
+    after = found.terms["the optimizer"] + found.exposed["data"]
+    sent = 2 * (FIGURES_BATCH // grid.data) * SEQ_LEN * MODELS[12].hidden * 2 * 2
+    # With data outside of the stages, as the dissertation has it, all GPUs of a node share its network.
+    outer = bandwidth(summit, GridSizes(x=stages, data=grid.data), "data")
+    reduction = found.communication["all_reduce_data"]
+    return {
+        "stages": stages,
+        "phase_seconds": found.step_time - after,
+        "measured_phase_seconds": MEASURED_PHASE.get(stages),
+        "paper_seconds": whole * FIGURES_BATCH / 48 + paper.bubble + paper.message_time,
+        "message_gigabytes": sent / 1e9,
+        "compute_over_messages": found.terms["computation"] / (sent / 1e9),
+        "reduction_seconds": reduction,
+        "outer_reduction_seconds": reduction * (found.bandwidth["data"] or outer) / outer,
+        "measured_reduction_seconds": MEASURED_REDUCTION.get(stages),
+        "optimizer_seconds": found.terms["the optimizer"],
+        "step_seconds": found.step_time,
+    }
+
+
+def plan_choices(batch: int = RUNS_BATCH) -> list[dict[str, Any]]:
+    """Predict Table 3.1's choices, and find the best grids of as many GPUs beside AxoNN's."""
+    rows = []
+    axonn = 0.0
+    for choice in CHOICES:
+        grid = GridSizes(pipe=choice.inter, data=choice.data, x=choice.intra)
+        found = _predict(choice.billions, grid, batch, choice.micro_batch, choice.framework == "AxoNN")
+        row = {
+            "billions": choice.billions,
+            "framework": choice.framework,
+            "gpus": grid.ranks,
+            "choice": f"{grid}, micro-batches of {choice.micro_batch}",
+            "step_seconds": found.step_time,
+            "peak_share": _model_flops(MODELS[choice.billions], batch) / found.step_time / grid.ranks / 125e12,
+            "memory_gigabytes": found.peak_memory / 1e9,
+        }
+        if choice.framework == "AxoNN":
+            axonn = found.step_time
+            of_stages, of_all = _find_best(choice.billions, grid.ranks, batch)
+            row |= {
+                "best": _name(of_stages),
+                "best_seconds": of_stages.step_time,
+                "over_best": found.step_time / of_stages.step_time,
+                "best_of_all": _name(of_all),
+                "best_of_all_seconds": of_all.step_time,
+            }
+        rows.append(row | {"over_axonn": found.step_time / axonn})
+    return rows
+
+
+def _predict(
+    billions: int, grid: GridSizes, batch: int, micro_batch: int, is_axonn: bool = True, cost: Any = "full"
+) -> GridPlan:
+    model = MODELS[billions]
+    interval = checkpoint_interval(model.layers, grid.pipe)
+    # AxoNN's pipeline_limit is the number of stages (section 3.2.1); the others run 1F1B.
+    options: PredictKeywords = {
+        "schedule": "message-driven" if is_axonn else "1f1b",
+        "recompute": f"every:{interval}" if interval > 1 else "full",
+    }
+    return predict(
+        model,
+        Cluster.preset("summit"),
+        grid=grid,
+        batch=batch,
+        seq_len=SEQ_LEN,
+        micro_batch=micro_batch,
+        dtype="fp16",
+        state=STATE,
+        cost=cost,
+        **options,
+    )
+
+
+def _find_best(billions: int, gpus: int, batch: int) -> tuple[GridPlan, GridPlan]:
+    """The fastest plan of stages and data alone, and that of all grids."""
+    model, summit = MODELS[billions], Cluster.preset("summit")
+    options: dict[str, Any] = {"gpus": gpus, "batch": batch, "seq_len": SEQ_LEN, "dtype": "fp16", "state": STATE}
+    pipes = [pipe for pipe in range(2, model.layers + 1) if gpus % pipe == 0]
+    plans = [each for pipe in pipes for each in plan(model, summit, pipe=pipe, **options) if each.fits]
+    alone = [each for each in plans if each.grid["pipe"] * each.grid["data"] == gpus]
+    return min(alone, key=lambda each: each.step_time), min(plans, key=lambda each: each.step_time)
+
+
+def _name(found: GridPlan) -> str:
+    schedule = f"{found.schedule}{f' v={found.virtual_stages}' if found.schedule == 'interleaved' else ''}"
+    return f"{GridSizes(**found.grid)}, {schedule}, micro-batches of {found.micro_batch}, recompute={found.recompute}"
+
+
+def _model_flops(model: GPTConfig, batch: int) -> float:
+    """Narayanan et al.'s model FLOPs of a step, including the recomputed forward pass, as figure 3.7 counts them."""
+    layers, hidden = model.layers, model.hidden
+    return (
+        96 * batch * SEQ_LEN * layers * hidden**2
+        * (1 + SEQ_LEN / (6 * hidden) + model.vocab / (16 * layers * hidden))
+    )  # fmt: skip
