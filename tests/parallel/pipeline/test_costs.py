@@ -17,6 +17,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, count_collectives, parallelize
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
+from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.pipeline import pipeline as pipeline_module
 from stretto.schedules import Action, PipelineOperation
 from tests.parallel.pipeline.training import STAGES
@@ -162,9 +163,15 @@ def storages_kept(schedule: str, recompute: str) -> list[str]:
 
         return hook
 
+    def remember_input(module: nn.Module, args: Any) -> None:
+        if now[-1].operation is PipelineOperation.FORWARD:
+            made.setdefault((now[-1].stage, now[-1].micro_batch), []).append(StorageWeakRef(args[0].untyped_storage()))
+
     for name, module in model.named_modules():
         if name in stages.block_names or isinstance(module, ParallelLinear):
             module.register_forward_hook(remember(name))
+        if isinstance(module, ParallelNorm):  # the first of a stage gets what was received
+            module.register_forward_pre_hook(remember_input)
 
     def note(action: Action, begins: bool) -> None:
         key, ends = (action.stage, action.micro_batch), (PipelineOperation.BACKWARD, PipelineOperation.BACKWARD_WEIGHT)
