@@ -171,21 +171,25 @@ def fail_otherwise(kind, how):
         case "left":
             carrier.send(1 - rank, MessageKey("F", 2, 7), [])
             assert carrier.wait_any() == MessageKey("F", 2, 7)
+            if rank == 1:
+                carrier.take(MessageKey("F", 2, 7))
+            dist.barrier()
             if rank == 0:
                 with pytest.raises(RuntimeError, match="not been taken: the activation for the forward of stage 2, mi"):
                     carrier.end_step()
             else:
-                carrier.take(MessageKey("F", 2, 7))
                 with pytest.raises(PeerError, match=r"not been taken.*the cause is pipe rank 0 \(global rank 0\)$"):
                     take_in_the_next_step(carrier)
         case "missing":
             if rank == 0:
                 carrier.take(MessageKey("F", 2, 7))
-                carrier.end_step()
+                dist.barrier()
             else:
                 carrier.send(0, MessageKey("F", 2, 7), [torch.ones(1 << 20)])
+                dist.barrier()
                 with pytest.raises(RuntimeError, match="not been taken: 1 messages of pipe rank"):
                     carrier.end_step()
+            dist.barrier()
         case "twice":
             for _ in range(2):
                 carrier.send(1 - rank, MessageKey("B", 2, 7), [])
