@@ -476,18 +476,37 @@ def test_the_command_prints_schedules_and_the_cut():
     assert "--pipe is 'some'" in json.loads(bad.stdout)["error"]
 
 
+RUN = """
+cluster = "dgx-h200"
+out = "run"
+[model]
+layers = 8
+hidden = 512
+heads = 8
+vocab = 1000
+[data]
+path = "none"
+[grid]
+pipe = 4
+[train]
+batch = 16
+seq_len = 256
+micro_batch = 1
+steps = 1
+[pipeline]
+schedule = "gpipe"
+"""
+
+
 def test_a_run_is_predicted_with_its_schedule(tmp_path):
     from stretto.train.config import load_config
     from stretto.train.gpt.preflight import predict_run
 
     file = tmp_path / "run.toml"
-    file.write_text(
-        'cluster = "dgx-h200"\nout = "run"\n[model]\nlayers = 8\nhidden = 512\nheads = 8\nvocab = 1000\n[data]\npath = "none"\n'
-        "[grid]\npipe = 4\n[train]\nbatch = 16\nseq_len = 256\nmicro_batch = 1\nsteps = 1\n"
-        '[pipeline]\nschedule = "SCHEDULE"\n'.replace("SCHEDULE", "gpipe")
-    )
+    file.write_text(RUN)
     config = load_config(file)
-    source = SimpleNamespace(architecture=lambda seq_len: read_architecture(config.model.to_gpt(data_vocab=1000, seq_len=256), seq_len))
+    model = config.model.to_gpt(data_vocab=1000, seq_len=256)
+    source = SimpleNamespace(architecture=lambda seq_len: read_architecture(model, seq_len))
     answers = {}
     for schedule in ("gpipe", "zb-h1"):
         changed = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"schedule": schedule})})

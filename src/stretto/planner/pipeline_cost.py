@@ -44,7 +44,7 @@ from stretto.schedules import (
 )
 
 # Of a schedule that has more actions, a part is simulated, and the rest goes on as its last micro-batches did.
-MOST_REPLAYED = 20_000
+MOST_REPLAYED = 5_000
 
 
 class StagePasses(NamedTuple):

@@ -63,8 +63,8 @@ class PipelineSearch:
     ) -> None:
         self.workload, self.cluster, self.device = workload, cluster, device
         self.space, self.pipelines, self.limit, self.micro_batch = space, pipelines, limit, micro_batch
-        self._computed: dict[tuple[int, int, int, str], float] = {}
-        self._sums: dict[GridSizes, float] = {}
+        self._computed: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+        self._sent: dict[GridSizes, tuple[float, float, float]] = {}
         self._rates: dict[GridSizes, Rates] = {}
 
     def search_all(self, ranks: int, found: Sequence[Candidate] = ()) -> tuple[list[Candidate], list[str]]:
@@ -113,27 +113,35 @@ class PipelineSearch:
             optimizer_seconds(workload, state, self.cluster, parameters, self.device.traffic) for state in states
         )
         local = workload.batch // grid.batch_parts
-        phase = self._least_phase(grid, local, self.space.recomputes[0])
+        options = ExecutionOptions(recompute=self.space.recomputes[0])
         bubble = (grid.pipe - 1) / self._most_virtual_stages / local
-        return phase * (1 + bubble) + optimizer
+        return self._least_phase(grid, local, options) * (1 + bubble) + optimizer
 
-    def _least_phase(self, grid: GridSizes, size: int, recompute: str) -> float:
+    def _least_phase(self, grid: GridSizes, size: int, options: ExecutionOptions) -> float:
         """Seconds that forward and backward passes of a rank's stages take at least, with micro-batches of a size."""
         assert self.device is not None
         workload, sizes = self.workload, self.workload.model.splitting_sizes(grid)
-        local = workload.batch // grid.batch_parts
-        key = sizes.x, sizes.y, size, recompute
+        count = workload.batch // grid.batch_parts // size
+        key = sizes.x, sizes.y, size, options.recompute
         if key not in self._computed:
-            config = StepConfig(GridSizes(x=sizes.x, y=sizes.y), size, ExecutionOptions(recompute=recompute))
+            config = StepConfig(GridSizes(x=sizes.x, y=sizes.y), size, ExecutionOptions(recompute=options.recompute))
             block = replace(workload, batch=size).stage(1, is_first=False, is_last=False)
             work = compute(block, config, self.device)
-            self._computed[key] = work.forward + work.backward
-        if grid not in self._sums:
+            self._computed[key] = work.forward * workload.model.layers, work.backward * workload.model.layers
+        if grid not in self._sent:
             volume = blocks_volume(workload.model, sizes, workload.tokens / grid.replicas, workload.element)
             sent = seconds(volume, self._rates_of(grid), grid)
-            self._sums[grid] = self._least_waits * (sent.all_reduce_x + sent.all_reduce_y)
-        computed = workload.model.layers * (local // size) * self._computed[key]
-        return (computed + self._sums[grid]) / grid.pipe
+            sums = self._least_waits * (sent.all_reduce_x + sent.all_reduce_y)
+            self._sent[grid] = sums, sent.all_gather_z, sent.reduce_scatter_z
+        forward, backward = self._computed[key]
+        sums, gather, scatter = self._sent[grid]
+        # What each micro-batch sends over z hides at most in its own passes.
+        recomputes = options.recomputation.is_on
+        times = recomputes + (not (recomputes and workload.model.is_sharded_by_blocks))
+        again = 0.0 if options.keep_gathered else times * gather
+        over_z = again + (0.0 if options.accumulate_unsharded else scatter)
+        passes = max(forward, 0.0 if options.keep_gathered else gather) + max(backward, over_z)
+        return (count * passes + sums) / grid.pipe
 
     def _rates_of(self, grid: GridSizes) -> Rates:
         if grid not in self._rates:
@@ -182,14 +190,15 @@ class PipelineSearch:
                 config = StepConfig(grid, size, choice.options, choice.state, self.space.clips)
                 if size * self.workload.seq_len % config.token_parts:
                     continue
+                limit = most if best is None else min(most, best.cost.step_time)
+                bubble = (grid.pipe - 1) / self._most_virtual_stages * size / local
+                if self.device and self._least_phase(grid, size, choice.options) * (1 + bubble) > limit:
+                    continue
                 least = self._least_memory(config)
                 if frugal is None or least < frugal[0]:
                     frugal = least, config
                 if least > self.limit:  # and larger ones need more
                     break
-                limit = most if best is None else min(most, best.cost.step_time)
-                if self.device is not None and self._least_phase(grid, size, choice.options.recompute) > limit:
-                    continue
                 candidate, is_first = self._search_schedules(config, limit)
                 if candidate is not None and candidate.fits and (best is None or candidate.rank < best.rank):
                     best, is_settled, worse = candidate, is_first, 0
