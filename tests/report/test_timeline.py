@@ -47,6 +47,21 @@ def milliseconds(by_axis: dict[str, float]) -> dict[str, float]:
     return {axis: round(seconds * 1e3, 6) for axis, seconds in by_axis.items() if seconds}
 
 
+def waited(end: float, bubble: float, message: float) -> dict[str, Any]:
+    """The mark at the end of a pipeline stage's wait; bubble and message in milliseconds."""
+    return event("user_annotation", f"stretto waited {bubble / 1e3:.6f} {message / 1e3:.6f}", end, end)
+
+
+def test_waits_of_a_pipeline_are_bubbles_and_messages() -> None:
+    """Of a wait that ends at 40, the bubble is until the message was sent; products meanwhile hide a part of it."""
+    timeline = read_timeline(gpu_trace(product(0, 12), waited(40, 20, 10), product(40, 100), waited(100, 0, 5)))
+    assert timeline.rows == ("compute", "pipe", "bubble")
+    assert timeline.bubble == pytest.approx(18e-3)  # from 12 to 30
+    assert timeline.communication["pipe"] == pytest.approx(15e-3)
+    assert timeline.exposed_by_axis["pipe"] == pytest.approx(10e-3)
+    assert timeline.summary()["bubble"] == pytest.approx(18e-3)
+
+
 def test_a_collective_is_exposed_where_no_computation_runs() -> None:
     timeline = read_timeline(gpu_trace(product(0, 30), nccl("7", 20, 50), product(45, 100)))
     assert milliseconds(timeline.communication) == {"x": 30}

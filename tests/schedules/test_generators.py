@@ -158,6 +158,7 @@ def test_what_would_do_is_said_of_numbers_that_do_not(arguments, message):
     assert message in str(error.value)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 60))
 def test_the_numbers_that_would_do_for_interleaved_do(pipe, micro_batches):
     try:

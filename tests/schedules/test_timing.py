@@ -119,6 +119,16 @@ def test_dualpipe_v_waits_as_long_as_its_paper_says(f, w, saved):
         ) == pytest.approx(expected)
 
 
+def test_an_overlapped_pair_starts_with_both_messages_and_sends_when_both_passes_have_ended():
+    schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1")
+    at_once = uniform(schedule, overlapped=2.5)
+    assert at_once.starts[0][1] == 4  # the gradient for 0B0 is there; the input of 0F1 was there before
+    assert at_once.ends[0][2] == 4 + 2.5
+    assert at_once.starts[1][2] == 4 + 2.5  # of 1F1, which needs the output of 0F1
+    in_turn = uniform(schedule)
+    assert (in_turn.starts[0][1], in_turn.starts[0][2], in_turn.starts[1][2]) == (1, 4, 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "times", "message"),
     [

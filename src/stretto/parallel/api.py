@@ -6,19 +6,18 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
-from stretto.parallel.builder import Builder, TiedParameter
+from stretto.parallel.builder import Builder
+from stretto.parallel.comm.agreement import check_ranks_agree
 from stretto.parallel.comm.autograd import in_backward
-from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import GradientReduction, Grid
@@ -27,16 +26,8 @@ from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelL
 from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
-from stretto.parallel.meta import MetaInitializer, copy_to_meta
-from stretto.parallel.pipeline.stages import (
-    ModelStages,
-    cut_model,
-    find_stages,
-    make_tie_group,
-    restrict_plan,
-    tied_parameters,
-    wrap_forwards,
-)
+from stretto.parallel.meta import MetaInitializer
+from stretto.parallel.pipeline.cutting import Cut, cut_into_stages, restrict_plan, wrap_forwards
 from stretto.parallel.precision import Precision
 from stretto.parallel.recomputation import check_blocks, checkpoint_activations
 from stretto.parallel.roles import huggingface
@@ -116,7 +107,7 @@ def parallelize(
     if options.recomputation.is_on:
         check_blocks(model, options.recompute)
     initializer = MetaInitializer(model, grid.device, seed)
-    cut = _cut_into_stages(model, grid, options, initializer)
+    cut = cut_into_stages(model, grid, options, initializer)
     try:
         if not isinstance(plan, ShardingPlan):
             return _shard_by_blocks(model, grid, precision, options, initializer, plan, gradients or "mean", cut)
@@ -129,35 +120,6 @@ def parallelize(
         raise
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """A model that was cut into stages, the parameters that both its ends hold, and what puts the rest back."""
-
-    stages: ModelStages
-    tied: Mapping[int, TiedParameter]
-    undo: Callable[[], None]
-
-
-def _cut_into_stages(
-    model: nn.Module, grid: Grid, options: ExecutionOptions, initializer: MetaInitializer
-) -> _Cut | None:
-    """Leave this rank's pipeline stages in the model; None where there is one stage."""
-    if grid.size("pipe") * options.stages.virtual_stages == 1:
-        return None
-    stages = find_stages(model, grid, options.stages)
-    shared = tied_parameters(model, stages)
-    _check_ranks_agree(model, grid, grid.group("world"), drops=stages.needs_random_state)
-    ends = make_tie_group(stages, grid) if shared else None
-    tied = {}
-    for name, parameter in shared.items():
-        owner_name, _, key = name.rpartition(".")
-        tied[id(parameter)] = TiedParameter(ends, owner_name, model.get_submodule(owner_name), key)
-    stages.is_tied = ends is not None
-    stages.skeleton = copy_to_meta(model)
-    initializer.remember(stages.skeleton)
-    return _Cut(stages, tied, cut_model(model, stages))
-
-
 def _shard_by_roles(
     model: nn.Module,
     grid: Grid,
@@ -166,7 +128,7 @@ def _shard_by_roles(
     initializer: MetaInitializer,
     plan: ShardingPlan,
     gradients: GradientReduction | None,
-    cut: _Cut | None,
+    cut: Cut | None,
     *,
     sharded_loss: bool,
 ) -> nn.Module:
@@ -184,7 +146,7 @@ def _shard_by_roles(
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
-    _check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops)
+    check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops)
     matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group(STAGE))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     is_stage = cut is not None
@@ -222,7 +184,7 @@ def _shard_by_roles(
     return model
 
 
-def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: _Cut | None) -> None:
+def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: Cut | None) -> None:
     """Have blocks be computed again, and follow the pipeline stage that runs."""
     if cut is not None:
         model.pipeline_stages = cut.stages  # type: ignore[assignment]
@@ -272,7 +234,7 @@ def _shard_by_blocks(
     initializer: MetaInitializer,
     blocks: _BlockPlan,
     gradients: GradientReduction,
-    cut: _Cut | None,
+    cut: Cut | None,
 ) -> nn.Module:
     """Shard a model without roles, or its pipeline stages, over z, and return it."""
     if options.shard_sequence:
@@ -282,7 +244,7 @@ def _shard_by_blocks(
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
-    _check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops and copies > 1)
+    check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops and copies > 1)
     warn_of_replication(model, grid, blocks.reason)
     matmuls = MatmulTuner(False, grid.device, grid.group(STAGE))
     is_stage = cut is not None
@@ -467,30 +429,3 @@ def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: A
                 "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
                 "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
             )
-
-
-def _check_ranks_agree(model: nn.Module, grid: Grid, group: dist.ProcessGroup, *, drops: bool) -> None:
-    """Raise ValueError unless a group's ranks have the same weights, and, with dropout (`drops`), the same seed."""
-    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    sums = [
-        (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))
-        for _, p in named
-    ]
-    flat = [float(value) for pair in sums for value in pair]
-    flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
-    highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
-    lowest = highest.clone()
-    all_reduce(highest, group, dist.ReduceOp.MAX)
-    all_reduce(lowest, group, dist.ReduceOp.MIN)
-    spread = (highest - lowest).tolist()
-    for index, (name, _) in enumerate(named):
-        scale = 1.0 + abs(flat[2 * index + 1])
-        if max(spread[2 * index : 2 * index + 2]) > 1e-6 * scale:
-            raise ValueError(
-                f"ranks hold different values of {name}: seed them alike before building the model, "
-                "or load one checkpoint"
-            )
-    if spread[-1]:
-        raise ValueError(
-            "ranks have different random seeds, so their dropout masks would differ: torch.manual_seed(the same number)"
-        )

@@ -30,7 +30,7 @@ from stretto.execution import Recomputation
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
-from stretto.parallel.pipeline.stages import PassedBy
+from stretto.parallel.pipeline.cutting import PassedBy
 from stretto.parallel.roles.huggingface import is_pretrained_model
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.

@@ -134,11 +134,10 @@ def _gather_once(actions: Sequence[Action], ahead: int) -> tuple[Action, ...]:
     seconds = {position + 1 for position, action in enumerate(actions) if action.overlaps_next}
     made: list[Action] = []
     gathers = {stage: max(0, position - ahead) for stage, position in first.items()}
-    frees = {stage: position + 1 if position + 1 in seconds else position for stage, position in last.items()}
     for position, action in enumerate(actions):
         if position not in seconds:
             here = (position, position + 1) if action.overlaps_next else (position,)
             made += [Action(stage, PipelineOperation.UNSHARD) for stage, at in gathers.items() if at in here]
         made.append(action)
-        made += [Action(stage, PipelineOperation.RESHARD) for stage, at in frees.items() if at == position]
+        made += [Action(stage, PipelineOperation.RESHARD) for stage, at in last.items() if at == position]
     return tuple(made)

@@ -4,12 +4,13 @@
 import contextlib
 import random
 from datetime import timedelta
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from stretto.memory import allocate
-from stretto.parallel.pipeline.message_format import as_bytes
 from stretto.parallel.pipeline.nccl_carrier import NCCLCarrier
 from stretto.parallel.pipeline.symmetric_memory_carrier import SymmetricMemoryCarrier
 
@@ -79,55 +80,64 @@ class LateCarrier(SymmetricMemoryCarrier):
         return tensors
 
 
-class FakeLink:
-    """A direction of NCCL, made of gloo's sends and receives of two ranks, which block until both have come."""
+class FakeNCCL:
+    """A communicator of NCCL made of gloo's: sends and receives block until both have come."""
 
-    def __init__(self, store, rank):
-        self._gloo = dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=20))
+    class Options:
+        _timeout = timedelta(seconds=1)
 
-    def send(self, tensors, ready):
-        for tensor in tensors:
-            self._gloo.send([as_bytes(tensor)], 1, 0).wait()
-
-    def receive(self, layouts):
-        tensors = [torch.empty(layout.shape, dtype=layout.dtype) for layout in layouts]
-        for tensor in tensors:
-            if tensor.nbytes:
-                self._gloo.recv([as_bytes(tensor)], 0, 0).wait()
-        return tensors, None
+    def __init__(self, store, rank, size, options):
+        assert options._timeout > timedelta(days=1)  # torch's watchdog would end the process
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=20))
+        self.send, self.recv = self._gloo.send, self._gloo.recv
 
     def abort(self):
-        with contextlib.suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1, dtype=torch.uint8)], 0, 1).wait(timedelta(milliseconds=1))
-        with contextlib.suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1, dtype=torch.uint8)], 1, 1).wait(timedelta(milliseconds=1))
+        for peer in range(2):
+            with contextlib.suppress(RuntimeError):
+                self._gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, 1).wait(timedelta(milliseconds=1))
 
 
-class FakeStaging:
-    """Events of tensors that are on the host already."""
+class FakeEvent:
+    """Everything that was launched has ended."""
 
-    def record(self):
+    def __init__(self, blocking=False):
+        pass
+
+    def record(self, stream=None):
         return self
+
+    def wait(self, stream):
+        pass
 
     def synchronize(self):
         pass
 
 
 class FakeNCCLCarrier(NCCLCarrier):
-    """As its base class, between CPU ranks."""
+    """As its base class, between CPU ranks, in whose processes streams and NCCL are replaced while it is open."""
 
     def __init__(self, group=None, device="cpu"):
+        self._fakes = contextlib.ExitStack()
+        patch = self._fakes.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
+        patch.setattr(torch.cuda, "Event", FakeEvent)
+        for name in ("device", "stream"):
+            patch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
         super().__init__(group, device)
+
+    def close(self):
+        super().close()
+        self._fakes.close()
+
+    def _make_ready(self, tensors, event):
+        return tensors
 
     def _check_device(self, device):
         pass
 
     def _make_staging(self):
-        return FakeStaging()
+        return SimpleNamespace(record=FakeEvent)
 
     def _is_data(self, layout):
         return layout.num_bytes >= SMALLEST_OF_GPU
-
-    def _make_link(self, source, destination):
-        store = dist.PrefixStore(f"{self._topic} link {source} {destination}", self._store)
-        return FakeLink(store, 0 if self.rank == source else 1)

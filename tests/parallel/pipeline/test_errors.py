@@ -127,7 +127,7 @@ TOLD = {
     "cuts that are none": r"cuts is \[4\], but must be 1 ascending numbers between 1 and 3",
     "rows that micro-batches do not divide": r"micro-batches of 3 rows do not divide the 4 rows.*; 3 would do",
     "no rows at all": "none of them is a tensor with rows",
-    "a schedule that takes other stages": "interleaved has 2 or more stages on each rank, not 1; 2 would do, or schedule",
+    "a schedule that takes other stages": "2 or more stages on each rank, not 1; 2 would do, or schedule",
     "a schedule in a v": r"virtual_stages=2, placement='v'\)\) would do",
     "messages that drive two stages a rank": "message-driven order takes one stage a rank, and the model has 4",
     "micro-batches that fill no rounds": "5 micro-batches are not; 4 or 6 would do",
@@ -214,7 +214,7 @@ def refusal_of_skip(way: str, is_evaluated: bool) -> str:
         return said(lambda: run(**examples(4)), (ValueError, PeerError))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_evaluated", [False, True], ids=["step", "evaluate"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_connection_that_skips_a_cut_is_found_before_it_does_harm(ranks, way, is_evaluated):
@@ -233,7 +233,7 @@ def rows_of_one_rank(axis: str, schedule: str) -> str:
         return said(lambda: pipeline.step(**tokens(2 if is_other else 4)), (ValueError, PeerError))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", ["pipe", "data", "z"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "message-driven"])
 def test_ranks_that_are_given_other_rows_than_others_say_so(ranks, axis, schedule):
@@ -261,13 +261,18 @@ def stumble(schedule: str, block: int, when: str) -> str:
     parallelize(model, grid, blocks=["layers.*"])
     model.break_block(block, when)
     with Pipeline(model, grid, schedule=schedule, micro_batch_size=1) as pipeline:
-        text = said(lambda: pipeline.step(**examples(4)), (ArithmeticError, PeerError))
-    with pytest.raises((RuntimeError, PeerError)):
-        pipeline.step(**examples(4))
+        try:
+            pipeline.step(**examples(4))
+        except (ArithmeticError, PeerError) as error:
+            text = str(error)
+        else:  # a rank that had done its part before
+            text = said(lambda: pipeline.step(**examples(4)), PeerError)
+    again = said(lambda: pipeline.step(**examples(4)), RuntimeError)
+    assert "an earlier step of this pipeline has failed here" in again
     return text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "message-driven"])
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("when", ["forward", "backward"])

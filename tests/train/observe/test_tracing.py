@@ -65,7 +65,7 @@ def test_a_trace_names_each_axis_that_communicates(ranks: MakeRanks, tmp_path: P
     assert timeline.rows == ("compute", "x", "z", "other")
     timeline = trace(ranks, tmp_path / "data", "grid.y=2", "grid.data=2", "train.steps=1")
     assert timeline.rows == ("compute", "y", "data", "other")
-    assert timeline.grid == {"data": 2, "x": 1, "y": 2, "z": 1}
+    assert timeline.grid == {"pipe": 1, "data": 2, "x": 1, "y": 2, "z": 1}
     assert timeline.rank == 0
     assert "x" not in trace(ranks, tmp_path / "alone", "train.steps=1").rows
 
@@ -85,6 +85,21 @@ def test_a_trace_is_json_in_chromes_format_and_the_summary_has_its_numbers(ranks
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("checkpoints", "metrics.jsonl", "summary.json", "trace.json")
     ]
+
+
+def test_a_pipelines_bubbles_and_messages_are_rows_of_the_timeline(ranks: MakeRanks, tmp_path: Path) -> None:
+    """The first of two stages waits for each gradient: the second stage computes meanwhile."""
+    stages = ["grid.pipe=2", "train.steps=3", "train.micro_batch=2", "pipeline.schedule=gpipe"]
+    timeline = trace(ranks, tmp_path / "run", *stages)
+    assert {"bubble", "pipe"} <= set(timeline.rows)
+    assert 0 < timeline.bubble < timeline.step_time
+    assert timeline.communication["pipe"] > 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["measured"]["bubble"] == pytest.approx(timeline.bubble)
+    micro_batches, hidden, tokens = 4, 64, 2 * 64
+    sent = micro_batches * tokens * hidden * 4
+    tied = 2 * (2 - 1) / 2 * 256 * hidden * 4  # the embedding's gradient, summed over both ends
+    assert summary["bytes_sent"]["pipe"] == pytest.approx(sent + tied, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from stretto.bench.pictures import describe_origin
 from stretto.report.style import GREY, GUIDE, ORANGE, SERIES, STRETTO, drawing
@@ -96,6 +97,8 @@ def plot_schedules(result: Path, picture: Path) -> None:
                     if rows:
                         panel.plot(jitters, [row["to_1f1b"] for row in rows], label=order, **look.line)
                 panel.set_title(f"{size}, latency {latency:g},\n{_MEMORY[memory]}")
+            # The same ticks whatever the panel's height becomes.
+            across[0].yaxis.set_major_locator(MaxNLocator(8, steps=[1, 5, 10]))
             across[0].set_ylabel("to plain 1F1B")
         for panel in panels[-1]:
             panel.set_xlabel("jitter of units (%)")

@@ -256,10 +256,13 @@ def plot_pipeline(result: Path, picture: Path) -> None:
             )
             panel.set_yticks(places, [row["schedule"] for row in rows])
             panel.set_xlabel("units")
-            panel.set_title(f"{key[0]} stages, {key[1]} micro-batches, latency {key[2]:g} ms")
+            panel.set_title(f"{key[0]} x {key[1]}, {key[2]:g} ms")
         drawn.title = "A step in pipeline stages that sleep"
         drawn.subtitle = describe_origin(data)
-        drawn.caption = f"F, I and W of a stage take a unit of {data['setting']['unit'] * 1e3:g} ms each."
+        drawn.caption = (
+            "Panels: stages x micro-batches, and the latency of messages. F, I and W of a stage take a unit of "
+            f"{data['setting']['unit'] * 1e3:g} ms each."
+        )
 
 
 def _panel_of(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -29,7 +29,8 @@ class Report:
     """What a rank says of its failure.
 
     blamed: the ranks that it was noticed at (none where this rank itself is the cause). waits_for: the ranks that it
-    was waiting for at that moment (none: it was computing). awaited: the message, and for how long.
+    was waiting for at that moment (none: it was computing). awaited: the message, and for how long; or for how long it
+    had computed.
     """
 
     blamed: list[int]
@@ -98,7 +99,7 @@ class FailureReports:
                 lines.append(f"{self._name_rank(rank)} was waiting for {names}: {said.awaited}")
                 next_ranks += said.waits_for
             else:
-                lines.append(f"{self._name_rank(rank)} was not waiting for a message")
+                lines.append(f"{self._name_rank(rank)} was not waiting for a message: {said.awaited}")
                 ends.append(rank)
         if ends:
             return self._conclude(lines, ends, "the cause is {}")

@@ -65,7 +65,7 @@ class GlooCarrier(Carrier):
         self._senders: dict[int, _Sender] = {}
         self._staging = self._make_staging()
         # A process that ends in the middle of a step may not leave threads in gloo.
-        self._finalizer = weakref.finalize(self, close_connections, self._gloo, self.rank, self.size)
+        self._finalizer = weakref.finalize(self, _close_connections, self._gloo, self.rank, self.size)
 
     def _make_staging(self) -> "HostStaging | None":
         return HostStaging(self.device) if self.device.type == "cuda" else None
@@ -88,7 +88,7 @@ class GlooCarrier(Carrier):
         self._receivers, self._senders = [], {}
 
     def _break(self) -> None:
-        close_connections(self._gloo, self.rank, self.size)
+        _close_connections(self._gloo, self.rank, self.size)
         for sender in self._senders.values():
             sender.messages.put(None)
 
@@ -347,7 +347,7 @@ def _size_of_first(inline: dict[int, int], layouts: tuple[TensorLayout | None, .
     return max([header_bytes, *ends])
 
 
-def close_connections(gloo: Any, rank: int, size: int) -> None:
+def _close_connections(gloo: Any, rank: int, size: int) -> None:
     """Close all connections of a gloo group, by receives that time out; all of its waits raise then."""
     for peer in range(size):
         if peer != rank:

@@ -98,6 +98,7 @@ class Carrier(ABC):
         self._buffers = ReceiveBuffers()
         self._unsent: dict[int, list[MessageKey]] = {}  # by destination, in the order of sending
         self._awaited: tuple[Collection[int], str, float] | None = None  # ranks, what of them, since when
+        self._returned = time.monotonic()  # from the last wait, or since the step began
         self._failure: Report | None = None
         self._reports = FailureReports(self._store, self._topic, self.rank, self._name_rank)
         self._failure_text = text = [""]
@@ -119,6 +120,7 @@ class Carrier(ABC):
         with self._changed:
             self._step += 1
             self._in_step = True
+            self._returned = time.monotonic()
             self._outstanding = {source: count for source, count in expected.items() if count}
             self._taken.clear()
         self._begin({source: count for source, count in self._outstanding.items() if source != self.rank})
@@ -322,11 +324,12 @@ class Carrier(ABC):
             if self._failure is not None or self._is_closed:
                 return
             waiting = self._awaited
+            computed = f"it had computed for {time.monotonic() - self._returned:.1f} s"
             self._failure = Report(
                 blamed=sorted(ranks),
                 text=text,
                 waits_for=[] if waiting is None else sorted(waiting[0]),
-                awaited="" if waiting is None else f"{waiting[1]} for {time.monotonic() - waiting[2]:.1f} s",
+                awaited=computed if waiting is None else f"{waiting[1]} for {time.monotonic() - waiting[2]:.1f} s",
             )
             self._failure_text[0] = f"pipe rank {self.rank}: {text}"
             self._changed.notify_all()
@@ -349,6 +352,7 @@ class Carrier(ABC):
                 self._pause(self.limit - waited + 0.001)
         finally:
             self._awaited = None
+            self._returned = time.monotonic()
         if self._failure is not None:
             self._raise_failure()
 

@@ -10,38 +10,30 @@ Collectives within a stage (over x, y and z) run in the order of the actions, so
 take the same ones. In message-driven order the first of them decides, and tells the others.
 """
 
-import inspect
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
-from torch.utils._pytree import tree_map
 
 from stretto.axes import LOSS, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
-from stretto.parallel.comm.counting import count_message
 from stretto.parallel.comm.gradient_buckets import accumulate
-from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
+from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import StepGatherer
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.linear import ParallelLinear
-from stretto.parallel.layers.loss import IGNORED_TARGET
-from stretto.parallel.pipeline.activations import Activations, tensors_of
+from stretto.parallel.pipeline.actions import ActionRunner, ComputedAction, PipelineStep, StageRank
 from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.failure_reports import StepFailures
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
-from stretto.parallel.pipeline.stages import ModelStages, StagePass, make_group
-from stretto.parallel.roles.huggingface import calls_loss_function, compares_with_next, is_pretrained_model
+from stretto.parallel.pipeline.micro_batches import BatchCutter
+from stretto.parallel.pipeline.stages import ModelStages, make_group
+from stretto.parallel.roles.huggingface import is_pretrained_model
 from stretto.schedules import (
     SCHEDULES,
     Action,
@@ -56,74 +48,12 @@ from stretto.suggestions import name_known
 
 MESSAGE_DRIVEN = "message-driven"
 
-WAIT_MARK = "stretto waited "
-"""In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""
-LEAST_MARKED = 5e-5
-"""Waits of fewer seconds are not marked."""
 
-_NUMBERS = itertools.count()  # of pipelines, the same on all ranks
+# The numbers of pipelines, the same on all ranks, by process group: one process may be in several jobs in turn.
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
-_TARGETS = ("labels", "targets")
-_DIVISORS = ("num_items_in_batch", "num_targets")
 _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
 _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
-
-
-class ComputedAction(NamedTuple):
-    """An action of the last step, and when it began and ended, in seconds of `time.perf_counter`.
-
-    waited: seconds of it in which the rank waited for the action's message. message: those of them in which the message
-    was on its way; before, it had not been sent (by the clocks of both ranks' machines).
-    """
-
-    action: Action
-    start: float
-    end: float
-    waited: float
-    message: float
-
-
-@dataclass
-class _InFlight:
-    """A micro-batch between its forward and its backward pass in one stage.
-
-    ends: what the backward pass begins with, the loss on the last stage, the edges of what was sent on others (None:
-    it needs no gradient).
-    """
-
-    stage_pass: StagePass
-    ends: list[Tensor | GradientEdge | None]
-
-
-class _Step:
-    """What a step is made of: the arguments of each micro-batch, and the parts of its loss.
-
-    targets: of each micro-batch. has_divisor: the caller has said what losses are divided by. weights: the factor of
-    each micro-batch's loss in that of the batch.
-    """
-
-    def __init__(
-        self,
-        calls: Sequence[dict[str, Any]],
-        rows: int,
-        size: int,
-        *,
-        targets: Sequence[Tensor] | None,
-        has_divisor: bool,
-    ) -> None:
-        self.targets = targets
-        self.has_divisor = has_divisor
-        self.calls = calls
-        self.rows = rows
-        self.size = size
-        self.weights: Sequence[Any] = [1 / len(calls)] * len(calls)
-        self.losses: list[Tensor] = []
-        self.in_flight: dict[tuple[int, int], _InFlight] = {}
-        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-
-    @property
-    def micro_batches(self) -> int:
-        return len(self.calls)
 
 
 class Pipeline:
@@ -174,10 +104,10 @@ class Pipeline:
         self.micro_batch_size = micro_batch_size
         self.stages: ModelStages = getattr(model, "pipeline_stages", None) or ModelStages.whole(type(model).__name__)
         self.computed: list[ComputedAction] = []
+        self._failure: str | None = None
         self._reducer = reducer
         self._averages = reducer.averages and not is_pretrained_model(model)
-        self._gatherer = _find_gatherer(model)
-        self._signature = inspect.signature(model.forward)
+        self._batches = BatchCutter(model, grid, micro_batch_size, averages=self._averages)
         self._schedule = schedule
         self._extra_warm_up = extra_warm_up
         self._limit = self.stages.count if limit is None else limit
@@ -187,10 +117,12 @@ class Pipeline:
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
             self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
-        self._failures = StepFailures(f"stretto pipeline {next(_NUMBERS)}")
+        number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
+        self._failures = StepFailures(f"stretto pipeline {number}")
         self._carrier = (
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
+        self._rank = StageRank(model, self.stages, self._carrier, reducer, _find_gatherer(model))
 
     @property
     def is_message_driven(self) -> bool:
@@ -341,39 +273,42 @@ class Pipeline:
                 "a CUDA graph cannot hold a pipeline's step: the host takes its messages, and in message-driven order "
                 "they decide what it computes; run it without CapturedStep"
             )
-        step = self._cut_batch(args, kwargs)
+        if self._failure is not None:
+            raise RuntimeError(f"an earlier step of this pipeline has failed here ({self._failure}): make another one")
+        step = self._batches.cut(args, kwargs)
         trains = torch.is_grad_enabled()
         schedule = None
         if not (self.is_message_driven and trains):
             schedule = self.schedule_of(step.micro_batches, with_backward=trains)
-        self.computed = []
-        worker = _ActionRunner(self, step, seed, scale_loss)
+        runner = ActionRunner(self._rank, step, seed, scale_loss)
+        self.computed = runner.computed
         earlier = self._set_gradients_aside() if trains else []
         self._reducer.has_synced = False
         try:
-            if isinstance(self._gatherer, StepGatherer):
-                self._gatherer.begin_step()
+            if self._rank.gatherer is not None:
+                self._rank.gatherer.begin_step()
             self._carrier.begin_step(self._expected(step.micro_batches, trains))
             if self.stages.count - 1 in self.stages.mine:
-                self._weigh(step)
+                self._batches.weigh(step)
             if schedule is not None:
-                worker.run_schedule(schedule)
+                runner.run_schedule(schedule)
             else:
-                worker.run_by_messages()
+                runner.run_by_messages(self._limit, self._serve_first, self._leaders)
             if trains and not self._reducer.has_synced:
                 self._reducer.run_pass()
             loss = self._share_loss(step)
             self._carrier.end_step()
         except BaseException as error:
             self._reducer.deferred = None
-            self._carrier.fail(f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+            self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+            self._carrier.fail(f"raised {self._failure}")
             self._carrier.close()
             if (named := self._failures.explain(error, self.grid.timeout.total_seconds())) is not None:
                 raise named from error
             raise
         finally:
-            if isinstance(self._gatherer, StepGatherer):
-                self._gatherer.end_step()
+            if self._rank.gatherer is not None:
+                self._rank.gatherer.end_step()
         for parameter, gradient in earlier:
             made, parameter.grad = parameter.grad, gradient
             if made is not None:
@@ -388,7 +323,7 @@ class Pipeline:
             parameter.grad = None
         return earlier
 
-    def _share_loss(self, step: _Step) -> Tensor:
+    def _share_loss(self, step: PipelineStep) -> Tensor:
         """The step's loss, which the last stage sends to the other ranks of pipe once all have ended the step.
 
         So no rank goes on to a collective over all ranks that one will never come to.
@@ -428,298 +363,14 @@ class Pipeline:
                     expected[ranks[source]] = expected.get(ranks[source], 0) + micro_batches
         return expected
 
-    def _cut_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Step:
-        given = self._bind(args, kwargs)
-        rows = next((tensor.shape[0] for tensor in tensors_of(given) if tensor.dim()), None)
-        if rows is None:
-            raise ValueError("step takes the arguments of the model's forward, and none of them is a tensor with rows")
-        size = self.micro_batch_size
-        if rows == 0 or rows % size:
-            near = max(size, round(rows / size) * size)
-            raise ValueError(
-                f"micro-batches of {size} rows do not divide the {rows} rows of this rank's batch; {near} would do"
-            )
 
-        def cut(first: int) -> Any:
-            return tree_map(lambda leaf: leaf[first : first + size] if _has_rows(leaf, rows) else leaf, given)
-
-        calls = [cut(first) for first in range(0, rows, size)]
-        name = next((name for name in _TARGETS if _has_rows(given.get(name), rows)), None)
-        targets = None if name is None else [call[name] for call in calls]
-        has_divisor = any(given.get(name) is not None for name in _DIVISORS)
-        return _Step(calls, rows, size, targets=targets, has_divisor=has_divisor)
-
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name."""
-        bound = self._signature.bind(*args, **kwargs)
-        given = dict(bound.arguments)
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_POSITIONAL and given.pop(name, None):
-                raise ValueError(f"give the arguments of the model's forward by name: it collects others in *{name}")
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
-        return given
-
-    def _weigh(self, step: _Step) -> None:
-        """Find the factor of each micro-batch's loss in that of the batch.
-
-        Where the model's loss can be told its divisor, that is the whole batch's number of valid targets, and factors
-        are 1. Otherwise a micro-batch's loss is the mean over its own valid targets.
-        """
-        self._check_counts(step.micro_batches)
-        if step.targets is None:
-            return
-        if step.has_divisor:
-            step.weights = [1.0] * step.micro_batches
-            return
-        is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
-        found = [_count_valid(part, is_shifted=is_shifted) for part in step.targets]
-        mine = torch.stack(found).to(self.grid.device)
-        counts = all_reduce(mine.clone(), self.grid.group(LOSS))
-        total = counts.sum()
-        if self._averages:  # a rank's loss is of its own rows, and the mean over ranks is that of the batch
-            counts, total = mine, total / self.grid.size(LOSS)
-        if (name := self._divisor()) is not None:
-            for call in step.calls:
-                call[name] = total
-            step.weights = [1.0] * step.micro_batches
-        else:
-            step.weights = list((counts.double() / total).unbind())
-
-    def _check_counts(self, micro_batches: int) -> None:
-        """Raise ValueError (on CUDA: fail the kernel that asserts it, later) unless ranks have as many micro-batches.
-
-        With other rows on the ranks that share the loss they would wait for each other.
-        """
-        ranks = self.grid.size(LOSS)
-        if ranks == 1:
-            return
-        sums = torch.tensor([micro_batches, micro_batches**2], dtype=torch.int64, device=self.grid.device)
-        total, squares = all_reduce(sums, self.grid.group(LOSS)).unbind()
-        differ = total * total != squares * ranks
-        text = "all ranks of data and z have as many rows in a step"
-        if sums.is_cuda:
-            torch._assert_async(~differ, text)  # no .item() here: the host would wait for the device
-        elif differ:
-            raise ValueError(
-                f"this rank has {micro_batches} micro-batches in this step, and others have {int(total) / ranks:g} in "
-                f"the mean: {text}"
-            )
-
-    def _divisor(self) -> str | None:
-        """The argument of the model's forward that divides a sum of losses; None if it has none."""
-        parameters = self._signature.parameters
-        if "num_targets" in parameters:
-            return "num_targets"
-        takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        knows = hasattr(getattr(self.model, "loss_function", None), "is_shifted") and calls_loss_function(self.model)
-        return "num_items_in_batch" if "num_items_in_batch" in parameters or (takes_others and knows) else None
+def _find_gatherer(model: nn.Module) -> StepGatherer | None:
+    """What keeps the model's gathered weights for a step; None where nothing does."""
+    gatherer = _gatherer_of(model)
+    return gatherer if isinstance(gatherer, StepGatherer) else None
 
 
-class _ActionRunner:
-    """Takes this rank's actions of one step."""
-
-    def __init__(
-        self, pipeline: Pipeline, step: _Step, seed: int | None, scale_loss: Callable[[Tensor], Tensor] | None
-    ) -> None:
-        self.pipeline = pipeline
-        self.step = step
-        self.seed = seed
-        self.scale_loss = scale_loss
-        self.stages = pipeline.stages
-        self.carrier = pipeline._carrier
-        self.reducer = pipeline._reducer
-        self.waited = self.message = 0.0
-
-    def run_schedule(self, schedule: PipelineSchedule) -> None:
-        """Take the actions of a schedule in its order."""
-        actions = schedule.ranks[self.stages.rank]
-        last = max((place for place, action in enumerate(actions) if action.operation in (_B, _W)), default=-1)
-        for place, action in enumerate(actions):
-            self.take(action, is_last=place == last)
-
-    def run_by_messages(self) -> None:
-        """Take an action whenever its message has come (algorithm 2)."""
-        stage, count = self.stages.mine[0], self.step.micro_batches
-        policy = MessageDrivenPolicy(stage, self.stages.count, count, self.pipeline._limit, self.pipeline._serve_first)
-        group = self.pipeline._leaders
-        backwards = 0
-        while backwards < count:
-            if group is None or group.rank() == 0:
-                action = self._choose(policy)
-                if group is not None:
-                    _announce(group, action)
-            else:
-                with self._waiting():
-                    action = _hear(group, stage)
-            backwards += action.operation is _B
-            self.take(action, is_last=backwards == count)
-
-    def _choose(self, policy: MessageDrivenPolicy) -> Action:
-        """The next action; waits for a message where none is ready."""
-        for key in self.carrier.poll():
-            policy.arrive(PipelineOperation(key.operation), key.micro_batch)
-        while (action := policy.next()) is None:
-            with self._waiting():
-                key = self.carrier.wait_any()
-            policy.arrive(PipelineOperation(key.operation), key.micro_batch)
-        return action
-
-    def take(self, action: Action, *, is_last: bool) -> None:
-        """Compute one action. is_last: it is this rank's last backward pass of the step."""
-        start = time.perf_counter() - self.waited  # which a message-driven rank has done already
-        syncs = is_last and not self.stages.is_tied
-        stage, number = action.stage, action.micro_batch
-        with self._of_stage(stage, number):
-            match action.operation:
-                case PipelineOperation.FORWARD:
-                    self._forward(stage, _number(action))
-                case PipelineOperation.BACKWARD | PipelineOperation.BACKWARD_INPUT:
-                    splits = action.operation is _I
-                    with nullcontext() if syncs and not splits else no_sync(self.pipeline.model):
-                        self._backward(stage, _number(action), splits=splits)
-                case PipelineOperation.BACKWARD_WEIGHT:
-                    work = self.step.deferred.pop((stage, _number(action)))
-                    with nullcontext() if syncs else no_sync(self.pipeline.model):
-                        self.reducer.run_pass(work)
-                case PipelineOperation.RESHARD:
-                    if isinstance(self.pipeline._gatherer, StepGatherer):
-                        self.pipeline._gatherer.release(stage)
-                case PipelineOperation.UNSHARD:
-                    if isinstance(self.pipeline._gatherer, StepGatherer):
-                        self.pipeline._gatherer.gather_all(stage)
-        self.pipeline.computed.append(ComputedAction(action, start, time.perf_counter(), self.waited, self.message))
-        self.waited = self.message = 0.0
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - began
-
-    @contextmanager
-    def _of_stage(self, stage: int, micro_batch: int | None) -> Iterator[None]:
-        """Note whose weights are gathered, and which rows of the batch dropout sees."""
-        if isinstance(self.pipeline._gatherer, StepGatherer):
-            self.pipeline._gatherer.stage = stage
-        if micro_batch is None:
-            yield
-            return
-        with micro_batch_of(self.pipeline.model, self.step.rows, micro_batch * self.step.size):
-            yield
-
-    def _take_message(self, operation: Literal["F", "B"], stage: int, number: int, source: int) -> list[Tensor | None]:
-        with self._waiting():
-            sent, *message = self.carrier.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
-        assert sent is not None
-        self.message = min(self.waited, max(0.0, time.time() - float(sent)))
-        if self.waited > LEAST_MARKED:
-            with record_function(f"{WAIT_MARK}{self.waited - self.message:.6f} {self.message:.6f}"):
-                pass
-        return message
-
-    def _send(self, operation: Literal["F", "B"], stage: int, number: int, tensors: Sequence[Tensor | None]) -> None:
-        """Send a message with the time at which it leaves."""
-        sent = torch.tensor(time.time(), dtype=torch.float64)
-        if self.stages.stage_ranks[stage] != self.stages.rank:
-            count_message(tensors)
-        self.carrier.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
-
-    def _forward(self, stage: int, number: int) -> None:
-        step, stages, received = self.step, self.stages, None
-        if stage > 0:
-            message = self._take_message("F", stage, number, stage - 1)
-            received = Activations.from_message(message)
-            if received.micro_batches != step.micro_batches:
-                raise ValueError(
-                    f"stage {stage - 1} has {received.micro_batches} micro-batches in this step, and stage {stage} has "
-                    f"{step.micro_batches}: all ranks of pipe are given the same rows"
-                )
-        elif self.seed is not None:
-            torch.manual_seed(self.seed)
-        with torch.enable_grad() if stages.must_learn(stage) else nullcontext():
-            stage_pass = stages.begin(stage, received)
-            output = stages.run(self.pipeline.model, stage_pass, (), dict(step.calls[number]))
-        if isinstance(output, Activations):
-            ends: list[Tensor | GradientEdge | None] = [
-                get_gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
-                for tensor in output.tensors
-            ]
-            output.micro_batches = step.micro_batches
-            self._send("F", stage + 1, number, output.as_message())
-        else:
-            loss = _loss_of(output, self.pipeline.model) * step.weights[number]
-            step.losses.append(loss.detach())
-            ends = [loss if self.scale_loss is None else self.scale_loss(loss)]
-        if torch.is_grad_enabled():
-            step.in_flight[stage, number] = _InFlight(stage_pass, ends)
-
-    def _backward(self, stage: int, number: int, *, splits: bool) -> None:
-        stages, flight = self.stages, self.step.in_flight.pop((stage, number))
-        gradients: list[Tensor | None] = [None]
-        if stage < stages.count - 1:
-            gradients = self._take_message("B", stage, number, stage + 1)
-        roots, given = [], []
-        for end, gradient in zip(flight.ends, gradients, strict=True):
-            if end is not None and (gradient is not None or stage == stages.count - 1):
-                roots.append(end)
-                given.append(gradient)
-        work: list[Callable[[], None]] = []
-        self.reducer.deferred = work if splits else None
-        try:
-            with stages.running(flight.stage_pass):
-                if roots:
-                    torch.autograd.backward(roots, given)  # type: ignore[arg-type]
-        finally:
-            self.reducer.deferred = None
-        if splits:
-            self.step.deferred[stage, number] = work
-        if stage > 0:
-            self._send("B", stage - 1, number, flight.stage_pass.gradients)
-
-
-def _number(action: Action) -> int:
-    assert action.micro_batch is not None
-    return action.micro_batch
-
-
-def _announce(group: dist.ProcessGroup, action: Action) -> None:
-    """Tell the ranks that share this rank's micro-batches what to compute."""
-    words = torch.tensor([action.operation is _B, _number(action)], dtype=torch.int64)
-    dist.broadcast(words, group=group, group_src=0)
-
-
-def _hear(group: dist.ProcessGroup, stage: int) -> Action:
-    words = torch.empty(2, dtype=torch.int64)
-    dist.broadcast(words, group=group, group_src=0)
-    is_backward, number = words.tolist()
-    return Action(stage, _B if is_backward else _F, number)
-
-
-def _loss_of(output: Any, model: nn.Module) -> Tensor:
-    """The loss that a model's forward has returned: a 0-dim tensor, `output.loss`, or the first of a tuple."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if loss is None:
-        loss = output[0] if isinstance(output, tuple | list) and output else output
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise ValueError(
-            f"the forward of {type(model).__name__} has returned no loss, a 0-dim tensor: give it labels or targets"
-        )
-    return loss
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
-
-
-def _count_valid(targets: Tensor, *, is_shifted: bool) -> Tensor:
-    return ((targets[..., 1:] if is_shifted else targets) != IGNORED_TARGET).sum()
-
-
-def _find_gatherer(model: nn.Module) -> Any:
-    """What gathers the model's weights over z; None where nothing tells."""
+def _gatherer_of(model: nn.Module) -> Any:
     for module in model.modules():
         if isinstance(module, ParallelLinear):
             return module.plan.shard.gatherer

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stretto.axes import OUTER_TO_INNER, GridSizes
+from stretto.axes import STAGE_AXES, GridSizes
 from stretto.planner.grids import divisors, every_grid
 from stretto.schedules import build_schedule
 from stretto.train.config.options import GridConfig, contradictions_of_run, nearest_multiple
@@ -193,14 +193,16 @@ def nearest_grid(
 ) -> GridConfig | None:
     """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios.
 
-    suits: whether a grid will do; None if no grid will.
+    suits: whether a grid will do; None if no grid will. The pipeline stages stay, where they divide the ranks.
     """
 
     def distance(sizes: GridSizes) -> tuple[float, ...]:
         ratios = [abs(math.log2(sizes[axis] / old)) for axis, old in grid.sizes().items()]
         # Of grids that are equally close, the one with the smallest sizes inside data.
-        return sum(ratio > 0 for ratio in ratios), sum(ratios), *(sizes[axis] for axis in OUTER_TO_INNER[1:])
+        return sum(ratio > 0 for ratio in ratios), sum(ratios), *(sizes[axis] for axis in STAGE_AXES[1:])
 
-    suitable = filter(suits, every_grid(ranks))
+    kept = grid.pipe if ranks % grid.pipe == 0 else 1
+    of_stage = every_grid(ranks // kept)
+    suitable = filter(suits, (GridSizes(**{**sizes, "pipe": kept}) for sizes in of_stage))
     nearest = min(suitable, key=distance, default=None)
     return None if nearest is None else GridConfig(**nearest)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that ranks begin with the same weights and random seeds."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.grid import Grid
+
+
+def check_ranks_agree(model: nn.Module, grid: Grid, group: dist.ProcessGroup, *, drops: bool) -> None:
+    """Raise ValueError unless a group's ranks have the same weights, and, with dropout (`drops`), the same seed."""
+    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    sums = [
+        (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))
+        for _, p in named
+    ]
+    flat = [float(value) for pair in sums for value in pair]
+    flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
+    highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
+    lowest = highest.clone()
+    all_reduce(highest, group, dist.ReduceOp.MAX)
+    all_reduce(lowest, group, dist.ReduceOp.MIN)
+    spread = (highest - lowest).tolist()
+    for index, (name, _) in enumerate(named):
+        scale = 1.0 + abs(flat[2 * index + 1])
+        if max(spread[2 * index : 2 * index + 2]) > 1e-6 * scale:
+            raise ValueError(
+                f"ranks hold different values of {name}: seed them alike before building the model, "
+                "or load one checkpoint"
+            )
+    if spread[-1]:
+        raise ValueError(
+            "ranks have different random seeds, so their dropout masks would differ: torch.manual_seed(the same number)"
+        )

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts a model into pipeline stages: finds its blocks and what is beside them, and leaves a rank its own part."""
+
+import dis
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.execution import ExecutionOptions, StageOptions
+from stretto.parallel.blocks import find_blocks
+from stretto.parallel.builder import TiedParameter
+from stretto.parallel.comm.agreement import check_ranks_agree
+from stretto.parallel.grid import Grid
+from stretto.parallel.meta import MetaInitializer, copy_to_meta
+from stretto.parallel.pipeline.stages import ModelPart, ModelStages, make_tie_group
+from stretto.parallel.roles.plan import ShardingPlan
+from stretto.schedules import partition
+from stretto.suggestions import did_you_mean
+
+# Some models register their heads before their blocks, and call them by code that is not in their forward.
+_NAMES_AFTER = re.compile(r"head$|(^|_)(head|pooler|classifier|final|out)(_|$)")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model that was cut into stages, the parameters that both its ends hold, and what puts the rest back."""
+
+    stages: ModelStages
+    tied: Mapping[int, TiedParameter]
+    undo: Callable[[], None]
+
+
+def cut_into_stages(
+    model: nn.Module, grid: Grid, options: ExecutionOptions, initializer: MetaInitializer
+) -> Cut | None:
+    """Leave this rank's pipeline stages in the model; None where there is one stage."""
+    if grid.size("pipe") * options.stages.virtual_stages == 1:
+        return None
+    stages = find_stages(model, grid, options.stages)
+    shared = tied_parameters(model, stages)
+    check_ranks_agree(model, grid, grid.group("world"), drops=stages.needs_random_state)
+    ends = make_tie_group(stages, grid) if shared else None
+    tied = {}
+    for name, parameter in shared.items():
+        owner_name, _, key = name.rpartition(".")
+        tied[id(parameter)] = TiedParameter(ends, owner_name, model.get_submodule(owner_name), key)
+    stages.is_tied = ends is not None
+    stages.skeleton = copy_to_meta(model)
+    initializer.remember(stages.skeleton)
+    return Cut(stages, tied, cut_model(model, stages))
+
+
+class PassedBy(nn.Module):
+    """Stands for a block, or for another module, that another rank has.
+
+    It keeps the plain attributes of what it stands for, which models read, and parameters that this rank has under
+    another name too (a tied embedding).
+    """
+
+    def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        own = vars(nn.Module())
+        for name, value in vars(original).items():
+            if name not in own and not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
+                setattr(self, name, value)
+        self._call = call
+        self._original_type = type(original)
+
+    def __getattr__(self, name: str) -> Any:
+        """A submodule or parameter, or what the original's class has: a constant, or a property of plain values."""
+        if name in self._modules or name in self._parameters or name.startswith("__"):
+            return super().__getattr__(name)
+        kind = vars(self).get("_original_type", nn.Module)
+        value = inspect.getattr_static(kind, name, None)
+        if isinstance(value, property) and value.fget is not None:
+            return value.fget(self)
+        if value is not None and not callable(value) and not hasattr(value, "__get__"):
+            return value
+        raise AttributeError(
+            f"the model's code uses {name!r} of a {kind.__name__} that another pipeline stage has: of such modules it "
+            "can use forward and plain attributes alone; use pipe=1"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Raise ValueError: what a list of modules has is on another rank."""
+        raise ValueError(
+            f"the model's code takes a module out of a {self._original_type.__name__} that another pipeline stage has: "
+            "pipeline stages take models whose repeated blocks are modules of their own; use pipe=1"
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass by, or end the stage."""
+        return self._call(args, kwargs)
+
+    def extra_repr(self) -> str:
+        """What a print of the model shows."""
+        return "of another pipeline stage"
+
+
+def find_stages(model: nn.Module, grid: Grid, options: StageOptions) -> ModelStages:
+    """Decide where a model is cut: nothing is changed.
+
+    Raises ValueError where the model has fewer blocks than stages, and for names that it does not have.
+    """
+    pipe, rank = grid.size("pipe"), grid.coordinate("pipe")
+    names = _block_names(model, options)
+    count = pipe * options.virtual_stages
+    options.check(pipe, len(names))
+    parts = _find_parts(model, names, options)
+    cuts = _find_cuts(model, names, parts, count, options)
+    loops = [stage % pipe for stage in range(count)]
+    v_shape = [*range(pipe), *reversed(range(pipe))]
+    placed = v_shape if options.placement == "v" else loops
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
+    return ModelStages(cuts, tuple(placed), rank, names, options.placement, parts, needs_random_state=drops)
+
+
+def _block_names(model: nn.Module, options: StageOptions) -> tuple[str, ...]:
+    if options.blocks is not None:
+        return tuple(find_blocks(model, options.blocks))
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():  # from outside to inside: the parts of a block are no blocks
+        if isinstance(module, nn.ModuleList) and len(module) and not any(part in lists for part in _from_outside(name)):
+            lists[name] = module
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.ModuleList, so its blocks are not known: name them with "
+            "parallelize(..., stages=StageOptions(blocks=[...]))"
+        )
+    name, longest = max(lists.items(), key=lambda item: len(item[1]))
+    return tuple(f"{name}.{index}" for index in range(len(longest)))
+
+
+def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) -> tuple[ModelPart, ...]:
+    """The modules with parameters beside the blocks, and whether they come before these.
+
+    They come in the order of transformers' plan for pipelines, else as the code calls them, or as they are registered.
+    """
+    parents = {parent for name in blocks for parent in _from_outside(name)}
+    planned = _planned_order(model)
+    beside: dict[str, bool] = {}
+    for parent in sorted(parents, key=lambda name: name.count(".") if name else -1):
+        owner = model.get_submodule(parent)
+        if own := [key for key, _ in owner.named_parameters(recurse=False)]:
+            where = parent or type(model).__name__
+            raise ValueError(
+                f"{where} has parameters of its own ({', '.join(own[:3])}) beside its blocks, which belong to no "
+                "pipeline stage: put them into a submodule, or use pipe=1"
+            )
+        within = {key: f"{parent}.{key}".removeprefix(".") for key in owner._modules}
+        around = [key for key, name in within.items() if name in parents or name in blocks]
+        is_before = True
+        for key, child in owner.named_children():
+            if key in around:
+                is_before = False
+            elif next(child.parameters(), None) is not None:
+                called = _is_called_before(owner, key, around)
+                found = _is_named_before(key, child, is_before) if called is None else called
+                beside[within[key]] = planned.get(within[key], found)
+    for pattern, is_before in [*((name, True) for name in options.first), *((name, False) for name in options.last)]:
+        if pattern not in beside:
+            raise ValueError(f"no module beside the blocks is named {pattern!r}{did_you_mean(pattern, beside)}")
+        beside[pattern] = is_before
+    return tuple(ModelPart(name, is_before) for name, is_before in beside.items())
+
+
+def _is_called_before(owner: nn.Module, key: str, around: Sequence[str]) -> bool | None:
+    """Whether a module's forward names its child `key` before those that have the blocks; None if it names them not."""
+    forward = inspect.unwrap(type(owner).forward)
+    if not inspect.isfunction(forward):
+        return None
+    named = [each.argval for each in dis.get_instructions(forward) if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+    blocks = [named.index(other) for other in around if other in named]
+    return named.index(key) < min(blocks) if key in named and blocks else None
+
+
+def _is_named_before(name: str, module: nn.Module, otherwise: bool) -> bool:
+    """Whether a module comes before the blocks, by its name and kind; `otherwise` where these do not tell."""
+    if _NAMES_AFTER.search(name):
+        return False
+    return otherwise or "embed" in name or isinstance(module, nn.Embedding)
+
+
+def _from_outside(name: str) -> list[str]:
+    """The names of the modules that a dotted name is in: the model's, which is empty, a, a.b of a.b.c."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts))]
+
+
+def _planned_order(model: nn.Module) -> dict[str, bool]:
+    """Which modules come before the blocks by `base_model_pp_plan` of a transformers model."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    if "layers" not in plan:
+        return {}
+    place = list(plan).index("layers")
+    return {prefix + name: index < place for index, name in enumerate(plan) if index != place}
+
+
+def _find_cuts(
+    model: nn.Module, names: Sequence[str], parts: Sequence[ModelPart], count: int, options: StageOptions
+) -> tuple[int, ...]:
+    if options.cuts is not None:
+        return (0, *options.cuts, len(names))
+    # A product with a weight takes operations in proportion to its numbers; looking up rows of an embedding takes none.
+    costs = [float(_multiplied(model.get_submodule(name))) for name in names]
+    last = float(sum(_multiplied(model.get_submodule(part.name)) for part in parts if not part.is_before))
+    if not any(costs):
+        costs = [1.0] * len(costs)
+    return partition(costs, count, last=last)
+
+
+def _multiplied(module: nn.Module) -> int:
+    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    return sum(p.numel() for p in module.parameters() if p.dim() > 1 and id(p) not in embeddings)
+
+
+def tied_parameters(model: nn.Module, stages: ModelStages) -> dict[str, nn.Parameter]:
+    """The parameters that modules of several stages share, by the first name of each.
+
+    They are tied embeddings: both ends hold them, and sum their gradients. ValueError for those that other stages than
+    the first and the last share.
+    """
+    where = {name: _stage_of_block(stages, index) for index, name in enumerate(stages.block_names)}
+    where |= {part.name: 0 if part.is_before else stages.count - 1 for part in stages.parts}
+    first: dict[nn.Parameter, str] = {}
+    users: dict[nn.Parameter, set[int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(parameter, name)
+        users.setdefault(parameter, set()).update(where[owner] for owner in _from_outside(name) if owner in where)
+    for parameter, used in users.items():
+        if len(used) > 1 and used != {0, stages.count - 1}:
+            raise ValueError(
+                f"{first[parameter]} is shared by pipeline stages {', '.join(map(str, sorted(used)))}: the first and "
+                "the last stage may share parameters, others may not. Use fewer stages, or cuts that keep them together"
+            )
+    return {first[parameter]: parameter for parameter, used in users.items() if len(used) > 1}
+
+
+def _stage_of_block(stages: ModelStages, index: int) -> int:
+    return next(stage for stage in range(stages.count) if index < stages.cuts[stage + 1])
+
+
+def cut_model(model: nn.Module, stages: ModelStages) -> Callable[[], None]:
+    """Replace what other ranks have by modules that pass it by. Returns what undoes it."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    kept = _kept_parameters(model, stages)
+    for index, name in enumerate(stages.block_names):
+        if not stages.has_block(index):
+            block = model.get_submodule(name)
+            signature = inspect.signature(type(block).forward)
+            call = functools.partial(_run_block, stages, index, _without_self(signature), None)
+            replaced.append(_replace_module(model, name, PassedBy(block, call), kept))
+    for part in stages.parts:
+        if (0 if part.is_before else stages.count - 1) not in stages.mine:
+            module = model.get_submodule(part.name)
+            call = functools.partial(_run_part, stages, part, None)
+            replaced.append(_replace_module(model, part.name, PassedBy(module, call), kept))
+
+    def undo() -> None:
+        for owner, key, original in replaced:
+            owner._modules[key] = original
+
+    return undo
+
+
+def _kept_parameters(model: nn.Module, stages: ModelStages) -> dict[int, nn.Parameter]:
+    """The parameters of this rank's stages, by id."""
+    names = [name for index, name in enumerate(stages.block_names) if stages.has_block(index)]
+    names += [part.name for part in stages.parts if (0 if part.is_before else stages.count - 1) in stages.mine]
+    return {id(parameter): parameter for name in names for parameter in model.get_submodule(name).parameters()}
+
+
+def _replace_module(
+    model: nn.Module, name: str, new: nn.Module, kept: dict[int, nn.Parameter]
+) -> tuple[nn.Module, str, nn.Module]:
+    parent, _, key = name.rpartition(".")
+    owner, original = model.get_submodule(parent), model.get_submodule(name)
+    for path, parameter in original.named_parameters(remove_duplicate=False):
+        if id(parameter) in kept:
+            *inner, last = path.split(".")
+            holder = new
+            for child in inner:
+                if child not in holder._modules:
+                    holder.add_module(child, nn.Module())
+                holder = holder.get_submodule(child)
+            holder.register_parameter(last, parameter)
+    owner._modules[key] = new
+    return owner, key, original
+
+
+def _run_block(
+    stages: ModelStages, index: int, signature: inspect.Signature, forward: Any, args: Any, kwargs: Any
+) -> Any:
+    return stages.run_block(index, signature, forward, args, kwargs)
+
+
+def _run_part(stages: ModelStages, part: ModelPart, forward: Any, args: Any, kwargs: Any) -> Any:
+    return stages.run_part(part, forward, args, kwargs)
+
+
+def _without_self(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def wrap_forwards(model: nn.Module, stages: ModelStages) -> None:
+    """Have this rank's blocks, and its modules beside them, follow the pass that runs."""
+    for index, name in enumerate(stages.block_names):
+        block = model.get_submodule(name)
+        if isinstance(block, PassedBy):
+            continue
+        signature = _without_self(inspect.signature(type(block).forward))
+        block.forward = _wrapped(functools.partial(_run_block, stages, index, signature, block.forward), block.forward)
+    for part in stages.parts:
+        module = model.get_submodule(part.name)
+        if not isinstance(module, PassedBy):
+            module.forward = _wrapped(functools.partial(_run_part, stages, part, module.forward), module.forward)
+
+
+def _wrapped(call: Callable[..., Any], forward: Any) -> Any:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(args, kwargs)
+
+    return torch.compiler.disable(run, recursive=False)
+
+
+def restrict_plan(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """The plan without what other ranks have."""
+    modules = {name for name, module in model.named_modules(remove_duplicate=False) if not isinstance(module, PassedBy)}
+    away = [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, PassedBy)]
+
+    def is_here(name: str) -> bool:
+        return name in modules and not any(f"{name}.".startswith(f"{other}.") for other in away)
+
+    return ShardingPlan(
+        {name: role for name, role in plan.roles.items() if is_here(name)},
+        {name: axis for name, axis in plan.local_attributes.items() if is_here(name.rpartition(".")[0])},
+        tuple(part for part in plan.plain if is_here(part.whose)),
+        plan.of_own_plan,
+    )

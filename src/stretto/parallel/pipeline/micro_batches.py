@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts a rank's batch into micro-batches, and finds the factors of their losses in the loss of the batch."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from stretto.axes import LOSS
+from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.loss import IGNORED_TARGET
+from stretto.parallel.pipeline.actions import PipelineStep
+from stretto.parallel.pipeline.activations import tensors_of
+from stretto.parallel.roles.huggingface import calls_loss_function, compares_with_next, is_pretrained_model
+
+_TARGETS = ("labels", "targets")
+_DIVISORS = ("num_items_in_batch", "num_targets")
+
+
+class BatchCutter:
+    """Cuts batches of a model into micro-batches of `size` rows.
+
+    averages: whether a rank's loss is of its own rows, and gradients are averaged over the ranks.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, size: int, *, averages: bool) -> None:
+        self.model = model
+        self.grid = grid
+        self.size = size
+        self._averages = averages
+        self._signature = inspect.signature(model.forward)
+
+    def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PipelineStep:
+        """Cut the arguments of the model's forward, for this rank's rows. ValueError for rows that cannot be."""
+        given = self._bind(args, kwargs)
+        rows = next((tensor.shape[0] for tensor in tensors_of(given) if tensor.dim()), None)
+        if rows is None:
+            raise ValueError("step takes the arguments of the model's forward, and none of them is a tensor with rows")
+        size = self.size
+        if rows == 0 or rows % size:
+            near = max(size, round(rows / size) * size)
+            raise ValueError(
+                f"micro-batches of {size} rows do not divide the {rows} rows of this rank's batch; {near} would do"
+            )
+
+        def cut(first: int) -> Any:
+            return tree_map(lambda leaf: leaf[first : first + size] if _has_rows(leaf, rows) else leaf, given)
+
+        calls = [cut(first) for first in range(0, rows, size)]
+        name = next((name for name in _TARGETS if _has_rows(given.get(name), rows)), None)
+        targets = None if name is None else [call[name] for call in calls]
+        has_divisor = any(given.get(name) is not None for name in _DIVISORS)
+        return PipelineStep(calls, rows, size, targets=targets, has_divisor=has_divisor)
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name."""
+        bound = self._signature.bind(*args, **kwargs)
+        given = dict(bound.arguments)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL and given.pop(name, None):
+                raise ValueError(f"give the arguments of the model's forward by name: it collects others in *{name}")
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
+
+    def weigh(self, step: PipelineStep) -> None:
+        """Find the factor of each micro-batch's loss in that of the batch.
+
+        Where the model's loss can be told its divisor, that is the whole batch's number of valid targets, and factors
+        are 1. Otherwise a micro-batch's loss is the mean over its own valid targets.
+        """
+        self._check_counts(step.micro_batches)
+        if step.targets is None:
+            return
+        if step.has_divisor:
+            step.weights = [1.0] * step.micro_batches
+            return
+        is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
+        found = [_count_valid(part, is_shifted=is_shifted) for part in step.targets]
+        mine = torch.stack(found).to(self.grid.device)
+        counts = all_reduce(mine.clone(), self.grid.group(LOSS))
+        total = counts.sum()
+        if self._averages:  # a rank's loss is of its own rows, and the mean over ranks is that of the batch
+            counts, total = mine, total / self.grid.size(LOSS)
+        if (name := self._divisor()) is not None:
+            for call in step.calls:
+                call[name] = total
+            step.weights = [1.0] * step.micro_batches
+        else:
+            step.weights = list((counts.double() / total).unbind())
+
+    def _check_counts(self, micro_batches: int) -> None:
+        """Raise ValueError (on CUDA: fail the kernel that asserts it, later) unless ranks have as many micro-batches.
+
+        With other rows on the ranks that share the loss they would wait for each other.
+        """
+        ranks = self.grid.size(LOSS)
+        if ranks == 1:
+            return
+        sums = torch.tensor([micro_batches, micro_batches**2], dtype=torch.int64, device=self.grid.device)
+        total, squares = all_reduce(sums, self.grid.group(LOSS)).unbind()
+        differ = total * total != squares * ranks
+        text = "all ranks of data and z have as many rows in a step"
+        if sums.is_cuda:
+            torch._assert_async(~differ, text)  # no .item() here: the host would wait for the device
+        elif differ:
+            raise ValueError(
+                f"this rank has {micro_batches} micro-batches in this step, and others have {int(total) / ranks:g} in "
+                f"the mean: {text}"
+            )
+
+    def _divisor(self) -> str | None:
+        """The argument of the model's forward that divides a sum of losses; None if it has none."""
+        parameters = self._signature.parameters
+        if "num_targets" in parameters:
+            return "num_targets"
+        takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        knows = hasattr(getattr(self.model, "loss_function", None), "is_shifted") and calls_loss_function(self.model)
+        return "num_items_in_batch" if "num_items_in_batch" in parameters or (takes_others and knows) else None
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def _count_valid(targets: Tensor, *, is_shifted: bool) -> Tensor:
+    return ((targets[..., 1:] if is_shifted else targets) != IGNORED_TARGET).sum()
