@@ -91,8 +91,12 @@ def estimate(
     device: Device,
     rates: Rates,
     parts: PipelineParts | None = None,
+    known_edges: dict[RankStages, StepEdges] | None = None,
 ) -> PipelineEstimate:
-    """Predict the times of a config's stages. parts: those of the model's parts, where they are known already."""
+    """Predict the times of a config's stages.
+
+    parts, known_edges: of the same grid, micro-batch and options, where they are known already; edges are added to.
+    """
     assert config.schedule is not None
     schedule, pipe = config.schedule, config.grid.pipe
     parts = parts or measure_parts(workload, config, device.cluster, device, rates)
@@ -112,7 +116,13 @@ def estimate(
         tuple(each.whole_input for each in stages),
         tuple(each.backward_weight for each in stages),
     )
-    edges = {kind: edges_of_rank(workload, config, device, rates, parts, kind) for kind in dict.fromkeys(ranks)}
+    known_edges = {} if known_edges is None else known_edges
+    edges = {}
+    for kind in dict.fromkeys(ranks):
+        together = kind._replace(blocks=(sum(kind.blocks),))
+        if together not in known_edges:
+            known_edges[together] = edges_of_rank(workload, config, device, rates, parts, together)
+        edges[kind] = known_edges[together]
     messages = message_times(workload, config, device.cluster)
     return PipelineEstimate(config, config.micro_batches(workload), parts, layout, ranks, passes, edges, messages)
 

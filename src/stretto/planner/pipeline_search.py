@@ -31,7 +31,7 @@ from stretto.planner.pipeline_cost import (
 from stretto.planner.pipeline_memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
 from stretto.planner.pipeline_space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
 from stretto.planner.search_space import SearchSpace, StepChoice
-from stretto.planner.stage_times import RankStages, measure_parts, place_stages
+from stretto.planner.stage_times import RankStages, StepEdges, measure_parts, place_stages
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
@@ -280,12 +280,13 @@ class PipelineSearch:
         if (count + (pipe - 1) / self._most_virtual_stages) * whole / pipe > most:
             return []
         known: dict[tuple[int, ...], tuple[PipelineEstimate, float]] = {}
+        edges: dict[RankStages, StepEdges] = {}
         timed = []
         for choice in choices:
             placed = place_stages(choice, pipe)
             of_choice = replace(config, schedule=choice)
             if placed not in known:
-                made = estimate(workload, of_choice, self.device, rates, parts)
+                made = estimate(workload, of_choice, self.device, rates, parts, edges)
                 ends = made.edges.values()
                 known[placed] = made, max(each.gather + each.sums + each.optimizer for each in ends)
             made, at_ends = known[placed]

@@ -211,7 +211,9 @@ def cut_blocks(parts: PipelineParts, layers: int, stages: int) -> tuple[int, ...
     block = parts.block.whole
     if not block:
         return _cut(layers, stages, 0.0, 0.0)
-    return _cut(layers, stages, round(parts.first.whole / block, 2), round(parts.last.whole / block, 2))
+    # In twentieths of a block, so that most cuts of a search are known already.
+    first, last = (round(20 * part.whole / block) / 20 for part in (parts.first, parts.last))
+    return _cut(layers, stages, first, last)
 
 
 @lru_cache(maxsize=4096)
