@@ -205,7 +205,7 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
         "parts": 3,
         "text": "data=1 sheaf=2 x=1 y=1 z=3",
         "nearest": {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1},
-        "rows": ["compute", "x", "y", "z", "sheaf", "data", "pipe", "other", "host to device", "device to host"],
+        "rows": ["compute", "x", "y", "z", "sheaf", "data", "pipe", "other", "host to device", "device to host", "bubble"],
         "documented": True,
         "drawn": ["compute", "sheaf"],
     }
