@@ -82,9 +82,7 @@ def peak_of_a_pipeline(
     ],
     ids=str,
 )
-def test_peak_memory_of_stages_is_within_10_percent_of_what_real_ranks_hold(
-    ranks, grid, micro_batch, schedule, options
-):
+def test_peak_memory_of_stages_is_within_5_percent_of_what_real_ranks_hold(ranks, grid, micro_batch, schedule, options):
     # With one rank of z, weights would be cast for each micro-batch.
     dtype: Any = "bf16" if "z" in grid else "fp32"
     asked = {**schedule, "options": ExecutionOptions(**options), "dtype": dtype}
@@ -94,5 +92,4 @@ def test_peak_memory_of_stages_is_within_10_percent_of_what_real_ranks_hold(
     seen = ranks(prod(sizes.values())).run(
         peak_of_a_pipeline, sizes, cuts, micro_batch, ELEMENTS[dtype], schedule, options
     )
-    print(grid, schedule, options, expected.peak_memory, seen, expected.peak_memory / max(seen), dict(expected.memory))
-    assert expected.peak_memory == pytest.approx(max(seen), rel=0.1)
+    assert expected.peak_memory == pytest.approx(max(seen), rel=0.05)

@@ -173,7 +173,7 @@ def _kept_of_loss(own: StepWorkload, grid: GridSizes, tokens: int) -> float:
     model, outputs = own.model, -(-own.model.head_outputs // grid.x)
     hidden = model.hidden / grid.y * own.element
     if model.logits == "sliced":
-        return outputs * model.hidden / grid.y * own.master + 2 * hidden * tokens
+        return outputs * model.hidden / grid.y * own.element + 2 * hidden * tokens
     return (own.element + own.master) * model.head_outputs * tokens + hidden * tokens
 
 
@@ -198,9 +198,13 @@ def pipeline_memory(
             known[stages] = stage_memory(workload, config, stages)
         memory = known[stages]
         rank, live, deferred = max(alike, key=lambda place: memory.kept(*place[1:]))
-        # Only where all forward passes come first are there losses of several micro-batches.
-        losses = live[-1] if config.schedule.name == "gpipe" else 1
-        memories.append(_rank_memory(rank, stages, live, memory.kept(live, deferred), losses, memory))
+        kept, losses = memory.kept(live, deferred), 1
+        if config.schedule.name == "gpipe":  # all forward passes come first: all losses are there, and no gradients yet
+            losses = live[-1]
+            if not config.state.is_apart:
+                one = sum(memory.between) + memory.of_loss
+                kept -= min(memory.in_step["gradients"], one) if losses > 1 else 0.0
+        memories.append(_rank_memory(rank, stages, live, kept, losses, memory))
     return sorted(memories, key=lambda memory: -peak(memory.peak))
 
 
