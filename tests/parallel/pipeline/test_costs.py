@@ -18,7 +18,7 @@ from stretto.parallel import Grid, Pipeline, count_collectives, parallelize
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.pipeline import pipeline as pipeline_module
+from stretto.parallel.pipeline.actions import ActionRunner
 from stretto.schedules import Action, PipelineOperation
 from tests.parallel.pipeline.training import STAGES
 from tests.peak_memory import PeakMemory
@@ -41,7 +41,7 @@ def text(rows: int) -> dict[str, Tensor]:
 @contextmanager
 def following(note: Callable[[Action, bool], None]) -> Iterator[None]:
     """Call `note` at the beginning (True) and at the end (False) of each action that this rank computes."""
-    take = pipeline_module._ActionRunner.take
+    take = ActionRunner.take
 
     def noting(self: Any, action: Action, **options: Any) -> None:
         note(action, True)
@@ -49,7 +49,7 @@ def following(note: Callable[[Action, bool], None]) -> Iterator[None]:
         note(action, False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_module._ActionRunner, "take", noting)
+        patch.setattr(ActionRunner, "take", noting)
         yield
 
 

@@ -3,13 +3,17 @@
 
 import re
 import warnings
+from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import pytest
 import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 from stretto.parallel import Grid, Pipeline, parallelize
-from tests.parallel import zoo
+from tests.parallel import hugging_face, zoo
 from tests.parallel.training import my_rows
 
 TOLERANCE = 1e-5
@@ -22,7 +26,6 @@ REFUSED = {
     "flaubert": "takes a module out of a ModuleList that another pipeline stage has",
     "hrm_text": "has parameters of its own .* beside its blocks",
     "inkling2_text": "a connection skips the cut before that block",
-    "llama4_text": "uses 'weight' of a Embedding that another pipeline stage has",
     "prophetnet": "uses '_forward' of a ProphetNetPositionalEmbeddings that another pipeline stage has",
     "xlm": "takes a module out of a ModuleList that another pipeline stage has",
     "xlnet": "has parameters of its own .* beside its blocks",
@@ -73,3 +76,83 @@ def test_families_train_in_stages_as_in_one_process_or_say_why_they_do_not(ranks
             assert re.search(REFUSED.get(family, "no refusal"), outcome)
         else:
             assert outcome <= ROUGH.get(family, TOLERANCE)
+
+
+# Inputs beside tokens.
+
+
+def make_vision_model() -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return ViTForImageClassification(ViTConfig(**sizes, **dropout, image_size=8, patch_size=4, num_labels=5))
+
+
+def make_classifier() -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**sizes, **dropout, vocab_size=zoo.VOCAB, num_labels=3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": partial(hugging_face.causal_lm, "llama", num_hidden_layers=3),
+    "gpt_neox": partial(hugging_face.causal_lm, "gpt_neox", num_hidden_layers=3, hidden_dropout=0.0),
+    "qwen2": partial(hugging_face.causal_lm, "qwen2", num_hidden_layers=3),
+    "bloom": partial(zoo.build, "bloom", "causal"),
+    "opt": partial(zoo.build, "opt", "causal"),
+    "classifier": make_classifier,
+    "vision": make_vision_model,
+}
+
+
+def inputs_of(name: str, positions: str) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded at the left: masks and positions say so."""
+    generator = torch.Generator().manual_seed(11)
+    rows = zoo.BATCH
+    if name == "vision":
+        return {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator), "labels": torch.arange(rows) % 5}
+    tokens = torch.randint(4, 60, (rows, zoo.SEQ_LEN), generator=generator)
+    mask = torch.ones_like(tokens)
+    for row in range(rows):
+        mask[row, : 3 * row] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    if name == "classifier":
+        return batch | {"labels": torch.arange(rows) % 3}
+    if positions == "of each row":
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    elif positions == "of all rows":
+        batch["position_ids"] = torch.arange(zoo.SEQ_LEN)[None].flip(1)
+    return batch | {"labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def losses_with_inputs(sizes: dict[str, int], name: str, positions: str) -> float:
+    """The largest relative difference in five losses from one process's."""
+    grid = Grid(**sizes)
+    losses = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model, batch = MODELS[name]().train(), inputs_of(name, positions)
+        if is_plain:
+            losses.append(zoo.train(model, batch))
+            continue
+        mine = {key: value[my_rows(grid, zoo.BATCH)] if len(value) > 1 else value for key, value in batch.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses.append(_train(parallelize(model, grid), grid, mine))
+    plain, ours = torch.tensor(losses, dtype=torch.float64)
+    return float(((ours - plain) / plain).abs().max())
+
+
+def inputs_cases() -> list[tuple[str, str]]:
+    """(model, what position_ids are)."""
+    without = [(name, "not given") for name in MODELS]
+    return without + [(name, how) for name in ("llama", "gpt_neox", "qwen2") for how in ("of each row", "of all rows")]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "positions"), inputs_cases())
+@pytest.mark.parametrize("sizes", [{"pipe": 2}, {"pipe": 3}, {"pipe": 2, "x": 2}, {"pipe": 2, "data": 2}], ids=str)
+def test_masks_positions_and_pictures_reach_the_stages_that_need_them(ranks, sizes, name, positions):
+    if (sizes["pipe"] == 3 and name in ("bloom", "opt")) or ("data" in sizes and name == "vision"):
+        sizes = {"pipe": 2}  # two blocks; a loss that no grid averages over data
+    for far in ranks(prod(sizes.values())).run(losses_with_inputs, sizes, name, positions):
+        assert far < TOLERANCE

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def in_backward() -> bool:
@@ -36,3 +37,23 @@ def is_asked_for(ctx: Any, place: int) -> bool:
             "torch.autograd.grad was asked for the gradient of a weight that stretto.parallelize has sharded, which "
             "reaches .grad beside autograd: call backward(), or backward(inputs=[...])"
         ) from error
+
+
+def with_gradient_of_its_own(tensor: Tensor) -> Tensor:
+    """The same tensor, whose gradient shares its memory with no other one.
+
+    Autograd adds to a DTensor's gradient in place, though what is in it may be another parameter's, too: a batch of one
+    row gives one tensor to both of `x + positions` and `torch.cat((token, x), 1)` for parameters with a dim 0 of 1.
+    """
+    own: Tensor = _WithOwnGradient.apply(tensor)
+    return own
+
+
+class _WithOwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()

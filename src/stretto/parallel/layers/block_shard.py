@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from stretto.execution import LEAST_COPIED_BYTES
-from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.autograd import at_end_of_backward, with_gradient_of_its_own
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
@@ -256,7 +256,10 @@ class BlockShard:
         sharded = self.parameters[: self._sharded]
         wholes = list(_GatherBlock.apply(self, *sharded)) if sharded else []
         for parameter in self.parameters[self._sharded :]:
-            whole = self.precision.cast(local(parameter))
+            mine = local(parameter)
+            if parameter.shape[:1] == (1,):
+                mine = with_gradient_of_its_own(mine)
+            whole = self.precision.cast(mine)
             wholes.append(whole if self.scale == 1 else _ScaleGradient.apply(whole, self.scale))
         kept = [place.owner._parameters[place.key] for place in self.places]
         frees = self.frees and torch.is_grad_enabled() and not _are_saved_tensors_packed()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.parallel.comm.autograd import with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
@@ -157,7 +158,8 @@ def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -
     try:
         for owner, key, parameter in kept:
             if hasattr(parameter, "stretto_layout"):  # not inside another call of it
-                owner._parameters[key] = precision.cast(local(parameter))  # type: ignore[assignment]
+                whole = precision.cast(with_gradient_of_its_own(local(parameter)))
+                owner._parameters[key] = whole  # type: ignore[assignment]
         yield
     finally:
         for owner, key, parameter in kept:

@@ -53,39 +53,69 @@ def cut_into_stages(
     stages.is_tied = ends is not None
     stages.skeleton = copy_to_meta(model)
     initializer.remember(stages.skeleton)
-    return Cut(stages, tied, cut_model(model, stages))
+    return Cut(stages, tied, cut_model(model, stages, grid.device))
+
+
+class _Described:
+    """What the model's code can read of a module within one that another stage has: attributes, dtypes, the device."""
+
+    def __init__(self, original: nn.Module, device: torch.device) -> None:
+        vars(self).update(_describe(original, device), _kind=type(original))
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refusal(name, self._kind)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal("forward", self._kind)
+
+
+def _describe(original: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The plain attributes of a module, its submodules' descriptions, and empty tensors for what it has of its own."""
+    of_torch = vars(nn.Module())
+    found = {
+        name: value
+        for name, value in vars(original).items()
+        if name not in of_torch and not name.startswith("_") and not isinstance(value, Tensor | nn.Module)
+    }
+    for name, child in original.named_children():
+        found[name] = _Described(child, device)
+    for name, tensor in [*original.named_parameters(recurse=False), *original.named_buffers(recurse=False)]:
+        found[name] = torch.empty(0, dtype=tensor.dtype, device=device)
+    return found
+
+
+def _refusal(name: str, kind: type[nn.Module]) -> AttributeError:
+    return AttributeError(
+        f"the model's code uses {name!r} of a {kind.__name__} that another pipeline stage has: of such modules it can "
+        "call those that are a block or beside the blocks, and read attributes; use pipe=1"
+    )
 
 
 class PassedBy(nn.Module):
     """Stands for a block, or for another module, that another rank has.
 
-    It keeps the plain attributes of what it stands for, which models read, and parameters that this rank has under
+    It has what the model's code may read of what it stands for (`_describe`), and parameters that this rank has under
     another name too (a tied embedding).
     """
 
-    def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, original: nn.Module, call: Callable[..., Any], device: torch.device) -> None:
         super().__init__()
-        own = vars(nn.Module())
-        for name, value in vars(original).items():
-            if name not in own and not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
-                setattr(self, name, value)
         self._call = call
         self._original_type = type(original)
+        self.described = _describe(original, device)
 
     def __getattr__(self, name: str) -> Any:
-        """A submodule or parameter, or what the original's class has: a constant, or a property of plain values."""
-        if name in self._modules or name in self._parameters or name.startswith("__"):
+        """A submodule or parameter, a description, or what the original's class has: a constant, or a property."""
+        if name in self._modules or name in self._parameters or "described" not in vars(self) or name.startswith("__"):
             return super().__getattr__(name)
-        kind = vars(self).get("_original_type", nn.Module)
-        value = inspect.getattr_static(kind, name, None)
+        if name in self.described:
+            return self.described[name]
+        value = inspect.getattr_static(self._original_type, name, None)
         if isinstance(value, property) and value.fget is not None:
             return value.fget(self)
         if value is not None and not callable(value) and not hasattr(value, "__get__"):
             return value
-        raise AttributeError(
-            f"the model's code uses {name!r} of a {kind.__name__} that another pipeline stage has: of such modules it "
-            "can use forward and plain attributes alone; use pipe=1"
-        )
+        raise _refusal(name, self._original_type)
 
     def __getitem__(self, key: Any) -> Any:
         """Raise ValueError: what a list of modules has is on another rank."""
@@ -248,7 +278,7 @@ def _stage_of_block(stages: ModelStages, index: int) -> int:
     return next(stage for stage in range(stages.count) if index < stages.cuts[stage + 1])
 
 
-def cut_model(model: nn.Module, stages: ModelStages) -> Callable[[], None]:
+def cut_model(model: nn.Module, stages: ModelStages, device: torch.device) -> Callable[[], None]:
     """Replace what other ranks have by modules that pass it by. Returns what undoes it."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     kept = _kept_parameters(model, stages)
@@ -257,12 +287,12 @@ def cut_model(model: nn.Module, stages: ModelStages) -> Callable[[], None]:
             block = model.get_submodule(name)
             signature = inspect.signature(type(block).forward)
             call = functools.partial(_run_block, stages, index, _without_self(signature), None)
-            replaced.append(_replace_module(model, name, PassedBy(block, call), kept))
+            replaced.append(_replace_module(model, name, PassedBy(block, call, device), kept))
     for part in stages.parts:
         if (0 if part.is_before else stages.count - 1) not in stages.mine:
             module = model.get_submodule(part.name)
             call = functools.partial(_run_part, stages, part, None)
-            replaced.append(_replace_module(model, part.name, PassedBy(module, call), kept))
+            replaced.append(_replace_module(model, part.name, PassedBy(module, call, device), kept))
 
     def undo() -> None:
         for owner, key, original in replaced:
@@ -279,14 +309,15 @@ def _kept_parameters(model: nn.Module, stages: ModelStages) -> dict[int, nn.Para
 
 
 def _replace_module(
-    model: nn.Module, name: str, new: nn.Module, kept: dict[int, nn.Parameter]
+    model: nn.Module, name: str, new: PassedBy, kept: dict[int, nn.Parameter]
 ) -> tuple[nn.Module, str, nn.Module]:
     parent, _, key = name.rpartition(".")
     owner, original = model.get_submodule(parent), model.get_submodule(name)
     for path, parameter in original.named_parameters(remove_duplicate=False):
         if id(parameter) in kept:
             *inner, last = path.split(".")
-            holder = new
+            new.described.pop((*inner, last)[0], None)
+            holder: nn.Module = new
             for child in inner:
                 if child not in holder._modules:
                     holder.add_module(child, nn.Module())
