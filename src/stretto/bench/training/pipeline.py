@@ -2,8 +2,10 @@
 """`stretto bench pipeline`: a step in pipeline stages that sleep, by schedule, beside the timing model's makespan.
 
 Ranks are processes of one machine, whose blocks sleep for their share of a unit in place of computing: F, I and W of a
-stage take a unit each. Messages are real, and arrive a latency after they were sent. What is measured is the order in
-which ranks compute and the time that they wait, which processes that share a few cores can show when they sleep.
+stage take a unit each. What the host does for an action is a part of its unit, as on a GPU, which computes meanwhile: a
+unit begins when the one before has ended, or when a message has come that the rank has waited for. Messages are real,
+and arrive a latency after they were sent. What is measured is the order in which ranks compute and the time that they
+wait, which processes that share a few cores can show when they sleep.
 """
 
 import os
@@ -65,24 +67,44 @@ class Case:
     serve_first: ServeFirst | None = None
 
 
+class Pace:
+    """When a rank has computed what it was given: units follow each other, whatever the host needs between them."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def waited(self) -> None:
+        """Begin the next unit now: its message has just come."""
+        self.free_at = max(self.free_at, time.perf_counter())
+
+    def spend(self, seconds: float) -> None:
+        """Compute for so long."""
+        self.free_at += seconds
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+
+
+LEAST_WAIT = 2e-4
+"""Seconds. A message that is taken in less was there."""
+
+
 class _Sleep(torch.autograd.Function):
     """Sleeps in place of a block's computation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: "SleepingBlock") -> Tensor:
         ctx.block = block
-        time.sleep(block.seconds)
+        block.pace.spend(block.seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         block = ctx.block
         deferred = None if block.reducer is None else block.reducer.deferred
-        time.sleep(block.seconds)
+        block.pace.spend(block.seconds)
         if deferred is None:
-            time.sleep(block.seconds)
+            block.pace.spend(block.seconds)
         else:
-            deferred.append(lambda: time.sleep(block.seconds))
+            deferred.append(lambda: block.pace.spend(block.seconds))
         return gradient, None
 
 
@@ -94,6 +116,7 @@ class SleepingBlock(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.seconds = seconds
         self.reducer: GradientReducer | None = None
+        self.pace = Pace()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [rows, 8]."""
@@ -118,9 +141,11 @@ class DelayedCarrier(SharedMemoryCarrier):
     """Delivers messages of other ranks `latency` seconds after they were sent. Processes share one clock."""
 
     latency = 0.0
+    pace = Pace()
 
     def begin_step(self, expected: Any) -> None:
         """Begin a step."""
+        self.pace.free_at = time.perf_counter()
         self._early: dict[MessageKey, tuple[float, list[Tensor | None]]] = {}
         super().begin_step(expected)
 
@@ -146,13 +171,17 @@ class DelayedCarrier(SharedMemoryCarrier):
         for key in found[1:]:
             due, tensors = self._seen.pop(key)
             self._early[key] = due, tensors
+        self.pace.waited()
         return found[0]
 
     def take(self, key: MessageKey, source: int | None = None) -> list[Tensor | None]:
         """Take a message once it is due."""
+        began = time.perf_counter()
         found = self._seen.pop(key, None) or self._early.pop(key, None)
         due, tensors = found or _split(super().take(key, source))
         time.sleep(max(0.0, due - time.perf_counter()))
+        if time.perf_counter() - began > LEAST_WAIT:
+            self.pace.waited()
         return tensors
 
     @property
@@ -290,14 +319,16 @@ def _row(case: Case, pipe: int, micro_batches: int, latency: float, unit: float,
 def _prepare(case: Case, grid: Grid, unit: float, latency: float) -> Pipeline:
     pipe = grid.size("pipe")
     torch.manual_seed(0)
+    pace = Pace()
     model = SleepingModel(2 * pipe, unit / 2)
     stages = StageOptions(case.virtual_stages, case.placement)
     parallelize(model, grid, roles={"blocks.*.linear": "colwise"}, stages=stages)
     for module in model.modules():
         if isinstance(module, SleepingBlock):
             module.reducer = model.gradient_reducer  # type: ignore[assignment]
+            module.pace = pace
     carrier = DelayedCarrier(grid.group("pipe"), "cpu")
-    carrier.latency = latency
+    carrier.latency, carrier.pace = latency, pace
     return Pipeline(
         model,
         grid,
