@@ -94,8 +94,8 @@ def test_a_speedup_is_of_the_fastest_over_the_fastest():
 
 def test_grids_are_read_as_people_write_them():
     assert parse_grids("z=4,x=2 z=2", 4) == [
-        {"data": 1, "x": 1, "y": 1, "z": 4},
-        {"data": 1, "x": 2, "y": 1, "z": 2},
+        {"pipe": 1, "data": 1, "x": 1, "y": 1, "z": 4},
+        {"pipe": 1, "data": 1, "x": 2, "y": 1, "z": 2},
     ]
     with pytest.raises(ValueError, match="the grid x=2 has 2 ranks, but 4 are used"):
         parse_grids("x=2", 4)

@@ -178,7 +178,6 @@ def replay(plan: PipelineEstimate, *, has_messages: bool = True) -> ReplayedPhas
     part = max(least, MOST_REPLAYED // actions) // pipe * pipe
     if count <= part + pipe:
         return _simulate(plan, count, has_messages)
-    part += count % pipe  # rounds of interleaved schedules go on as they are
     before, last = _simulate(plan, part - pipe, has_messages), _simulate(plan, part, has_messages)
     return ReplayedPhase(last.time + (count - part) / pipe * (last.time - before.time), last.slack)
 

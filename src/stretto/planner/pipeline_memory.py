@@ -55,6 +55,27 @@ def count_live(schedule: ScheduleChoice, pipe: int, rank: int, micro_batches: in
             return (min(count, schedule.limit or pipe) if rank < pipe - 1 else 1,)
 
 
+def count_deferred(schedule: ScheduleChoice, rank: int, micro_batches: int) -> int:
+    """Of how many micro-batches, over all its stages, a rank defers the weights' gradients at most.
+
+    They are among the live ones. Schedules that fill bubbles with weights' gradients defer more on later ranks.
+    """
+    most = {"zb-h1": rank + 1, "zb-v": 2 * rank + 1, "dualpipe-v": rank + 1}.get(schedule.name, 0)
+    return min(most, micro_batches * schedule.virtual_stages)
+
+
+def deferred_numbers(model: Architecture, grid: GridSizes) -> float:
+    """Numbers a token that one block keeps for its weights' gradients alone: inputs of linears, and the gradients of
+    their outputs. Linears one after another that split their outputs take the same input."""
+    kept, takes_same = 0.0, False
+    for linear in model.linears:
+        kept += linear.outputs / grid[linear.output_axis]
+        if linear.is_rowwise or not takes_same:
+            kept += linear.inputs / grid[linear.input_axis]
+        takes_same = not linear.is_rowwise
+    return kept
+
+
 def checkpoint_interval(layers: int, pipe: int) -> int:
     """The blocks that full checkpointing computes again together: the factor of a stage's blocks nearest sqrt(N)."""
     root = math.sqrt(layers)
@@ -92,7 +113,9 @@ class StageMemory:
     """What a rank needs for its stages and one micro-batch, whatever its schedule.
 
     beginning: when fp32 parameters are taken over, by component; None where none are. between, on_host: bytes of
-    activations that each stage keeps of a micro-batch, and those of them on the host.
+    activations that each stage keeps of a micro-batch, and those of them on the host. deferred: by how much what a
+    micro-batch keeps on a stage, on the average, grows while the weights' gradients are deferred. of_loss: bytes that
+    the last stage keeps of each micro-batch from its loss to its backward pass.
     """
 
     parameters: float
@@ -100,6 +123,16 @@ class StageMemory:
     beginning: Mapping[str, float] | None
     between: tuple[float, ...]
     on_host: tuple[float, ...]
+    deferred: float
+    of_loss: float
+
+    def kept(self, live: tuple[int, ...], deferred: int) -> float:
+        """Bytes of activations that all live micro-batches keep.
+
+        The backward pass that runs makes the last of those that are deferred.
+        """
+        kept = sum(number * each for number, each in zip(live, self.between, strict=True))
+        return kept + max(0, deferred - 1) * self.deferred
 
 
 def stage_memory(workload: StepWorkload, config: StepConfig, stages: RankStages) -> StageMemory:
@@ -122,13 +155,26 @@ def stage_memory(workload: StepWorkload, config: StepConfig, stages: RankStages)
     in_step["messages"] = sides * _MESSAGES_AHEAD * numbers * workload.element
     parameters = local_parameters(own.model, grid)
     beginning = take_over(own, config.state, parameters)
+    between = tuple(each.between * num_bytes for each in of_stages)
+    of_gradients = deferred_numbers(workload.model, grid) * sum(stages.blocks) * num_bytes
     return StageMemory(
         parameters,
         in_step,
         None if beginning is None else beginning | {"messages": 0.0},
-        tuple(each.between * num_bytes for each in of_stages),
+        between,
         tuple(each.on_host * num_bytes for each in of_stages),
+        max(0.0, of_gradients - sum(between)) / len(stages.blocks),
+        _kept_of_loss(own, grid, tokens) if stages.is_last else 0.0,
     )
+
+
+def _kept_of_loss(own: StepWorkload, grid: GridSizes, tokens: int) -> float:
+    """Bytes that a micro-batch keeps of its loss. In slices, it makes the head's gradients in the forward pass."""
+    model, outputs = own.model, -(-own.model.head_outputs // grid.x)
+    hidden = model.hidden / grid.y * own.element
+    if model.logits == "sliced":
+        return outputs * model.hidden / grid.y * own.element + 2 * hidden * tokens
+    return (own.element + own.master) * model.head_outputs * tokens + hidden * tokens
 
 
 def pipeline_memory(
@@ -142,23 +188,32 @@ def pipeline_memory(
     assert config.schedule is not None
     known = {} if known is None else known
     pipe, count = config.grid.pipe, config.micro_batches(workload)
-    most: dict[RankStages, tuple[int, tuple[int, ...]]] = {}
+    places: dict[RankStages, list[tuple[int, tuple[int, ...], int]]] = {}
     for rank, stages in enumerate(ranks):
         live = count_live(config.schedule, pipe, rank, count)
-        if stages not in most or sum(live) > sum(most[stages][1]):
-            most[stages] = rank, live
+        places.setdefault(stages, []).append((rank, live, count_deferred(config.schedule, rank, count)))
     memories = []
-    for stages, (rank, live) in most.items():
+    for stages, alike in places.items():
         if stages not in known:
             known[stages] = stage_memory(workload, config, stages)
-        memories.append(_rank_memory(rank, stages, live, known[stages]))
+        memory = known[stages]
+        rank, live, deferred = max(alike, key=lambda place: memory.kept(*place[1:]))
+        kept, losses = memory.kept(live, deferred), 1
+        if config.schedule.name == "gpipe":  # all forward passes come first: all losses are there, and no gradients yet
+            losses = live[-1]
+            if not config.state.is_apart:
+                one = sum(memory.between) + memory.of_loss
+                kept -= min(memory.in_step["gradients"], one) if losses > 1 else 0.0
+        memories.append(_rank_memory(rank, stages, live, kept, losses, memory))
     return sorted(memories, key=lambda memory: -peak(memory.peak))
 
 
-def _rank_memory(rank: int, stages: RankStages, live: tuple[int, ...], memory: StageMemory) -> RankMemory:
-    kept = sum(number * each for number, each in zip(live, memory.between, strict=True))
+def _rank_memory(
+    rank: int, stages: RankStages, live: tuple[int, ...], kept: float, losses: int, memory: StageMemory
+) -> RankMemory:
     on_host = sum(number * each for number, each in zip(live, memory.on_host, strict=True))
     in_step = dict(memory.in_step)
     in_step["activations"] = max(0.0, in_step["activations"] + kept - sum(memory.between))
+    in_step["logits"] += (losses - 1) * memory.of_loss
     worst = in_step if memory.beginning is None else max(in_step, memory.beginning, key=peak)
     return RankMemory(rank, stages, memory.parameters, live, worst, in_step, on_host or kept, on_host)

@@ -5,6 +5,7 @@ Closed forms rank all of them (`pipeline_cost.phase_time`). Of many grids, those
 without bubbles, messages and waits, is slower than what was found already.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -82,7 +83,7 @@ class PipelineSearch:
         times = sorted(each.cost.step_time for each in found if each.fits)[:REPLAYED]
         for bound, place in bounds:
             most = times[-1] if len(times) == REPLAYED else float("inf")
-            if bound > most:
+            if bound > most or (math.isinf(bound) and (best or found)):
                 break
             candidate = self.search_grid(possible[place], most=most)
             if candidate is not None and (candidate.fits or not best):

@@ -95,6 +95,12 @@ def make_pipeline_space(
     stages = virtual_stages or (2 if schedule in (*V_SHAPED, "interleaved") else 1)
     if pipe == "auto":
         pipes = tuple(n for n in divisors(ranks) if n * stages <= model.layers)
+        if given and pipes in ((), (1,)):
+            raise ValueError(
+                f"{given[0]} is {options[given[0]]!r}, but no number of stages above 1 divides {ranks} GPUs and leaves "
+                f"each of its stages one of the {model.layers} blocks of {model.name}; fewer virtual stages, or "
+                "an even number of GPUs, would do"
+            )
         return replace(space, pipes=pipes if not given else tuple(n for n in pipes if n > 1))
     if isinstance(pipe, bool) or not isinstance(pipe, int) or pipe < 1:
         raise ValueError(f"pipe is {pipe!r}, but must be a whole number, at least 1, or 'auto'")
