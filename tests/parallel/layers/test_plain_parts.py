@@ -2,6 +2,7 @@
 """Modules that stay as they are, and parameters that a model's own code reads: whole on every rank, sharded over z and
 gathered, or split over x by heads."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -438,3 +439,33 @@ def said_within_a_block() -> str:
 def test_a_replicated_module_within_a_block_is_refused_where_it_shows(ranks):
     torch.manual_seed(0)
     assert all(said.startswith("1 takes features") for said in ranks(2).run(said_within_a_block))
+
+
+class Pictures(nn.Module):
+    """A token before each row and positions in all of them, each added without a sum where there is one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.ones(1, 1, 4)), nn.Parameter(torch.ones(1, 3, 4))
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), 1) + self.positions
+        return self.layers[0](x).square().sum()
+
+
+def gradients_of_single_rows() -> list[float]:
+    """How far gradients over two micro-batches of a row are from those of one of both."""
+    torch.manual_seed(0)
+    plain = Pictures().double()
+    model = parallelize(copy.deepcopy(plain), Grid(), blocks=["layers.*"])
+    rows = torch.randn(2, 2, 4, dtype=torch.float64)
+    plain(rows).backward()
+    for row in rows.split(1):
+        model(row).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [float((ours.grad.to_local() - theirs.grad).norm()) for ours, theirs in pairs]
+
+
+def test_gradients_of_single_rows_add_up_though_autograd_gives_one_tensor_to_two_parameters(ranks):
+    assert max(ranks(1).run(gradients_of_single_rows)[0]) < 1e-12

@@ -320,3 +320,35 @@ def situation_of_rank(setup: Setup, name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_steps_follow_each_other_as_plain_ones_do_whatever_is_done_between(ranks, schedule, grid, options, name):
     check(ranks, Setup(grid, schedule, 1, options), situation_of_rank, name)
+
+
+# Compiled blocks.
+
+
+def step_with_compiled_blocks(setup: Setup, is_before: bool, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Blocks are compiled before the model is cut, or after."""
+    torch._dynamo.reset()  # what this process has compiled in other jobs
+    grid, plain, model = Grid(**setup.grid), gpt(), gpt()
+    expected = plain(**batch)
+    expected.backward()
+    if is_before:
+        _compile_blocks(model)
+    model, pipeline = setup.build(model, grid)
+    if not is_before:
+        _compile_blocks(model)
+    with pipeline:
+        loss = pipeline.step(**of_rank(batch, grid))
+    return far_from_plain(model, loss, plain, expected)
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "message-driven"])
+@pytest.mark.parametrize("grid", [{"pipe": 2}, {"pipe": 2, "x": 2}, {"pipe": 2, "z": 2}], ids=str)
+@pytest.mark.parametrize("is_before", [False, True], ids=["after", "before"])
+def test_blocks_that_are_compiled_train_the_same(ranks, schedule, grid, is_before):
+    check(ranks, Setup(grid, schedule, 2), step_with_compiled_blocks, is_before, text(8))

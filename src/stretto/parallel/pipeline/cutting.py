@@ -18,7 +18,7 @@ from stretto.parallel.builder import TiedParameter
 from stretto.parallel.comm.agreement import check_ranks_agree
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer, copy_to_meta
-from stretto.parallel.pipeline.stages import ModelPart, ModelStages, make_tie_group
+from stretto.parallel.pipeline.stages import ModelPart, ModelStages, PassedOver, make_tie_group
 from stretto.parallel.roles.plan import ShardingPlan
 from stretto.schedules import partition
 from stretto.suggestions import did_you_mean
@@ -286,12 +286,12 @@ def cut_model(model: nn.Module, stages: ModelStages, device: torch.device) -> Ca
         if not stages.has_block(index):
             block = model.get_submodule(name)
             signature = inspect.signature(type(block).forward)
-            call = functools.partial(_run_block, stages, index, _without_self(signature), None)
+            call = functools.partial(_pass_by, functools.partial(stages.enter_block, index, _without_self(signature)))
             replaced.append(_replace_module(model, name, PassedBy(block, call, device), kept))
     for part in stages.parts:
         if (0 if part.is_before else stages.count - 1) not in stages.mine:
             module = model.get_submodule(part.name)
-            call = functools.partial(_run_part, stages, part, None)
+            call = functools.partial(_pass_by, functools.partial(stages.enter_part, part))
             replaced.append(_replace_module(model, part.name, PassedBy(module, call, device), kept))
 
     def undo() -> None:
@@ -327,14 +327,10 @@ def _replace_module(
     return owner, key, original
 
 
-def _run_block(
-    stages: ModelStages, index: int, signature: inspect.Signature, forward: Any, args: Any, kwargs: Any
-) -> Any:
-    return stages.run_block(index, signature, forward, args, kwargs)
-
-
-def _run_part(stages: ModelStages, part: ModelPart, forward: Any, args: Any, kwargs: Any) -> Any:
-    return stages.run_part(part, forward, args, kwargs)
+def _pass_by(enter: Callable[[Any, Any], tuple[Any, Any] | PassedOver], args: Any, kwargs: Any) -> Any:
+    entered = enter(args, kwargs)
+    assert isinstance(entered, PassedOver)
+    return entered.output
 
 
 def _without_self(signature: inspect.Signature) -> inspect.Signature:
@@ -348,17 +344,31 @@ def wrap_forwards(model: nn.Module, stages: ModelStages) -> None:
         if isinstance(block, PassedBy):
             continue
         signature = _without_self(inspect.signature(type(block).forward))
-        block.forward = _wrapped(functools.partial(_run_block, stages, index, signature, block.forward), block.forward)
+        enter, leave = (
+            functools.partial(stages.enter_block, index, signature),
+            functools.partial(stages.note_output, index),
+        )
+        block.forward = _wrapped(enter, block.forward, leave)
     for part in stages.parts:
         module = model.get_submodule(part.name)
         if not isinstance(module, PassedBy):
-            module.forward = _wrapped(functools.partial(_run_part, stages, part, module.forward), module.forward)
+            enter, leave = functools.partial(stages.enter_part, part), functools.partial(stages.note_output, part.name)
+            module.forward = _wrapped(enter, module.forward, leave)
 
 
-def _wrapped(call: Callable[..., Any], forward: Any) -> Any:
+def _wrapped(
+    enter: Callable[[Any, Any], tuple[Any, Any] | PassedOver], forward: Callable[..., Any], leave: Callable[[Any], Any]
+) -> Any:
+    """A forward that follows the pass that runs. Of it a compiler traces the module's own forward alone."""
+    enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return call(args, kwargs)
+        entered = enter(args, kwargs)
+        if isinstance(entered, PassedOver):
+            return entered.output
+        args, kwargs = entered
+        return leave(forward(*args, **kwargs))
 
     return torch.compiler.disable(run, recursive=False)
 

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,12 @@ from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.pipeline.activations import Activations, OutputLayouts, StandIns, depend_on, tensors_of
+
+
+class PassedOver(NamedTuple):
+    """What a module returns in the place of its forward, which another rank has."""
+
+    output: Any
 
 
 class _EndOfStage(BaseException):
@@ -186,31 +192,28 @@ class ModelStages:
 
     # What the modules of a cut model do in their forward.
 
-    def run_block(self, index: int, signature: inspect.Signature, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run, pass by or end at a block, in the place of its forward (None where another rank has it)."""
+    def enter_block(
+        self, index: int, signature: inspect.Signature, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | PassedOver:
+        """Pass by or end at a block, or give the arguments with which to run its forward."""
         now = self._require_pass()
-        is_again = in_backward()  # transformers' layers are computed again through here
-        if not is_again:
+        if not in_backward():  # transformers' layers are computed again through here
             if index <= now.last_block or index > now.end:
                 raise self._out_of_order()
             now.last_block = index
         if index < now.first:
             assert now.stand_ins is not None
-            return now.stand_ins.make(index)
+            return PassedOver(now.stand_ins.make(index))
         if index == now.end:
             raise _EndOfStage(self._leaving(now, index, signature, args, kwargs))
         if index == now.first:
             now.has_entered = True
             if now.received is not None:
                 args, kwargs = self._entering(now, index, signature, args, kwargs)
-        output = forward(*args, **kwargs)
-        if not is_again and now.stage < self.count - 1:
-            now.layouts.note(index, output)
-            output = self._show(now, output)
-        return output
+        return args, kwargs
 
-    def run_part(self, part: ModelPart, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run a module outside of the blocks, or pass it by."""
+    def enter_part(self, part: ModelPart, args: Any, kwargs: Any) -> tuple[Any, Any] | PassedOver:
+        """Pass by a module outside of the blocks, or give the arguments with which to run its forward."""
         now = self._require_pass()
         if part.is_before:
             if now.has_entered:
@@ -220,17 +223,21 @@ class ModelStages:
                 )
             if now.received is not None:
                 assert now.stand_ins is not None
-                return now.stand_ins.make(part.name)
-            output = forward(*args, **kwargs)
-            if self.count > 1:
-                now.layouts.note(part.name, output)
-            return self._show(now, output)
-        if not now.has_entered or now.stage != self.count - 1:
+                return PassedOver(now.stand_ins.make(part.name))
+        elif not now.has_entered or now.stage != self.count - 1:
             raise ValueError(
                 f"{part.name} is called before the blocks, and was taken for a part of the last stage: "
                 f"parallelize(..., stages=StageOptions(first=[{part.name!r}])) gives it to the first one"
             )
-        return forward(*args, **kwargs)
+        return args, kwargs
+
+    def note_output(self, module: int | str, output: Any) -> Any:
+        """Note what a block, or a module before the blocks, has returned; returns it."""
+        now = self._require_pass()
+        if in_backward() or now.stage == self.count - 1:
+            return output
+        now.layouts.note(module, output)
+        return self._show(now, output)
 
     def _show(self, now: StagePass, output: Any) -> Any:
         """While the stage learns what to send, have autograd show what is made from a module's output.
