@@ -9,6 +9,7 @@ In FSDP2's words: `gather` is unshard. A weight that is kept gathered from the f
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -223,11 +224,16 @@ class StepGatherer(WeightGatherer):
         """Return the rows that were gathered in this step, or gather them."""
         if self._held is None:
             return self.inner.gather(key, parameter)
-        version = self._sources[key].version(parameter)
         self._used.setdefault(self.stage, {})[key] = None
+        return self.keep(key, self._sources[key].version(parameter), lambda: self.inner.gather(key, parameter))
+
+    def keep(self, key: object, version: Any, make: Callable[[], GatheredWeight]) -> GatheredWeight:
+        """Return what `make` has made in this step of the same state of the shard, or have it made."""
+        if self._held is None:
+            return make()
         known = self._held.get(key)
         if known is None or known[0] != version:
-            known = self._held[key] = (version, self.inner.gather(key, parameter))
+            known = self._held[key] = (version, make())
         return known[1]
 
     def begin_step(self) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from stretto.parallel.comm.collectives import Pending, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_gathering import GatheredWeight, WeightGatherer, WeightToGather
-from stretto.parallel.layout import Version, local
+from stretto.parallel.comm.weight_gathering import GatheredWeight, StepGatherer, WeightGatherer, WeightToGather
+from stretto.parallel.layout import Version, local, version_of
 from stretto.parallel.low_precision_weights import cast, keep_copy
 from stretto.parallel.precision import Precision
 
@@ -45,9 +45,15 @@ class WeightShard:
         """
         if self.group.size() > 1:
             return self.gatherer.gather(self, parameter)
-        return GatheredWeight(
-            cast(parameter, self.precision.compute) if is_recorded else self.precision.cast(local(parameter))
-        )
+
+        def make() -> GatheredWeight:
+            if is_recorded:
+                return GatheredWeight(cast(parameter, self.precision.compute))
+            return GatheredWeight(self.precision.cast(local(parameter)))
+
+        if isinstance(self.gatherer, StepGatherer):  # one low-precision copy for all micro-batches in flight
+            return self.gatherer.keep(self, version_of(parameter), make)
+        return make()
 
     def was_overwritten(self, version: Version | None) -> bool:
         """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
