@@ -70,7 +70,7 @@ class _Described:
 
 
 def _describe(original: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The plain attributes of a module, its submodules' descriptions, and empty tensors for what it has of its own."""
+    """The plain attributes of a module, its submodules' descriptions, its buffers, and empty tensors for parameters."""
     of_torch = vars(nn.Module())
     found = {
         name: value
@@ -79,8 +79,11 @@ def _describe(original: nn.Module, device: torch.device) -> dict[str, Any]:
     }
     for name, child in original.named_children():
         found[name] = _Described(child, device)
-    for name, tensor in [*original.named_parameters(recurse=False), *original.named_buffers(recurse=False)]:
-        found[name] = torch.empty(0, dtype=tensor.dtype, device=device)
+    for name, parameter in original.named_parameters(recurse=False):
+        found[name] = torch.empty(0, dtype=parameter.dtype, device=device)
+    for name, buffer in original.named_buffers(recurse=False):
+        if not buffer.is_meta:
+            found[name] = buffer.to(device)
     return found
 
 
