@@ -87,23 +87,33 @@ LEAST_WAIT = 2e-4
 """Seconds. A message that is taken in less was there."""
 
 
-class _Sleep(torch.autograd.Function):
-    """Sleeps in place of a block's computation."""
+class _SleepForward(torch.autograd.Function):
+    """Sleeps in place of a block's forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: "SleepingBlock") -> Tensor:
+        block.pace.spend(block.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SleepBackward(torch.autograd.Function):
+    """Sleeps in place of a block's backward pass, or of I alone, where W is left for later."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: "SleepingBlock") -> Tensor:
         ctx.block = block
-        block.pace.spend(block.seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         block = ctx.block
         deferred = None if block.reducer is None else block.reducer.deferred
-        block.pace.spend(block.seconds)
-        if deferred is None:
-            block.pace.spend(block.seconds)
-        else:
+        block.pace.spend(block.seconds if deferred is not None else 2 * block.seconds)
+        if deferred is not None:
             deferred.append(lambda: block.pace.spend(block.seconds))
         return gradient, None
 
@@ -119,8 +129,8 @@ class SleepingBlock(nn.Module):
         self.pace = Pace()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [rows, 8]."""
-        return _Sleep.apply(self.linear(x), self)
+        """x [rows, 8]. What the block really computes comes before each sleep, since it is a part of it."""
+        return _SleepForward.apply(self.linear(_SleepBackward.apply(x, self)), self)
 
 
 class SleepingModel(nn.Module):
