@@ -97,7 +97,7 @@ def live(rank: int, world: int, folder: str, run: int, fault: str, culprit: int,
     Path(folder, f"rank-{rank}").write_text("\n".join([f"{seconds:.2f}", repr(seen), error]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive  # a rank that ends waits for what the others say of it
 @pytest.mark.parametrize(("run", "fault", "repeat"), CASES)
 def test_the_rank_that_fails_is_named_and_no_loss_is_wrong(run, fault, repeat, pool, tmp_path) -> None:
     sizes, _, _ = RUNS[run]

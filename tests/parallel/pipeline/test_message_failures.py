@@ -123,7 +123,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "fault", "world", "repeat"), CASES)
 def test_the_rank_at_which_a_failure_began_is_named_by_all_others(kind, fault, world, repeat, pool, tmp_path):
     seed = random.randrange(1 << 30)
