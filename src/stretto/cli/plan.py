@@ -376,9 +376,9 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     elif has_memory:
         console.print(f"the memory of a node's host is not checked: {cluster.name} does not say it", highlight=False)
     modes = {plan.recompute for plan in plans[:top] if plan.checkpoint_activations}
-    if modes and not has_memory:  # a search has one beside "none"
-        (mode,) = modes
-        console.print("* with activation checkpointing" + ("" if mode == "full" else f": {mode}"), highlight=False)
+    if modes and not has_memory:  # several where pipelines keep every k-th block's input
+        which = "" if modes == {"full"} else f": {', '.join(sorted(modes))}"
+        console.print(f"* with activation checkpointing{which}", highlight=False)
     if any(plan.shard_sequence for plan in plans[:top]):
         console.print("+ with train.shard_sequence", highlight=False)
     if cost == "paper":

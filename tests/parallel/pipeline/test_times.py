@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of the papers, on CPU ranks: the order in time of a small schedule, and the losses of GPT-2 small's shape."""
 
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stretto.bench.training.pipeline import Case, prepare_pipeline
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.schedules import StageCosts, build_schedule, simulate
@@ -16,51 +15,16 @@ from tests.pool import Pool
 
 pytestmark = pytest.mark.exhaustive  # timed, or large
 
-FORWARD, BACKWARD = 0.02, 0.04  # seconds
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(FORWARD)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(BACKWARD)
-        return gradient
-
-
-class SleepingBlock(nn.Module):
-    """A block whose passes take their time and no core."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x + self.bias)
-
-
-class Sleeping(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SleepingBlock() for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+FORWARD = 0.02  # seconds; a backward pass takes twice as long
 
 
 def times_of_a_step(micro_batches: int, steps: int) -> list[tuple[float, float, float]]:
     """Of each step: when this rank's first action began, when its last one ended, and the seconds that it computed."""
     grid = Grid(pipe=3)
-    model = parallelize(Sleeping(3), grid, blocks=["layers.*"])
     found = []
-    with Pipeline(model, grid, schedule="1f1b", micro_batch_size=1) as pipeline:
+    with prepare_pipeline(Case("1f1b", "1f1b"), grid, FORWARD, latency=0.0) as pipeline:
         for _ in range(steps):
-            pipeline.step(torch.zeros(micro_batches, 4))
+            pipeline.step(torch.zeros(micro_batches, 8))
             done = pipeline.computed
             busy = sum(each.end - each.start - each.waited for each in done)
             found.append((done[0].start + done[0].waited, done[-1].end, busy))

@@ -130,6 +130,10 @@ class SleepingBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [rows, 8]. What the block really computes comes before each sleep, since it is a part of it."""
+        if (
+            torch.is_grad_enabled() and not x.requires_grad
+        ):  # the model's input: the first block has a backward pass, too
+            x = x.detach().requires_grad_()
         return _SleepForward.apply(self.linear(_SleepBackward.apply(x, self)), self)
 
 
@@ -290,7 +294,7 @@ def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[dic
     rows: list[dict[str, Any]] = []
     for latency in setting.latencies:
         cases = list_cases(pipe, micro_batches, latency / setting.unit)
-        runs = {case: _prepare(case, grid, setting.unit, latency) for case in cases}
+        runs = {case: prepare_pipeline(case, grid, setting.unit, latency) for case in cases}
         x = torch.ones(micro_batches, 8)
         for pipeline in runs.values():
             pipeline.step(x)  # connects, and learns shapes
@@ -326,7 +330,8 @@ def _row(case: Case, pipe: int, micro_batches: int, latency: float, unit: float,
     }
 
 
-def _prepare(case: Case, grid: Grid, unit: float, latency: float) -> Pipeline:
+def prepare_pipeline(case: Case, grid: Grid, unit: float, latency: float) -> Pipeline:
+    """Make the pipeline of a case, of stages that sleep `unit` seconds for each of F, I and W."""
     pipe = grid.size("pipe")
     torch.manual_seed(0)
     pace = Pace()
