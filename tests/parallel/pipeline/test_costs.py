@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stretto.execution import StageOptions
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, count_collectives, parallelize
+from stretto.parallel.layers import weight_shard
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
@@ -269,3 +271,21 @@ def test_a_weights_gradient_is_made_when_the_schedule_says_so(ranks, schedule):
         assert len(seen) == 4 * linears > 0
         assert any("W" in action for action in seen)
         assert [action for action in per_action if "I" in action or "F" in action] == []
+
+
+def count_casts() -> list[int]:
+    """How often weights are cast to bf16 in steps of 4 micro-batches in 2 stages of one rank, and how many weights."""
+    model = gpt(layers=2)
+    parallelize(model, grid := Grid(), dtype=torch.bfloat16, stages=StageOptions(virtual_stages=2))
+    counts = []
+    with Pipeline(model, grid, schedule="interleaved", micro_batch_size=1) as pipeline:
+        for _ in range(2):
+            with mock.patch.object(weight_shard, "cast", wraps=weight_shard.cast) as cast:
+                pipeline.step(**text(4))
+            counts.append(cast.call_count)
+    return [*counts, len({id(call.args[0]) for call in cast.call_args_list})]
+
+
+def test_micro_batches_in_flight_share_one_low_precision_copy_of_a_weight(ranks):
+    ((first, second, weights),) = ranks(1).run(count_casts)
+    assert first == second == weights > 8

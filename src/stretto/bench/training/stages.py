@@ -118,7 +118,7 @@ def _pass(model: nn.Module, tokens: Tensor, targets: Tensor, count: int) -> Tens
     return loss.detach()
 
 
-class _PipelineStep:
+class _StagedStep:
     """A step through a pipeline, and what the host has spent in its actions."""
 
     def __init__(self, pipeline: Pipeline, tokens: Tensor, targets: Tensor) -> None:
@@ -140,7 +140,7 @@ def _pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool, splits: 
     model = _build(setting, grid, is_compiled=is_compiled, stages=stages)
     schedule = build_schedule("interleaved", 1, setting.batch, setting.virtual_stages)
     pipeline = Pipeline(model, grid, schedule=split_backward(schedule) if splits else schedule, micro_batch_size=1)
-    return _PipelineStep(pipeline, *_draw(setting, grid.device))
+    return _StagedStep(pipeline, *_draw(setting, grid.device))
 
 
 def split_backward(schedule: PipelineSchedule) -> PipelineSchedule:
@@ -227,7 +227,7 @@ def _look_at(device: torch.device, step: Step) -> dict[str, Any]:
             sizes.append(torch.cuda.memory_allocated(device) + allocated_bytes(device))
     if sizes:
         found["growth_mib"] = (sizes[-1] - sizes[0]) / 2**20
-    if isinstance(step, _PipelineStep):
+    if isinstance(step, _StagedStep):
         step()
         found["host_milliseconds"] = step.host_milliseconds()
     return found

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
-class _TensorLayout:
+class _StandInLayout:
     """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class OutputLayouts:
 def _layout_of(leaf: Any) -> Any:
     """A tensor's layout; other values as they are, and None for those that are not plain."""
     if isinstance(leaf, Tensor):
-        return _TensorLayout(tuple(leaf.shape), leaf.dtype)
+        return _StandInLayout(tuple(leaf.shape), leaf.dtype)
     return leaf if isinstance(leaf, bool | int | float | str) else None
 
 
@@ -69,7 +69,7 @@ class StandIns:
     layouts: OutputLayouts
     device: torch.device
     leaves: list[Tensor] | None = None
-    _made: dict[_TensorLayout, Tensor] = field(default_factory=dict)
+    _made: dict[_StandInLayout, Tensor] = field(default_factory=dict)
     _calls: dict[Hashable, int] = field(default_factory=dict)
 
     def make(self, module: Hashable) -> Any:
@@ -78,10 +78,10 @@ class StandIns:
         number = self._calls.get(module, 0)
         self._calls[module] = number + 1
         noted = calls[min(number, len(calls) - 1)]
-        return self._stand_in(noted) if isinstance(noted, _TensorLayout) else tree_map(self._stand_in, noted)
+        return self._stand_in(noted) if isinstance(noted, _StandInLayout) else tree_map(self._stand_in, noted)
 
     def _stand_in(self, layout: Any) -> Any:
-        if not isinstance(layout, _TensorLayout):
+        if not isinstance(layout, _StandInLayout):
             return layout
         if layout not in self._made:
             made = torch.zeros(layout.shape, dtype=layout.dtype, device=self.device)

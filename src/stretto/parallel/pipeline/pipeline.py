@@ -48,12 +48,8 @@ from stretto.suggestions import name_known
 
 MESSAGE_DRIVEN = "message-driven"
 
-
 # The numbers of pipelines, the same on all ranks, by process group: one process may be in several jobs in turn.
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
-
-_F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
-_I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 
 
 class Pipeline:
@@ -187,7 +183,7 @@ class Pipeline:
         if not with_backward:
             ranks = [
                 tuple(
-                    Action(stage, _F, number)
+                    Action(stage, PipelineOperation.FORWARD, number)
                     for stage, owner in enumerate(self.stages.stage_ranks)
                     if owner == rank
                     for number in range(micro_batches)
