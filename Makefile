@@ -88,8 +88,8 @@ gpu-sanitize:
 		$(PYTHON) tests/gpu/sanitize.py
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -8,11 +8,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from schedules import install_schedules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stretto  # noqa: F401  (makes the backend's name known where Stretto is not installed)
+from schedules import install_schedules
 from stretto.collectives import call_counts
 
 

@@ -8,12 +8,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from schedules import install_schedules
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import stretto  # noqa: F401  (makes the backend's name known where Stretto is not installed)
+from schedules import install_schedules
 from stretto.collectives import call_counts
 
 
