@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.moe.oracle import make_layer
+from torch.utils.checkpoint import checkpoint
 
 from stretto.ops import moe
 
@@ -147,3 +148,95 @@ def count_reads(max_rows):
 def test_the_host_reads_the_counts_once_and_with_a_fixed_number_of_rows_nothing(ranks):
     assert ranks(2).run(count_reads, None) == [(1, 0)] * 2
     assert ranks(2).run(count_reads, 16) == [(0, 0)] * 2
+
+
+def find_errors():
+    """Messages of the errors of wrong calls."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    x, ids, weights = torch.ones(2, 4), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+    other, outside = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    sent = moe.dispatch(x, ids, 6, group)
+    messages = []
+    for call in (
+        lambda: moe.dispatch(x, ids, 7, group),
+        lambda: moe.dispatch(x, ids, 2, group),
+        lambda: moe.dispatch(x, ids, 6, "world"),
+        lambda: moe.dispatch(x, ids, 6, outside) if rank == 2 else moe.combine(sent.rows, sent.handle, weights, other),
+        lambda: moe.combine(sent.rows, sent.handle, weights, other),
+        lambda: moe.dispatch(x[: rank + 1], ids[: rank + 1], 6, group, max_rows=9),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append("none")
+    return messages
+
+
+def test_wrong_groups_and_different_calls_are_refused(ranks):
+    for rank, messages in enumerate(ranks(3).run(find_errors)):
+        expected = (
+            "7 experts cannot be divided among 3 ranks: a multiple of the group's size will do, such as 6",
+            "2 experts cannot be divided among 3 ranks: a multiple of the group's size will do, such as 3",
+            "group is a torch.distributed.ProcessGroup",
+            "(rank 2) is not in the group" if rank == 2 else "the group that dispatch was given",
+            "the group that dispatch was given",
+            "ranks of a group make the same calls",
+        )
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
+
+
+def compile_layer():
+    """Whether a compiled layer gives the bits of an eager one, with its gradient."""
+    layer, rank, group = make_layer(SEED, 8, 2, 4), dist.get_rank(), dist.group.WORLD
+    x, ids, weights = (one.split(4)[rank] for one in (layer.x, layer.ids, layer.weights))
+
+    def run(x):
+        return run_layer(x * 2, layer, ids, weights, group, moe.exchange.call).square()
+
+    results = []
+    for function in (run, torch.compile(run, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        results.append((out, torch.autograd.grad(out.sum(), leaf)[0]))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.exhaustive
+def test_several_ranks_compile_with_a_graph_break(ranks):
+    assert ranks(2).run(compile_layer, timeout=120) == [True] * 2
+
+
+def recompute():
+    """Whether a layer that is checkpointed, and so computed again in the backward pass, has the same gradients."""
+    layer, rank, group = make_layer(SEED, 8, 2, 4), dist.get_rank(), dist.group.WORLD
+    x, ids, weights = (one.split(4)[rank] for one in (layer.x, layer.ids, layer.weights))
+
+    def run(x):
+        return run_layer(x, layer, ids, weights, group, moe.exchange.call).square()
+
+    results = []
+    for function in (run, lambda x: checkpoint(run, x, use_reentrant=False)):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        results.append((out, torch.autograd.grad(out.sum(), leaf)[0]))
+    return all(map(torch.equal, *results))
+
+
+def test_a_checkpointed_layer_has_the_same_gradients(ranks):
+    assert ranks(2).run(recompute) == [True] * 2
+
+
+def differentiate_twice():
+    layer, group = make_layer(SEED, 3, 2, 4), dist.group.WORLD
+    x = layer.x.requires_grad_()
+    out = run_layer(x, layer, layer.ids, layer.weights, group, moe.exchange.call).square()
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    grad.sum().backward()
+
+
+def test_a_second_derivative_is_an_error_and_not_wrong(ranks):
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        ranks(2).run(differentiate_twice)
