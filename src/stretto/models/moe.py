@@ -14,9 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models.gpt_config import GPTConfig
-from stretto.models.router import Router, RoutingStatistics, routers, scale_losses, update_biases
+from stretto.models.router import Router, RouterOptions, RoutingStatistics, routers, scale_losses, update_biases
 
-__all__ = ["Experts", "MoE", "Router", "RoutingStatistics", "SharedExpert", "routers", "scale_losses", "update_biases"]
+__all__ = [
+    "Experts",
+    "MoE",
+    "Router",
+    "RouterOptions",
+    "RoutingStatistics",
+    "SharedExpert",
+    "routers",
+    "scale_losses",
+    "update_biases",
+]
 
 
 class Experts(nn.Module):
@@ -87,10 +97,7 @@ class MoE(nn.Module):
         if config.num_experts is None:
             raise ValueError("model.num_experts is not set: a mixture of experts needs it")
         is_gated = config.activation == "swiglu"
-        self.router = Router(
-            config.hidden,
-            config.num_experts,
-            config.experts_per_token,
+        options = RouterOptions(
             scores=config.router_scores,
             normalize=config.normalizes_expert_weights,
             scale=config.expert_weight_scale,
@@ -102,6 +109,7 @@ class MoE(nn.Module):
             z_loss=config.z_loss,
             capacity_factor=config.capacity_factor,
         )
+        self.router = Router(config.hidden, config.num_experts, config.experts_per_token, options)
         self.experts = Experts(config.hidden, config.expert_width, config.num_experts, is_gated=is_gated)
         self.shared = None
         if config.shared_ffn is not None:

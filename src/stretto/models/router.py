@@ -15,16 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Balance = Literal["switch", "sequence", "bias", "none"]
 
-
-class Router(nn.Module):
-    """Chooses `experts_per_token` of `num_experts` experts for each token.
-
-    `router(x)`, x [..., hidden], returns logits [t, num_experts], and the chosen experts' weights and numbers (int64),
-    each [t, experts_per_token], best first, where t is the number of tokens. Logits and weights are computed in fp32 at
-    least. Of equal scores the lower expert's wins, on every device. The number of a dropped choice is num_experts, as
-    in transformers, and its weight 0.
+@dataclass(frozen=True)
+class RouterOptions:
+    """How a router chooses experts, and how it distributes tokens evenly.
 
     scores: "softmax" over all experts, or "sigmoid" of each.
     normalize: divides a token's weights by their sum. scale: multiplies them after that.
@@ -42,43 +36,51 @@ class Router(nn.Module):
         2022, equation 5).
     capacity_factor: in training an expert takes at most ceil(capacity_factor x t x experts_per_token / num_experts)
         choices of a micro-batch's t tokens on all ranks, in the order of ranks and then of tokens. None: all.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    balance: Literal["switch", "sequence", "bias", "none"] = "none"
+    balance_loss: float = 0.0
+    bias_rate: float = 0.001
+    z_loss: float = 0.0
+    capacity_factor: float | None = None
+
+    @property
+    def has_sequence_loss(self) -> bool:
+        """Whether there is a sequence-wise loss."""
+        return self.balance == "sequence" or (self.balance == "bias" and self.balance_loss > 0)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the router has a loss of its own."""
+        return self.balance == "switch" or self.has_sequence_loss or self.z_loss > 0
+
+
+class Router(nn.Module):
+    """Chooses `experts_per_token` of `num_experts` experts for each token.
+
+    `router(x)`, x [..., hidden], returns logits [t, num_experts], and the chosen experts' weights and numbers (int64),
+    each [t, experts_per_token], best first, where t is the number of tokens. Logits and weights are computed in fp32 at
+    least. Of equal scores the lower expert's wins, on every device. The number of a dropped choice is num_experts, as
+    in transformers, and its weight 0.
 
     A loss is no output: the backward pass adds its gradient, times `loss_scale`.
     """
 
     def __init__(
-        self,
-        hidden: int,
-        num_experts: int,
-        experts_per_token: int,
-        *,
-        scores: Literal["softmax", "sigmoid"] = "softmax",
-        normalize: bool = True,
-        scale: float = 1.0,
-        groups: int = 1,
-        groups_per_token: int = 1,
-        balance: Balance = "none",
-        balance_loss: float = 0.0,
-        bias_rate: float = 0.001,
-        z_loss: float = 0.0,
-        capacity_factor: float | None = None,
+        self, hidden: int, num_experts: int, experts_per_token: int, options: RouterOptions | None = None
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
-        self.scores = scores
-        self.normalize = normalize
-        self.scale = scale
-        self.groups = groups
-        self.groups_per_token = groups_per_token
-        self.balance = balance
-        self.balance_loss = balance_loss
-        self.bias_rate = bias_rate
-        self.z_loss = z_loss
-        self.capacity_factor = capacity_factor
+        self.options = options or RouterOptions()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
         self.expert_bias: Tensor | None
-        self.register_buffer("expert_bias", torch.zeros(num_experts) if balance == "bias" else None)
+        self.register_buffer("expert_bias", torch.zeros(num_experts) if self.options.balance == "bias" else None)
         # The share of a micro-batch in the step's loss, times the loss scale.
         self.loss_scale: float | Tensor = 1.0
         # Sums a tensor over the ranks that have other tokens of the micro-batch; over those of lower rank.
@@ -94,19 +96,19 @@ class Router(nn.Module):
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether a rank must have all tokens of its sequences."""
-        return self.balance == "sequence" or (self.balance == "bias" and self.balance_loss > 0)
+        """Whether a rank must have all tokens of its sequences, for the sequence-wise loss."""
+        return self.options.has_sequence_loss
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.flatten(0, -2).to(dtype), self.weight.to(dtype))
-            scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+            scores = logits.softmax(-1) if self.options.scores == "softmax" else logits.sigmoid()
             ids = self._choose(scores.detach())
             weights = scores.gather(1, ids)
-            if self.normalize:
+            if self.options.normalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-            weights = weights * self.scale
+            weights = weights * self.options.scale
             if self.training:
                 weights, ids = self._balance(x, logits, scores, weights, ids)
         return logits, weights, ids
@@ -133,10 +135,12 @@ class Router(nn.Module):
         """The experts that have the best scores [t, E], of the best groups if there are several."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
-        if self.groups_per_token < self.groups:
-            of_group = scores.unflatten(1, (self.groups, -1))
+        if self.options.groups_per_token < self.options.groups:
+            of_group = scores.unflatten(1, (self.options.groups, -1))
             best = of_group.topk(min(2, of_group.shape[2]), dim=-1).values.sum(-1)
-            chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _best(best, self.groups_per_token), True)
+            chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(
+                1, _best(best, self.options.groups_per_token), True
+            )
             scores = of_group.masked_fill(~chosen.unsqueeze(2), -math.inf).flatten(1)
         return _best(scores, self.experts_per_token)
 
@@ -147,17 +151,17 @@ class Router(nn.Module):
         chosen = torch.zeros_like(scores, dtype=torch.int64).scatter_(1, ids, 1)
         counts = chosen.sum(0)
         dropped = torch.zeros_like(counts)
-        has_loss = self.balance == "switch" or self.needs_whole_sequences or self.z_loss > 0
+        has_loss = self.options.has_loss
         total = counts
-        if has_loss or self.capacity_factor is not None:
+        if has_loss or self.options.capacity_factor is not None:
             total = self.sum_over_ranks(counts)
-        if self.capacity_factor is not None:
+        if self.options.capacity_factor is not None:
             is_dropped = self._exceeds_capacity(chosen, counts, total).gather(1, ids)
             dropped.scatter_add_(0, ids.flatten(), is_dropped.flatten().long())
             weights, ids = weights.masked_fill(is_dropped, 0.0), ids.masked_fill(is_dropped, self.num_experts)
         losses = torch.zeros(2, dtype=torch.float64, device=x.device)
         if has_loss:
-            tokens = (total.sum() / self.experts_per_token).to(scores.dtype)
+            tokens = (total.sum() / self.experts_per_token).clamp(min=1).to(scores.dtype)
             parts = (self._balance_loss(x, scores, chosen, total, tokens), self._z_loss(logits, tokens))
             weights = _AddLoss.apply(weights, parts[0] + parts[1], self.loss_scale)
             losses = torch.stack([part.detach() for part in parts]).double() * tokens
@@ -166,10 +170,10 @@ class Router(nn.Module):
 
     def _balance_loss(self, x: Tensor, scores: Tensor, chosen: Tensor, total: Tensor, tokens: Tensor) -> Tensor:
         """This rank's part of the balance loss of a micro-batch that has so many tokens."""
-        shares = scores if self.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        if self.balance == "switch":
+        shares = scores if self.options.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        if self.options.balance == "switch":
             load = total.to(shares.dtype) / (tokens * self.experts_per_token)
-            return self.balance_loss * self.num_experts * (load @ shares.sum(0)) / tokens
+            return self.options.balance_loss * self.num_experts * (load @ shares.sum(0)) / tokens
         if not self.needs_whole_sequences:
             return shares.new_zeros(())
         if x.dim() != 3:
@@ -177,17 +181,17 @@ class Router(nn.Module):
         length = x.shape[1]
         load = chosen.unflatten(0, x.shape[:2]).sum(1) * (self.num_experts / (self.experts_per_token * length))
         mean = shares.unflatten(0, x.shape[:2]).mean(1)
-        return self.balance_loss * (load.to(mean.dtype) * mean).sum() * length / tokens
+        return self.options.balance_loss * (load.to(mean.dtype) * mean).sum() * length / tokens
 
     def _z_loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        if self.z_loss == 0:
+        if self.options.z_loss == 0:
             return logits.new_zeros(())
-        return self.z_loss * logits.logsumexp(-1).square().sum() / tokens
+        return self.options.z_loss * logits.logsumexp(-1).square().sum() / tokens
 
     def _exceeds_capacity(self, chosen: Tensor, counts: Tensor, total: Tensor) -> Tensor:
         """Which choices [t, E] an expert has no slot for: chosen [t, E]; counts, total [E], this rank's and all."""
-        assert self.capacity_factor is not None
-        factor = Fraction(self.capacity_factor).limit_denominator(1 << 20)
+        assert self.options.capacity_factor is not None
+        factor = Fraction(self.options.capacity_factor).limit_denominator(1 << 20)
         capacity = -(-(total.sum() * factor.numerator) // (self.num_experts * factor.denominator))
         return chosen.cumsum(0) + self.sum_over_earlier_ranks(counts) > capacity
 
@@ -240,7 +244,7 @@ def update_biases(model: nn.Module) -> RoutingStatistics | None:
         _statistics(router).zero_()
         if router.expert_bias is not None:
             counts = summed[row, :experts]
-            router.expert_bias += router.bias_rate * (counts.sum() - experts * counts).sign().to(biases.dtype)
+            router.expert_bias += router.options.bias_rate * (counts.sum() - experts * counts).sign().to(biases.dtype)
             biases[row] = router.expert_bias
     counts, dropped, losses = summed.split((experts, experts, 2), dim=1)
     tokens = counts.sum(1, keepdim=True) / first.experts_per_token
