@@ -239,9 +239,9 @@ class Builder:
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
         weight = self.parameter(original, source.weight, sharding)  # type: ignore[arg-type]
-        coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
-        before_z = ParameterLayout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
-        local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
+        place = grid.layout_sizes, grid.layout_coordinates
+        before_z = ParameterLayout(tuple(original.shape), (rows,)).local_shape(*place)[0]
+        local_rows = layout_of(weight).local_shape(*place)[0]
         shard = WeightShard(
             before_z, local_rows, grid.group("z"), self.precision, self.gatherer, self.gradient_reducer, ring
         )
