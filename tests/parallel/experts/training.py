@@ -45,6 +45,7 @@ CASES = {
         (gpt(layers=4, activation="gelu", experts_per_token=1, moe_layers="every:2", balance="none"),),
     ),
 }
+ODD_CASES = {"6 experts": Case(GPT, (gpt(num_experts=6, balance="none"),))}
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,12 @@ def gradient_distances(run: Run, case: Case) -> dict[str, float]:
     return found
 
 
+def case_of(run: Run) -> Case:
+    return (CASES | ODD_CASES)[run.case]
+
+
 def expected_of(run: Run) -> Trace:
-    return train_plainly(CASES[run.case], EXACT)
+    return train_plainly(case_of(run), EXACT)
 
 
 def every_run(ranks: int) -> list[Run]:

@@ -280,7 +280,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
             continue
         for part, parameter in module.named_parameters(recurse=False):
             if role.role == "experts":
-                cut = experts_sharding(part, sizes.sizes()).on(sizes.sizes())
+                cut = experts_sharding(part, parameter.shape, sizes.sizes()).on(sizes.sizes())
             else:
                 cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
