@@ -100,7 +100,7 @@ def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
         if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
             raise ValueError(
                 f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
-                "choose shard_sequence=False, or a balance over all tokens ('switch' or 'bias')"
+                "choose shard_sequence=False, or a balance over all tokens ('switch', or 'bias' without a loss)"
             )
 
 
