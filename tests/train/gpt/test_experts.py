@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of mixtures of experts: losses of the routers, biases, what the log says, checkpoints and evaluation."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import Ranks
+from tests.train import runs
+from tests.train.test_trainer import assert_same_state, weights_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.models import GPT
+from stretto.models.moe import Router, routers
+from stretto.train.checkpoint import checkpoint_path
+from stretto.train.config import ConfigError, TrainConfig
+from stretto.train.data import Sampler, open_dataset
+from stretto.train.optimizer import learning_rate
+from stretto.train.preflight import preflight
+
+MakeRanks = Callable[[int], Ranks]
+# SGD, since Adam would hide gradients that are too large by a factor.
+SMALL = ("model.num_experts=4", "model.moe_layers=every:2", "train.dtype=fp64", "train.optimizer=sgd", "train.lr=0.1")
+BIAS = ("model.balance=bias", "model.bias_rate=0.01", "model.z_loss=0.05", "model.router_scores=sigmoid")
+SWITCH = ("model.balance=switch", "model.balance_loss=0.5", "model.activation=swiglu", "model.shared_ffn=16")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+
+
+def run(ranks: MakeRanks, out: Path, *options: str) -> list[dict[str, Any]]:
+    config = runs.configure(out, *SMALL, *options)
+    preflight(config)
+    ranks(config.ranks).run(runs.train_quietly, config, timeout=120)
+    return runs.metrics_of(out)
+
+
+def train_plainly(config: TrainConfig, weights: dict[str, Tensor]) -> tuple[list[dict[str, Any]], nn.Module]:
+    """The lines that a run should log after its first step, which has left these weights.
+
+    In one process, with whole batches cut into micro-batches and all losses written out.
+    """
+    options, shape = config.train, config.model
+    rows_of_micro_batch = options.batch if options.micro_batch is None else options.micro_batch
+    dataset = open_dataset(config.data.path, seq_len=options.seq_len)
+    sampler = Sampler(len(dataset), options.batch, options.seed)
+    model = GPT(shape.to_gpt(data_vocab=256, seq_len=options.seq_len)).double()
+    model.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
+    of_model = [router for _, router in routers(model)]
+    seen: dict[Router, list[Tensor]] = {router: [] for router in of_model}
+    for router in of_model:
+        router.register_forward_hook(lambda router, _, output: seen[router].extend((output[0], output[2])))
+        router.options = type(router.options)(scores=router.options.scores)  # no losses of its own
+    lines = []
+    for step in range(2, options.steps + 1):
+        rows = torch.stack([torch.from_numpy(dataset[index]) for index in sampler.indices(step - 1)])
+        model.zero_grad()
+        counts = torch.zeros(len(of_model), 4)
+        total = balance = z = 0.0
+        parts = rows.split(rows_of_micro_batch)
+        for part in parts:
+            loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / len(parts)
+            total += loss.item()
+            for number, router in enumerate(of_model):
+                logits, ids = seen[router]
+                seen[router].clear()
+                one_hot = F.one_hot(ids, 4).sum(1).double()
+                counts[number] += one_hot.sum(0)
+                if shape.balance == "switch":
+                    term = 0.5 * 4 * (one_hot.mean(0) / 2 @ logits.softmax(-1).mean(0)) / len(parts)
+                    balance, loss = balance + term.item(), loss + term
+                if shape.z_loss:
+                    term = shape.z_loss * logits.logsumexp(-1).square().mean() / len(parts)
+                    z, loss = z + term.item(), loss + term
+            loss.backward()
+        if shape.balance == "bias":
+            for number, router in enumerate(of_model):
+                assert router.expert_bias is not None
+                router.expert_bias += 0.01 * (counts[number].mean() - counts[number]).sign()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
+        lr = learning_rate(
+            step, lr=options.lr, min_lr=options.min_lr, warmup_steps=options.warmup_steps, steps=options.steps
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                decay = options.weight_decay if parameter.dim() >= 2 else 0.0
+                assert parameter.grad is not None
+                parameter.sub_(lr * (parameter.grad + decay * parameter))
+        biases = [router.expert_bias for router in of_model if router.expert_bias is not None]
+        lines.append(
+            {
+                "loss": total,
+                "grad_norm": norm.item(),
+                "expert_load": (counts.amax(1) / counts.mean(1)).tolist(),
+                "dropped_tokens": [0] * len(of_model),
+                "bias_range": [(bias.max() - bias.min()).item() for bias in biases] or [0.0] * len(of_model),
+                "balance_loss": balance,
+                "z_loss": z,
+            }
+        )
+    return lines, model
+
+
+GRIDS = {
+    "one rank": [],
+    "data and expert": ["grid.data=2", "grid.expert=2"],
+    "x and expert": ["grid.data=2", "grid.x=2", "grid.expert=2"],
+    "x folded": ["grid.data=2", "grid.x=2", "grid.expert=4", "grid.expert_tensor=fold"],
+    "pipeline": ["grid.pipe=2", "grid.data=2", "grid.expert=2", "model.layers=4"],
+    "z": ["grid.z=2", "grid.expert=2", "train.recompute=full"],
+    "sequence": ["grid.x=2", "train.shard_sequence=true"],
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("balance", [BIAS, SWITCH], ids=["bias", "switch"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_run_is_plain_training_with_the_losses_written_out(
+    ranks: MakeRanks, tmp_path: Path, grid: str, balance: tuple[str, ...]
+) -> None:
+    """Micro-batches are a fourth of the batch on every grid: of ranks that share it each has fewer rows."""
+    parts = 2 if any(each in ("grid.data=2", "grid.z=2") for each in GRIDS[grid]) else 1
+    options = [*balance, *GRIDS[grid]]
+    more = (f"train.micro_batch={2 // parts}", "train.checkpoint_every=1", "train.keep_checkpoints=9")
+    lines = run(ranks, tmp_path / "run", *options, *more)
+    config = runs.configure(tmp_path / "run", *SMALL, *options, "train.micro_batch=2")
+    wanted, model = train_plainly(config, weights_of(checkpoint_path(config.out, 1)))
+    for line, plain in zip(lines[1:], wanted, strict=True):
+        for key, value in plain.items():
+            assert line[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (key, line["step"])
+    weights = weights_of(checkpoint_path(config.out, 6))
+    for name, value in model.state_dict().items():
+        if name != "head.weight":
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, check_dtype=False)
