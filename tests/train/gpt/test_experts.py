@@ -10,14 +10,14 @@ import pytest
 import torch
 from tests.conftest import Ranks
 from tests.train import runs
-from tests.train.test_trainer import assert_same_state, weights_of
+from tests.train.test_trainer import weights_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models import GPT
 from stretto.models.moe import Router, routers
 from stretto.train.checkpoint import checkpoint_path
-from stretto.train.config import ConfigError, TrainConfig
+from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, open_dataset
 from stretto.train.optimizer import learning_rate
 from stretto.train.preflight import preflight
@@ -41,13 +41,14 @@ def run(ranks: MakeRanks, out: Path, *options: str) -> list[dict[str, Any]]:
     return runs.metrics_of(out)
 
 
-def train_plainly(config: TrainConfig, weights: dict[str, Tensor]) -> tuple[list[dict[str, Any]], nn.Module]:
+def train_plainly(
+    config: TrainConfig, weights: dict[str, Tensor], sharers: int
+) -> tuple[list[dict[str, Any]], nn.Module]:
     """The lines that a run should log after its first step, which has left these weights.
 
-    In one process, with whole batches cut into micro-batches and all losses written out.
+    In one process, with all losses written out. sharers: how many ranks share a batch; a micro-batch has rows of each.
     """
     options, shape = config.train, config.model
-    rows_of_micro_batch = options.batch if options.micro_batch is None else options.micro_batch
     dataset = open_dataset(config.data.path, seq_len=options.seq_len)
     sampler = Sampler(len(dataset), options.batch, options.seed)
     model = GPT(shape.to_gpt(data_vocab=256, seq_len=options.seq_len)).double()
@@ -63,7 +64,7 @@ def train_plainly(config: TrainConfig, weights: dict[str, Tensor]) -> tuple[list
         model.zero_grad()
         counts = torch.zeros(len(of_model), 4)
         total = balance = z = 0.0
-        parts = rows.split(rows_of_micro_batch)
+        parts = rows.unflatten(0, (sharers, -1, options.micro_batch or options.batch)).transpose(0, 1).flatten(1, 2)
         for part in parts:
             loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / len(parts)
             total += loss.item()
@@ -124,17 +125,15 @@ GRIDS = {
 def test_a_run_is_plain_training_with_the_losses_written_out(
     ranks: MakeRanks, tmp_path: Path, grid: str, balance: tuple[str, ...]
 ) -> None:
-    """Micro-batches are a fourth of the batch on every grid: of ranks that share it each has fewer rows."""
-    parts = 2 if any(each in ("grid.data=2", "grid.z=2") for each in GRIDS[grid]) else 1
-    options = [*balance, *GRIDS[grid]]
-    more = (f"train.micro_batch={2 // parts}", "train.checkpoint_every=1", "train.keep_checkpoints=9")
-    lines = run(ranks, tmp_path / "run", *options, *more)
-    config = runs.configure(tmp_path / "run", *SMALL, *options, "train.micro_batch=2")
-    wanted, model = train_plainly(config, weights_of(checkpoint_path(config.out, 1)))
+    options = [*balance, *GRIDS[grid], "train.micro_batch=2", "train.steps=4"]
+    lines = run(ranks, tmp_path / "run", *options, "train.checkpoint_every=1", "train.keep_checkpoints=9")
+    config = runs.configure(tmp_path / "run", *SMALL, *options)
+    sharers = config.grid.batch_parts
+    wanted, model = train_plainly(config, weights_of(checkpoint_path(config.out, 1)), sharers)
     for line, plain in zip(lines[1:], wanted, strict=True):
         for key, value in plain.items():
             assert line[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (key, line["step"])
-    weights = weights_of(checkpoint_path(config.out, 6))
+    weights = weights_of(checkpoint_path(config.out, 4))
     for name, value in model.state_dict().items():
         if name != "head.weight":
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, check_dtype=False)
