@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.conftest import Ranks
 from tests.train import runs
-from tests.train.test_trainer import weights_of
+from tests.train.test_trainer import assert_same_state, weights_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -137,3 +137,106 @@ def test_a_run_is_plain_training_with_the_losses_written_out(
     for name, value in model.state_dict().items():
         if name != "head.weight":
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, check_dtype=False)
+
+
+def test_biases_are_those_of_all_micro_batches_of_a_step(ranks: MakeRanks, tmp_path: Path) -> None:
+    whole = run(ranks, tmp_path / "whole", *BIAS, "train.steps=3")
+    cut = run(ranks, tmp_path / "cut", *BIAS, "train.steps=3", "train.micro_batch=1")
+    biases = [
+        {name: bias for name, bias in weights_of(checkpoint_path(out, 3)).items() if name.endswith("expert_bias")}
+        for out in (tmp_path / "whole", tmp_path / "cut")
+    ]
+    assert list(biases[0]) == ["blocks.1.mlp.router.expert_bias"]
+    torch.testing.assert_close(*biases, rtol=0, atol=0)
+    assert any(bias.abs().max() > 0.015 for bias in biases[0].values())
+    for ours, theirs in zip(whole, cut, strict=True):
+        for key in ("loss", "grad_norm", "z_loss", "bias_range", "expert_load"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-10), key
+
+
+CAPACITY = ("model.capacity_factor=0.75", "model.balance=none", "train.steps=3")
+
+
+def test_tokens_beyond_the_capacity_are_dropped_in_the_order_of_ranks(ranks: MakeRanks, tmp_path: Path) -> None:
+    one = run(ranks, tmp_path / "one", *CAPACITY)
+    four = run(ranks, tmp_path / "four", *CAPACITY, "grid.data=2", "grid.x=2", "grid.expert=2")
+    for ours, theirs in zip(four, one, strict=True):
+        assert ours["dropped_tokens"] == theirs["dropped_tokens"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+    # Without any drop an expert has at most 0.75 of its even share where each has: a fourth is dropped at least.
+    assert all(line["dropped_tokens"][0] >= 0.25 * 8 * 16 * 2 for line in one)
+
+
+def test_evaluation_drops_no_token_and_changes_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = (*CAPACITY[:1], *BIAS, "train.steps=3")
+    plain = run(ranks, tmp_path / "plain", *options, "data.evaluation_sequences=9")
+    often = run(ranks, tmp_path / "often", *options, "data.evaluation_sequences=9", "train.evaluate_every=1")
+    assert [line["evaluation_loss"] for line in often][-1:] == [plain[-1]["evaluation_loss"]]
+    for ours, theirs in zip(often, plain, strict=True):
+        assert {key: ours[key] for key in theirs if "second" not in key} == {
+            key: value for key, value in theirs.items() if "second" not in key
+        }
+    dropless = run(ranks, tmp_path / "dropless", *options, "data.evaluation_sequences=9", "train.lr=1e-300")
+    dropping = run(
+        ranks,
+        tmp_path / "tight",
+        *options,
+        "data.evaluation_sequences=9",
+        "train.lr=1e-300",
+        "model.capacity_factor=0.1",
+    )
+    assert dropping[-1]["evaluation_loss"] == pytest.approx(dropless[-1]["evaluation_loss"], rel=1e-12)
+    assert dropping[-1]["loss"] != dropless[-1]["loss"]
+
+
+@pytest.mark.parametrize("state", ["fp32", "device"])
+def test_a_resumed_run_has_the_biases_it_had(ranks: MakeRanks, tmp_path: Path, state: str) -> None:
+    options = [*BIAS, "grid.data=2", "grid.expert=2", "train.checkpoint_every=2", "train.steps=4"]
+    if state == "device":
+        options += ["train.dtype=bf16", "train.optimizer=adamw", "train.lr=1e-3", "train.optimizer_state=device"]
+    run(ranks, tmp_path / "whole", *options)
+    # Its last step is of another schedule, as if it had been stopped: what counts is in the checkpoint of step 2.
+    resumed = [*options, f"train.resume={checkpoint_path(tmp_path / 'whole', 2)}"]
+    run(ranks, tmp_path / "resumed", *resumed)
+    assert_same_state(checkpoint_path(tmp_path / "whole", 4), checkpoint_path(tmp_path / "resumed", 4))
+    bias = weights_of(checkpoint_path(tmp_path / "resumed", 4))["blocks.1.mlp.router.expert_bias"]
+    assert bias.abs().max() > 0.015
+
+
+def test_a_checkpoint_resumes_with_other_coefficients_and_not_with_another_router(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    run(ranks, tmp_path / "first", *SWITCH, "train.steps=1")
+    resume = f"train.resume={checkpoint_path(tmp_path / 'first', 1)}"
+    again = (
+        *SWITCH,
+        resume,
+        "train.steps=2",
+        "model.balance_loss=0.1",
+        "model.z_loss=0.1",
+        "model.capacity_factor=2.0",
+    )
+    assert [line["step"] for line in run(ranks, tmp_path / "again", *again)] == [2]
+    with pytest.raises(ValueError, match=r"model\.experts_per_token is 2 there and 1 here"):
+        run(ranks, tmp_path / "other", *SWITCH, resume, "train.steps=2", "model.experts_per_token=1")
+
+
+def test_the_loss_scale_multiplies_the_routers_losses_too(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = ["train.dtype=fp16", "train.optimizer_state=device", "train.optimizer=adamw", "train.steps=1"]
+    options += [*SWITCH, "model.balance_loss=5.0", "train.micro_batch=4", "train.clip=none"]
+    norms = [
+        run(ranks, tmp_path / scale, *options, f"train.loss_scale={scale}")[0]["grad_norm"]
+        for scale in ("8.0", "64.0", "512.0")
+    ]
+    plain = run(ranks, tmp_path / "plain", *options, "model.balance_loss=0.0", "train.loss_scale=64.0")
+    assert norms == pytest.approx([norms[0]] * 3, rel=0.01)
+    assert norms[0] > 1.1 * plain[0]["grad_norm"]  # so that a loss of another scale would be seen
+
+
+def test_the_options_of_experts_are_checked_before_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.experts_per_token is 5, but model\.num_experts is only 4"):
+        preflight(runs.configure(tmp_path / "run", *SMALL, "model.experts_per_token=5"))
+    with pytest.raises(ValueError, match=r"model\.z_loss is 0\.1, but belongs to a mixture of experts"):
+        preflight(runs.configure(tmp_path / "run", "model.z_loss=0.1"))
+    blocks = runs.configure(tmp_path / "run", *SMALL, "model.moe_layers=[0, 1]")
+    assert blocks.model.to_gpt(data_vocab=256, seq_len=16).moe_blocks == (0, 1)
