@@ -20,10 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.axes import NAMES
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
-from stretto.parallel.layout import layout_of
+from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, checkpoints_by_step, unreadable
 from stretto.train.checkpoint.metadata import (
@@ -225,12 +224,8 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
     shape, shard = tuple(parameter.shape), local_shard(parameter) if shard is None else shard
     if not isinstance(parameter, DTensor):
         return ShardedState(shape, (LocalBox((0,) * len(shape), shard),))
-    mesh = parameter.device_mesh
-    assert mesh.mesh_dim_names is not None
-    sizes = dict.fromkeys(NAMES, 1) | {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
-    coordinates = dict.fromkeys(NAMES, 0) | {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
     held = []
-    for box in layout_of(parameter).boxes(sizes, coordinates):
+    for box in layout_of(parameter).boxes(*place_on(parameter.device_mesh)):
         values = shard
         for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
             values = values.narrow(dim, start, length)
