@@ -3,7 +3,7 @@
 
 from stretto.ops.moe.exchange import Dispatched, DispatchHandle, combine, dispatch
 from stretto.ops.moe.experts import experts_mlp, gated_activation
-from stretto.ops.moe.grouped_matmul import grouped_matmul
+from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 from stretto.ops.moe.row_limit import check_rows
 
@@ -17,6 +17,7 @@ __all__ = [
     "experts_mlp",
     "gated_activation",
     "grouped_matmul",
+    "grouped_weight_gradient",
     "permute",
     "unpermute",
 ]

@@ -112,14 +112,14 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     grad_rows = None if weight is None else _multiply(grad, weight.transpose(1, 2), offsets)
-    grad_weight = None if rows is None else _weight_gradient(grad, rows, offsets)
+    grad_weight = None if rows is None else grouped_weight_gradient(grad, rows, offsets)
     return grad_rows, grad_weight, None
 
 
 _multiply = define_operator(
     "grouped_matmul", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
 )
-_weight_gradient = define_operator(
+grouped_weight_gradient = define_operator(
     "grouped_matmul_weight_gradient",
     _run_weight_gradient,
     fake=_fake_weight_gradient,
