@@ -182,7 +182,8 @@ class Builder:
             input_axis=input_axis,
             output_axis=output_axis,
             output_reduce_group=NO_GROUP if input_axis is None else grid.group(input_axis),
-            input_grad_reduce_group=NO_GROUP if output_axis is None else grid.group(output_axis),
+            # What "expand" gives back is of its own heads; `CompressingLinear` sums it.
+            input_grad_reduce_group=NO_GROUP if None in (input_axis, output_axis) else grid.group(str(output_axis)),
             is_transposed=is_transposed,
             keep_gathered=self.keep_gathered,
             hides_all_reduce=self.overlap.all_reduce,

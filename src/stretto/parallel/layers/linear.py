@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
 from stretto.parallel.comm.collectives import (
     Pending,
     all_reduce,
@@ -91,7 +91,8 @@ class LinearPlan:
     A colwise linear sums its output over y, along which its input's features are split, and its input's gradient over
     x, along which its output's are; a rowwise one the other way round. So `output_reduce_group`, which sums the output,
     has the ranks of the input's axis, and `input_grad_reduce_group`, which sums the input's gradient, those of the
-    output's. Where every rank has all features the axis is None, and nothing is summed.
+    output's. Where every rank has all of the input's or the output's features, that axis is None, and the input's
+    gradient is not summed: it is complete, or `CompressingLinear` sums it.
 
     `name` is its name in the model, `linear_index` its number among the model's linears. `is_transposed`: the weight is
     stored [in, out] (Conv1D) rather than [out, in]. `tokens`: None without sequence sharding.
@@ -362,18 +363,4 @@ class CompressingLinear(ParallelLinear):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y if self.heads_group.size() == 1 else _SumGradient.apply(y, self.heads_group)
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is summed over a group."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+        return y if self.heads_group.size() == 1 else sum_gradient(y, self.heads_group)
