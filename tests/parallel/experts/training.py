@@ -133,18 +133,19 @@ def every_run(ranks: int) -> list[Run]:
         {"shard_sequence": True, "keep_gathered": False},
     ]
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    runs = []
+    grids: list[dict[str, Any]] = []
     for pipe, data, x, y, z in product((1, 2), divisors, divisors, divisors, divisors):
         if pipe * data * x * y * z != ranks:
             continue
-        for of_x in {1, x}:
+        for of_x in dict.fromkeys((1, x)):
+            folds = {"expert_tensor": "fold"} if of_x > 1 else {}
             experts = [of_x * n for n in divisors if data * z % n == 0 and 8 % (of_x * n) == 0]
-            for expert in experts:
-                folds = {"expert_tensor": "fold"} if of_x > 1 else {}
-                grid = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z, "expert": expert, **folds}
-                for case in CASES:
-                    runs.append(Run(grid, options[len(runs) % len(options)], case))
-    return runs
+            grids += [{"pipe": pipe, "data": data, "x": x, "y": y, "z": z, "expert": e, **folds} for e in experts]
+    return [
+        Run(grid, options[(number + 3 * turn) % len(options)], case)
+        for number, grid in enumerate(grids)
+        for turn, case in enumerate(CASES)
+    ]
 
 
 def tokens_to_experts(model: nn.Module, chosen: Tensor) -> None:
