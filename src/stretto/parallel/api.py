@@ -109,6 +109,8 @@ def parallelize(
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
+    if options.shard_sequence and isinstance(plan, ShardingPlan):
+        check_takes_sharded_sequence(model, plan)
     if options.recomputation.is_on:
         check_blocks(model, options.recompute)
     initializer = MetaInitializer(model, grid.device, seed)
@@ -144,10 +146,6 @@ def _shard_by_roles(
             "mean over the global batch, whose gradients are summed"
         )
     grid.gradients.add("sum")
-    if options.shard_sequence:
-        check_takes_sharded_sequence(model, plan)
-        if plan.replicated:
-            raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from stretto.axes import EXPERT
 from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, gather_rows, own, start_all_reduce
 from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
 from stretto.parallel.grid import Grid
@@ -57,10 +57,11 @@ class ExpertProduct:
     feeds: str | None = None
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        """The output, summed over ranks."""
+        """The output, summed over ranks. Where nobody will read it, it has any numbers."""
+        is_unread = self.feeds is not None and is_given_back(self.feeds)
 
         def make() -> Tensor:
-            if self.feeds is not None and is_given_back(self.feeds):
+            if is_unread:
                 return rows.new_empty(rows.shape[0], weight.shape[1])
             product = grouped_matmul(rows, weight, offsets)
             return product if group is None else all_reduce(own(product), group)
@@ -250,23 +251,6 @@ def _own_tokens(tokens: int, group: dist.ProcessGroup) -> slice:
     """This rank's part of so many tokens, as torch.chunk cuts them."""
     part = -(-tokens // group.size())
     return slice(min(group.rank() * part, tokens), min((group.rank() + 1) * part, tokens))
-
-
-def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same, of which each rank of the group will have a part of the gradient."""
-    return _SumGradient.apply(tensor, group)
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

@@ -6,8 +6,9 @@
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,9 @@ from stretto.suggestions import did_you_mean, name_known
 KINDS = {
     "colwise": "linear, input over y and output over x (column-parallel)",
     "rowwise": "linear, input over x and output over y (row-parallel)",
+    "compress": "linear, input over y, whose output every rank has whole and each x rank uses for its own heads (the "
+    "compressed queries, keys and values of latent attention)",
+    "expand": "linear, from features that every rank has whole to an output over x (heads, of a latent)",
     "embedding": "token embedding, vocabulary over x and hidden over y",
     "positions": "small embedding, hidden over y",
     "norm": "LayerNorm or RMSNorm over the hidden features, which y splits",
@@ -282,9 +286,14 @@ class ParameterSharding:
         )
 
 
-def linear_axes(role: Role) -> tuple[str, str]:
-    """The axes over which a linear's output and input features are split."""
-    return ("y", "x") if role.role == "rowwise" else ("x", "y")
+LINEARS = {
+    "colwise": ("x", "y"),
+    "rowwise": ("y", "x"),
+    "head": ("x", "y"),
+    "compress": (None, "y"),
+    "expand": ("x", None),
+}
+"""The axes over which linears' output and input features are split, by role; None: every rank has all of them."""
 
 
 def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> ParameterSharding:
@@ -298,30 +307,35 @@ EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """The parameters of a module with the role "experts": one of the first two, and the last."""
 
 
-def experts_sharding(part: str, sizes: Mapping[str, Any]) -> ParameterSharding:
-    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS.
+def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) -> ParameterSharding:
+    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS, whose whole shape this is.
 
-    On a grid without expert, experts are shared by the axes of all weights; z cuts their number there.
+    Weights are gathered over the last split's axis, along its dim: by experts if that divides those of a rank, else by
+    their rows, if it divides these. Without expert, the axes are those of all weights.
     """
+    ranks = layout_sizes(sizes)
     inner, outer = (2, 1) if part == "down_proj" else (1, 2)
-    splits = [Split(inner, "x", 2 if part == "gate_up_proj" else 1), Split(outer, "y")]
-    if layout_sizes(sizes)[EXPERT] == 1:
-        return ParameterSharding((*splits, Split(0, "z")), (REPLICAS,), is_weight=True)
-    if sizes.get("expert_tensor") == "fold":
-        del splits[0]
-    return ParameterSharding((Split(0, EXPERT), *splits, Split(0, EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+    folds = sizes.get("expert_tensor") == "fold"
+    cut = () if folds else (Split(inner, "x", 2 if part == "gate_up_proj" else 1),)
+    splits = (Split(0, EXPERT), *cut, Split(outer, "y"))
+    here = [shape[dim] // prod(ranks[split.axis] for split in splits if split.dim == dim) for dim in (0, 1)]
+    by_rows = here[0] % ranks[EXPERT_Z] != 0 and here[1] % ranks[EXPERT_Z] == 0
+    if ranks[EXPERT] > 1:
+        return ParameterSharding((*splits, Split(int(by_rows), EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+    return ParameterSharding((*splits[1:], Split(int(by_rows), "z")), (REPLICAS,), is_weight=True)
 
 
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
     """How a module of this role shards its `part`, "weight" or "bias". `is_transposed`: it is stored [in, out]."""
     match role.role:
-        case "colwise" | "rowwise" | "head":
-            output_axis, input_axis = linear_axes(role)
-            if part == "bias":
-                return ParameterSharding((Split(0, output_axis, role.segments),), (LOSS,))
+        case kind if kind in LINEARS:
+            output_axis, input_axis = LINEARS[kind]
             dim = 1 if is_transposed else 0
-            splits = (Split(dim, output_axis, role.segments), Split(1 - dim, input_axis), Split(0, "z"))
-            return ParameterSharding(splits, (REPLICAS,), is_weight=True)
+            of_output = () if output_axis is None else (Split(dim, output_axis, role.segments),)
+            if part == "bias":
+                return ParameterSharding(tuple(replace(split, dim=0) for split in of_output), (LOSS,))
+            of_input = () if input_axis is None else (Split(1 - dim, input_axis),)
+            return ParameterSharding((*of_output, *of_input, Split(0, "z")), (REPLICAS,), is_weight=True)
         case "embedding":
             return ParameterSharding((Split(0, "x"), Split(1, "y"), Split(0, "z")), (REPLICAS,), is_weight=True)
         case "positions":
