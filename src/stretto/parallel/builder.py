@@ -240,10 +240,15 @@ class Builder:
         parameters, products = {}, {}
         for part in (part for part in EXPERTS_PARAMETERS if hasattr(module, part)):
             original = module.get_parameter(part)
-            weight = self.parameter(original, getattr(source, part), experts_sharding(part, grid.sizes))
-            here = layout_of(weight).local_shape(grid.layout_sizes, grid.layout_coordinates)[0]
-            rows = original.shape[0] // grid.size(EXPERT)
-            shard = WeightShard(rows, here, over_z, self.precision, self.gatherer, self.gradient_reducer)
+            sharding = experts_sharding(part, original.shape, grid.sizes)
+            weight = self.parameter(original, getattr(source, part), sharding)
+            before_z, dim = ParameterLayout(tuple(original.shape), sharding.splits[:-1]), sharding.splits[-1].dim
+            rows, here = (
+                layout.local_shape(grid.layout_sizes, grid.layout_coordinates)[dim]
+                for layout in (before_z, layout_of(weight))
+            )
+            parts = self.precision, self.gatherer, self.gradient_reducer
+            shard = WeightShard(rows, here, over_z, *parts, dim=dim)
             shard.watch(weight, may_keep=self.keep_gathered and over_z.size() == 1)
             parameters[part] = weight
             if part == "down_proj":

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains GPTs with experts on grids, to be compared with the plain training of tests/parallel/training.py."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.models import GPT, GPTConfig
+from stretto.models.moe import scale_losses
 from stretto.parallel import Grid, clip_grad_norm_, gather, layout_of, parallelize
 from tests.parallel.pipeline.training import Run as PipelineRun
 from tests.parallel.pipeline.training import train_by_pipeline
@@ -45,6 +46,15 @@ CASES = {
         (gpt(layers=4, activation="gelu", experts_per_token=1, moe_layers="every:2", balance="none"),),
     ),
 }
+OTHER_CASES = {
+    "6 experts": Case(GPT, (gpt(num_experts=6, balance="none"),)),
+    # The switch loss of a micro-batch is no part of that of the batch; the z-loss is.
+    "top-2 in micro-batches": Case(
+        GPT,
+        (gpt(balance="none", z_loss=0.1, shared_ffn=16, shared_expert_gate=True),),
+        has_ignored_targets=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
     """Train on this rank of the grid; the weights that this rank has come back gathered."""
     grid = Grid(**run.grid)
     if grid.size("pipe") > 1:
+        case = replace(case, make_model=make_scaled, model_args=(*case.model_args, grid.size("batch") / case.batch))
         trace, _ = train_by_pipeline(PipelineRun(run.grid, options=run.options), case, precision, grid)
         return trace
     model = parallelize(build(case, precision), grid, **run.options)
@@ -87,6 +98,13 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
         optimizer.step()
     weights = {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
     return Trace(tuple(losses), tuple(grad_norms), weights)
+
+
+def make_scaled(config: GPTConfig, share: float) -> GPT:
+    """A GPT whose routers' losses are those of micro-batches that are such a share of a rank's batch."""
+    model = GPT(config)
+    scale_losses(model, share)
+    return model
 
 
 def disagreements(run: Run, case: Case, expected: Trace) -> dict[str, float]:
@@ -118,8 +136,12 @@ def gradient_distances(run: Run, case: Case) -> dict[str, float]:
     return found
 
 
+def case_of(run: Run) -> Case:
+    return (CASES | OTHER_CASES)[run.case]
+
+
 def expected_of(run: Run) -> Trace:
-    return train_plainly(CASES[run.case], EXACT)
+    return train_plainly(case_of(run), EXACT)
 
 
 def every_run(ranks: int) -> list[Run]:
@@ -141,15 +163,8 @@ def every_run(ranks: int) -> list[Run]:
             folds = {"expert_tensor": "fold"} if of_x > 1 else {}
             experts = [of_x * n for n in divisors if data * z % n == 0 and 8 % (of_x * n) == 0]
             grids += [{"pipe": pipe, "data": data, "x": x, "y": y, "z": z, "expert": e, **folds} for e in experts]
-    return [
-        Run(grid, options[(number + 3 * turn) % len(options)], case)
-        for number, grid in enumerate(grids)
-        for turn, case in enumerate(CASES)
-    ]
-
-
-def tokens_to_experts(model: nn.Module, chosen: Tensor) -> None:
-    """Have the routers of a model give each token the experts that `chosen` [tokens, k] names, in every block."""
-    for module in model.modules():
-        if hasattr(module, "_choose"):
-            module._choose = lambda scores: chosen[: scores.shape[0]]
+    runs = []
+    for number, grid in enumerate(grids):
+        cases = ["top-2" if grid["pipe"] == 1 else "top-2 in micro-batches", "top-1 on alternate layers"]
+        runs += [Run(grid, options[(number + 3 * turn) % len(options)], case) for turn, case in enumerate(cases)]
+    return runs

@@ -2,7 +2,7 @@
 """Grouped products: each expert's rows times its own weight, in one call.
 
 torch's grouped GEMM multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places take a loop over the
-experts, for which the host reads the offsets.
+experts, for which the host reads the offsets: torch's GEMM does the same for them, and takes fewer shapes.
 """
 
 from itertools import pairwise
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from stretto.ops.dispatch import Autograd, define_operator
+from stretto.ops.moe.clearing import clear_empty, clear_padding
 from stretto.ops.moe.permutation import DTYPES
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 _ALIGNMENT = 16  # bytes, of addresses and of strides
-_CAPABILITY = (8, 0)  # of the first GPUs that torch has grouped GEMMs for
+_CAPABILITIES = (9, 10)  # major ones of the GPUs for which torch 2.11 has a grouped GEMM that reads the offsets there
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     padding; their result is zeros, and so is their gradient. The gradient of the weight of an expert without rows is
     zeros.
 
-    For bf16 on GPUs, with a and b multiples of 8, nothing waits for the host; otherwise the host reads the offsets in
-    each call. ValueError for other shapes and dtypes.
+    For bf16 on GPUs of compute capability 9 or 10, with a and b multiples of 8, nothing waits for the host; otherwise
+    the host reads the offsets in each call. ValueError for other shapes and dtypes.
     """
     _require(rows, weight, offsets)
     result: Tensor = _multiply(rows, weight, offsets)
@@ -37,52 +38,51 @@ def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _run(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    if _is_grouped(rows, weight):
-        return _clear_padding(_grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:]), offsets)
+    if rows.numel() == 0 or weight.numel() == 0:
+        return rows.new_zeros(rows.shape[0], weight.shape[1])
+    if _takes_grouped_gemm(rows, weight):
+        out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
+        clear_padding(out, offsets)
+        return out
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
-    bounds = offsets.tolist()
-    for expert, (begin, end) in enumerate(pairwise(bounds)):
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin:
             torch.mm(rows[begin:end], weight[expert].t(), out=out[begin:end])
     return out
 
 
 def _run_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    if _is_grouped(grad, rows):
-        product = _grouped_mm(grad.t(), rows, offs=offsets[1:])
-        # Of an expert without rows torch's GEMM leaves what was in memory, on some GPUs.
-        return product.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
+    if grad.numel() == 0 or rows.numel() == 0:
+        return rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
+    if _takes_grouped_gemm(grad, rows):
+        out: Tensor = _grouped_mm(grad.t(), rows, offs=offsets[1:])
+        clear_empty(out, offsets)
+        return out
     out = rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
-    bounds = offsets.tolist()
-    for expert, (begin, end) in enumerate(pairwise(bounds)):
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin:
             torch.mm(grad[begin:end].t(), rows[begin:end], out=out[expert])
     return out
 
 
-def _is_grouped(*operands: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these operands, and without the host."""
+def _takes_grouped_gemm(*operands: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these operands without the host, and writes a contiguous output."""
     first = operands[0]
-    if (
-        not first.is_cuda
-        or first.dtype != torch.bfloat16
-        or torch.cuda.get_device_capability(first.device) < _CAPABILITY
-    ):
+    if not first.is_cuda or first.dtype != torch.bfloat16 or torch.version.cuda is None:
         return False
-    return all(one.numel() > 0 and _is_aligned(one) for one in operands)
+    major, _ = torch.cuda.get_device_capability(first.device)
+    return major in _CAPABILITIES and all(map(_is_aligned, operands))
 
 
-def _is_aligned(matrix: Tensor) -> bool:
-    grain = _ALIGNMENT // matrix.element_size()
-    *_, row, column = matrix.stride()
-    is_dense = (column == 1 and row % grain == 0) or (row == 1 and column % grain == 0)
-    return is_dense and matrix.data_ptr() % _ALIGNMENT == 0 and (matrix.dim() < 3 or matrix.stride(0) % grain == 0)
-
-
-def _clear_padding(out: Tensor, offsets: Tensor) -> Tensor:
-    """The rows of the output, with zeros from offsets[-1] on, where torch leaves what was in memory."""
-    numbers = torch.arange(out.shape[0], device=out.device)
-    return out.masked_fill_((numbers >= offsets[-1])[:, None], 0)
+def _is_aligned(operand: Tensor) -> bool:
+    """Whether rows [n, a], or a weight [e, b, a] or its transpose, lie as torch's grouped GEMM takes them."""
+    grain = _ALIGNMENT // operand.element_size()
+    (*_, m, k), (*outer, row, column) = operand.shape, operand.stride()
+    if k % grain or (outer and m % grain):
+        return False
+    is_by_rows = column == 1 and row >= k and row % grain == 0
+    is_by_columns = bool(outer) and row == 1 and column >= m and column % grain == 0
+    return (is_by_rows or is_by_columns) and not any(one % grain for one in (*outer, operand.storage_offset()))
 
 
 def _fake(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _count_gradient_flops(grad: torch.Size, rows: torch.Size, offsets: torch.Siz
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, weight, offsets = inputs
-    needs_rows, needs_weight, _ = ctx.needs_input_grad
+    needs_rows, needs_weight, *_ = ctx.needs_input_grad
     ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None, offsets)
 
 

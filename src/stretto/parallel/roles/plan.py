@@ -6,8 +6,9 @@
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -306,18 +307,22 @@ EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """The parameters of a module with the role "experts": one of the first two, and the last."""
 
 
-def experts_sharding(part: str, sizes: Mapping[str, Any]) -> ParameterSharding:
-    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS.
+def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) -> ParameterSharding:
+    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS, whose whole shape this is.
 
-    On a grid without expert, experts are shared by the axes of all weights; z cuts their number there.
+    Weights are gathered over the last split's axis, along its dim: by experts if that divides those of a rank, else by
+    their rows, if it divides these. Without expert, the axes are those of all weights.
     """
+    ranks = layout_sizes(sizes)
     inner, outer = (2, 1) if part == "down_proj" else (1, 2)
-    splits = [Split(inner, "x", 2 if part == "gate_up_proj" else 1), Split(outer, "y")]
-    if layout_sizes(sizes)[EXPERT] == 1:
-        return ParameterSharding((*splits, Split(0, "z")), (REPLICAS,), is_weight=True)
-    if sizes.get("expert_tensor") == "fold":
-        del splits[0]
-    return ParameterSharding((Split(0, EXPERT), *splits, Split(0, EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+    folds = sizes.get("expert_tensor") == "fold"
+    cut = () if folds else (Split(inner, "x", 2 if part == "gate_up_proj" else 1),)
+    splits = (Split(0, EXPERT), *cut, Split(outer, "y"))
+    here = [shape[dim] // prod(ranks[split.axis] for split in splits if split.dim == dim) for dim in (0, 1)]
+    by_rows = here[0] % ranks[EXPERT_Z] != 0 and here[1] % ranks[EXPERT_Z] == 0
+    if ranks[EXPERT] > 1:
+        return ParameterSharding((*splits, Split(int(by_rows), EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+    return ParameterSharding((*splits[1:], Split(int(by_rows), "z")), (REPLICAS,), is_weight=True)
 
 
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:

@@ -87,19 +87,22 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
 
 
 def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks."""
-    for part in plan.plain:
-        if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
-            raise ValueError(
-                f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
-                "choose shard_sequence=False, or a balance over all tokens ('switch' or 'bias')"
-            )
+    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks, and no part of
+    it needs all tokens."""
     if not getattr(model, "takes_sharded_sequence", False):
         raise ValueError(
             f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
             "inside attention, it must take batch size and sequence length from what linears return, not from the "
             "input; if it does, set takes_sharded_sequence = True on it"
         )
+    if plan.replicated:
+        raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
+    for part in plan.plain:
+        if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
+            raise ValueError(
+                f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
+                "choose shard_sequence=False, or a balance over all tokens ('switch', or 'bias' without a loss)"
+            )
 
 
 def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:
@@ -281,7 +284,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
             continue
         for part, parameter in module.named_parameters(recurse=False):
             if role.role == "experts":
-                cut = experts_sharding(part, sizes.sizes()).on(sizes.sizes())
+                cut = experts_sharding(part, parameter.shape, sizes.sizes()).on(sizes.sizes())
             else:
                 cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
