@@ -25,6 +25,7 @@ from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
 from stretto.parallel.layers.router import route_whole_features
+from stretto.parallel.layers.router_loss import balance_over_batch
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.meta import MetaInitializer
@@ -385,6 +386,7 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
             _take_means_over_batch(model, MeansOverBatch(grid), only_with_labels=False)
             return
         is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
+        balance_over_batch(model, grid)
         if grid.size(LOSS) > 1:
             huggingface.refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
