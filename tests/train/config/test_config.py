@@ -164,6 +164,10 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
         ("model.dropout=0.1", "train.cuda_graph is on and model.dropout is 0.1"),
         ("train.checkpoint_activations=true", "train.cuda_graph and train.checkpoint_activations are both on"),
         ("train.recompute=communication", "train.cuda_graph and train.recompute are both on"),
+        (
+            "grid.expert=2",
+            "train.cuda_graph is on and grid.expert is 2, but a graph cannot wait for how many rows come",
+        ),
     ],
 )
 def test_a_graph_is_refused_beside_what_it_cannot_hold(override: str, words: str) -> None:
