@@ -98,6 +98,20 @@ def test_what_only_a_grid_shows_is_refused(ranks):
         assert "more than max_rows=8: give max_rows=" in rows
 
 
+class Unknown(nn.Module):
+    """A model of which nothing says what its submodules are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+
+def test_a_model_without_roles_is_not_sharded_by_blocks_where_experts_are_to_be_divided():
+    with pytest.raises(UnknownRolesError, match=r"nothing says what these submodules are: layers\.0"):
+        validate(Unknown(), {"data": 2, "expert": 2})
+    validate(Unknown(), {"data": 2})
+
+
 def test_a_graph_does_not_hold_a_layer_that_waits_for_the_number_of_rows(ranks):
     ranks(2).run(refuse_capture)
 

@@ -245,6 +245,8 @@ def test_the_nearest_grid_changes_as_few_axes_as_it_can() -> None:
     assert nearest_grid(GridConfig(x=2, z=2), 8) == GridConfig(data=2, x=2, z=2)
     assert nearest_grid(GridConfig(x=2, y=2, z=2), 4).ranks == 4
     assert nearest_grid(GridConfig(data=6), 7) == GridConfig(data=7)
+    assert nearest_grid(GridConfig(data=4, x=2, expert=4), 4) == GridConfig(data=4, expert=4)
+    assert nearest_grid(GridConfig(data=4, x=2, expert=4), 2) == GridConfig(x=2)
 
 
 def test_a_file_is_read_and_the_last_override_wins(tmp_path: Path) -> None:
