@@ -35,17 +35,20 @@ class _GatherTokensOfRanks(torch.autograd.Function):
         return gradient[ctx.own], None
 
 
-def balance_over_batch(model: nn.Module, grid: Grid) -> None:
+def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) -> None:
     """Have the load-balancing loss that the model's own code computes be that of the global batch.
 
     Every rank must have equally many tokens. Calls that ask for it with an attention mask, which would be of a rank's
     own rows, raise ValueError; so do those of a pipeline stage, which has the routers of its own blocks alone, and
-    those of models that compute it in another way than transformers' `load_balancing_loss_func`.
+    those of models that compute it in another way than transformers' `load_balancing_loss_func`. averages: gradients
+    are averaged over ranks, each of which has a loss of its own tokens; then stages alone are refused.
     """
     base = huggingface.base_of(model)
     if base is model or not hasattr(model.config, "output_router_logits"):
         return
-    signature, group, is_known = inspect.signature(model.forward), grid.group(LOSS), huggingface.balances_load(model)
+    signature, group = inspect.signature(model.forward), grid.group(LOSS)
+    gathers = huggingface.balances_load(model) and group.size() > 1 and not averages
+    places = {"stages": grid.size("pipe"), "summed_ranks": 1 if averages else group.size()}
     own: list[tuple[Tensor, ...]] = []
 
     def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,9 +59,9 @@ def balance_over_batch(model: nn.Module, grid: Grid) -> None:
         asks = model.config.output_router_logits if asks is None else asks  # type: ignore[union-attr]
         if not asks or given.get("labels") is None:
             return
-        if refusal := huggingface.refusal_of_router_loss(model, grid.sizes):
+        if refusal := huggingface.refusal_of_router_loss(model, **places):
             raise ValueError(refusal)
-        if is_known and group.size() > 1 and given.get("attention_mask") is not None:
+        if gathers and given.get("attention_mask") is not None:
             raise ValueError(
                 "output_router_logits is set, and attention_mask is of this rank's rows, where the load-balancing loss "
                 "is of the global batch's: leave the mask out, or set output_router_logits=False"
@@ -66,7 +69,7 @@ def balance_over_batch(model: nn.Module, grid: Grid) -> None:
 
     def gather(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         logits = getattr(output, "router_logits", None)
-        if is_known and group.size() > 1 and isinstance(logits, tuple):
+        if gathers and isinstance(logits, tuple):
             own.append(logits)
             output.router_logits = tuple(_GatherTokensOfRanks.apply(each, group) for each in logits)
         return output

@@ -65,8 +65,9 @@ def plan_of(
     base, prefix = _base(model)
     _refuse_attention_dropout(model)
     _refuse_config_dropout(model)
-    if getattr(config, "output_router_logits", False) is True and (refusal := refusal_of_router_loss(model, sizes)):
-        raise ValueError(refusal) if sizes.get("pipe", 1) > 1 else UnknownRolesError(refusal)
+    ranks = group_sizes(sizes)[LOSS] if getattr(config, "output_router_logits", False) is True else 1
+    if refusal := refusal_of_router_loss(model, stages=1, summed_ranks=ranks):
+        raise UnknownRolesError(refusal)
     attributes: Mapping[str, str] = {}
     beside: Mapping[str, Any] = {}
     if (family := family_plan(config, sizes)) is not None:
@@ -342,16 +343,19 @@ def balances_load(model: nn.Module) -> bool:
     return "load_balancing_loss_func" in _names_of_forward(model)
 
 
-def refusal_of_router_loss(model: nn.Module, sizes: Mapping[str, Any]) -> str | None:
-    """Why a grid of these sizes cannot add the model's own load-balancing loss (output_router_logits), if it has one;
-    None if it can."""
-    has_loss = any("aux" in name for name in _names_of_forward(model))
-    if has_loss and sizes.get("pipe", 1) > 1:
+def refusal_of_router_loss(model: nn.Module, *, stages: int, summed_ranks: int) -> str | None:
+    """Why the model's own load-balancing loss (output_router_logits) cannot be added; None if it can, or has none.
+
+    stages: of the pipeline. summed_ranks: how many have other tokens, and gradients that are summed over them.
+    """
+    if not any("aux" in name for name in _names_of_forward(model)):
+        return None
+    if stages > 1:
         return (
-            f"output_router_logits is set, and pipe={sizes['pipe']}: the load-balancing loss takes the logits of all "
-            "routers, of which a pipeline stage has its own. Set config.output_router_logits=False, or choose pipe=1"
+            f"output_router_logits is set, and pipe={stages}: the load-balancing loss takes the logits of all routers, "
+            "of which a pipeline stage has its own. Set config.output_router_logits=False, or choose pipe=1"
         )
-    if has_loss and not balances_load(model) and group_sizes(sizes)[LOSS] > 1:
+    if summed_ranks > 1 and not balances_load(model):
         return (
             f"output_router_logits is set: the code of {type(model).__name__} adds to its loss a load-balancing loss "
             "of this rank's rows alone, whose gradients would be summed over the ranks. Set "
