@@ -16,6 +16,8 @@ from stretto.execution import ExecutionOptions
 from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
 from stretto.planner.compute import Device, compute
 from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, Cost
+from stretto.planner.expert_cost import expert_seconds, expert_volume
+from stretto.planner.expert_search import choose_expert_grids
 from stretto.planner.grid_plan import Candidate, check_finite, rounded
 from stretto.planner.grids import divisors, grids_of_stages, why_impossible
 from stretto.planner.memory import local_parameters, peak
@@ -31,7 +33,7 @@ from stretto.planner.pipeline_cost import (
 from stretto.planner.pipeline_memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
 from stretto.planner.pipeline_space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
 from stretto.planner.search_space import SearchSpace, StepChoice
-from stretto.planner.stage_times import RankStages, StepEdges, measure_parts, place_stages
+from stretto.planner.stage_times import RankStages, StageLayout, StepEdges, measure_parts, place_stages
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
@@ -64,7 +66,7 @@ class PipelineSearch:
     ) -> None:
         self.workload, self.cluster, self.device = workload, cluster, device
         self.space, self.pipelines, self.limit, self.micro_batch = space, pipelines, limit, micro_batch
-        self._computed: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+        self._computed: dict[tuple[int, int, int, str, int, int], tuple[float, float]] = {}
         self._sent: dict[GridSizes, tuple[float, float, float]] = {}
         self._rates: dict[GridSizes, Rates] = {}
 
@@ -75,12 +77,17 @@ class PipelineSearch:
         """
         model, batch = self.workload.model, self.workload.batch
         grids = [grid for pipe in self.pipelines.pipes if pipe > 1 for grid in grids_of_stages(ranks, pipe)]
-        if len(grids) <= MOST_LISTED:
+        if len(grids) <= MOST_LISTED and model.moe is None:
             return [candidate for grid in grids if (candidate := self.search_grid(grid)) is not None], []
-        possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
+        if model.moe is not None:
+            possible = self._list_expert_grids(grids)
+        else:
+            possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
         bounds = sorted((self.bound(grid), place) for place, grid in enumerate(possible))
         best: list[Candidate] = []
-        times = sorted(each.cost.step_time for each in found if each.fits)[:REPLAYED]
+        # Of a grid, the best way to divide experts counts.
+        times_by_grid = {_without_experts(each.config.grid): each.cost.step_time for each in found if each.fits}
+        times = sorted(times_by_grid.values())[:REPLAYED]
         for bound, place in bounds:
             most = times[-1] if len(times) == REPLAYED else float("inf")
             if bound > most or (math.isinf(bound) and (best or found)):
@@ -89,13 +96,27 @@ class PipelineSearch:
             if candidate is not None and (candidate.fits or not best):
                 best.append(candidate)
             if candidate is not None and candidate.fits:
-                times = sorted([*times, candidate.cost.step_time])[:REPLAYED]
+                of_grid = _without_experts(candidate.config.grid)
+                time = candidate.cost.step_time
+                times_by_grid[of_grid] = min(time, times_by_grid.get(of_grid, time))
+                times = sorted(times_by_grid.values())[:REPLAYED]
+        if model.moe is not None:
+            best = _best_of_each_grid(best)
         left = len(grids) - len(best)
         note = (
             f"{left:,} of {len(grids):,} grids with pipeline stages were left out: they cannot run, do not fit, or "
             "take longer than the tenth plan"
         )
         return best, [note] if left else []
+
+    def _list_expert_grids(self, grids: Sequence[GridSizes]) -> list[GridSizes]:
+        """The grids that can run, with the ways to divide experts that are worth to be predicted."""
+        return [
+            way
+            for grid in grids
+            for way, impossible in choose_expert_grids(self.workload, self.cluster, self.space, grid)
+            if impossible is None
+        ]
 
     def bound(self, grid: GridSizes) -> float:
         """Seconds that a step takes at least: computation without any bubble, and the optimizer; infinite for a grid
@@ -123,17 +144,26 @@ class PipelineSearch:
         assert self.device is not None
         workload, sizes = self.workload, self.workload.model.splitting_sizes(grid)
         count = workload.batch // grid.batch_parts // size
-        key = sizes.x, sizes.y, size, options.recompute
+        key = sizes.x, sizes.y, size, options.recompute, sizes.expert, sizes.expert_x
         if key not in self._computed:
-            config = StepConfig(GridSizes(x=sizes.x, y=sizes.y), size, ExecutionOptions(recompute=options.recompute))
-            block = replace(workload, batch=size).stage(1, is_first=False, is_last=False)
-            work = compute(block, config, self.device)
-            self._computed[key] = work.forward * workload.model.layers, work.backward * workload.model.layers
+            times = [0.0, 0.0]
+            for count, kind in workload.model.kinds:
+                alone = _alone(sizes)
+                config = StepConfig(alone, size, ExecutionOptions(recompute=options.recompute))
+                of_all = replace(workload, batch=size * alone.batch_parts)
+                block = of_all.stage(1, is_first=False, is_last=False, moe_blocks=min(1, kind.moe_blocks))
+                work = compute(block, config, self.device)
+                times = [times[0] + count * work.forward, times[1] + count * work.backward]
+            self._computed[key] = times[0], times[1]
         if grid not in self._sent:
             volume = blocks_volume(workload.model, sizes, workload.tokens / grid.replicas, workload.element)
             sent = seconds(volume, self._rates_of(grid), grid)
             sums = self._least_waits * (sent.all_reduce_x + sent.all_reduce_y)
-            self._sent[grid] = sums, sent.all_gather_z, sent.reduce_scatter_z
+            of_experts = self._least_of_experts(sizes)
+            gather = sent.all_gather_z + of_experts.all_gather_z
+            scatter = sent.reduce_scatter_z + of_experts.reduce_scatter_z
+            rows = of_experts.all_reduce_x + of_experts.all_reduce_y + of_experts.all_to_all
+            self._sent[grid] = sums + rows, gather, scatter
         forward, backward = self._computed[key]
         sums, gather, scatter = self._sent[grid]
         # What each micro-batch sends over z hides at most in its own passes.
@@ -143,6 +173,14 @@ class PipelineSearch:
         over_z = again + (0.0 if options.accumulate_unsharded else scatter)
         passes = max(forward, 0.0 if options.keep_gathered else gather) + max(backward, over_z)
         return (count * passes + sums) / grid.pipe
+
+    def _least_of_experts(self, grid: GridSizes) -> Volume:
+        """Seconds of what experts send in a step, but for start-ups and what is sent again."""
+        workload = self.workload
+        if workload.model.moe is None:
+            return Volume()
+        volume = expert_volume(workload.model, grid, workload.tokens / grid.batch_parts, workload.element)
+        return expert_seconds(volume, grid, self.cluster)
 
     def _rates_of(self, grid: GridSizes) -> Rates:
         if grid not in self._rates:
@@ -188,7 +226,14 @@ class PipelineSearch:
                 continue
             is_settled, worse = False, 0
             for size in self._sizes(local):
-                config = StepConfig(grid, size, choice.options, choice.state, self.space.clips)
+                config = StepConfig(
+                    grid,
+                    size,
+                    choice.options,
+                    choice.state,
+                    self.space.clips,
+                    drops_duplicates=self.space.drops_duplicates,
+                )
                 if size * self.workload.seq_len % config.token_parts:
                     continue
                 limit = most if best is None else min(most, best.cost.step_time)
@@ -217,8 +262,9 @@ class PipelineSearch:
 
     def _least_memory(self, config: StepConfig) -> float:
         """Bytes that the first rank needs at least, with as many live micro-batches as any schedule keeps there."""
-        blocks, pipe = self.workload.model.layers // config.grid.pipe, config.grid.pipe
-        first = stage_memory(self.workload, config, RankStages((blocks,), is_first=True, is_last=False))
+        blocks, pipe, moe = self.workload.model.layers // config.grid.pipe, config.grid.pipe, self.workload.model.has_moe
+        stages = StageLayout((0, blocks), (0,), moe).stages((0,), is_first=True, is_last=False)
+        first = stage_memory(self.workload, config, stages)
         live = min(config.micro_batches(self.workload), self.pipelines.limit or pipe)
         return peak(first.in_step) + (live - 1) * sum(first.between)
 
@@ -276,7 +322,7 @@ class PipelineSearch:
             return [_Timed(0.0, estimate_evenly(workload, replace(config, schedule=first), self.cluster))]
         rates = self._rates_of(config.grid)
         parts = measure_parts(workload, config, self.cluster, self.device, rates)
-        whole = workload.model.layers * parts.block.whole + parts.first.whole + parts.last.whole
+        whole = parts.all_blocks.whole + parts.first.whole + parts.last.whole
         if (count + (pipe - 1) / self._most_virtual_stages) * whole / pipe > most:
             return []
         known: dict[tuple[int, ...], tuple[PipelineEstimate, float]] = {}
@@ -304,6 +350,26 @@ class PipelineSearch:
         host = host_memory(self.workload, config, self.cluster, 0.0, 0.0)
         cost = Cost({"computation": 0.0}, bandwidths(self.cluster, grid), Volume(), dict.fromkeys(NAMES, 0.0))
         return Candidate(config, cost, {"parameters": 0.0}, host, False, why, 1)
+
+
+def _without_experts(grid: GridSizes) -> tuple[int, ...]:
+    return tuple(grid[axis] for axis in NAMES)
+
+
+def _best_of_each_grid(candidates: Sequence[Candidate]) -> list[Candidate]:
+    best: dict[tuple[int, ...], Candidate] = {}
+    for candidate in candidates:
+        of_grid = _without_experts(candidate.config.grid)
+        best[of_grid] = min(candidate, best.get(of_grid, candidate), key=lambda each: each.rank_on_its_grid)
+    return list(best.values())
+
+
+def _alone(grid: GridSizes) -> GridSizes:
+    """The smallest grid whose ranks compute the same as those of another."""
+    if grid.expert == 1:
+        return GridSizes(x=grid.x, y=grid.y)
+    data = grid.expert // (grid.x // grid.expert_x)
+    return GridSizes(data=data, x=grid.x, y=grid.y, expert=grid.expert, expert_tensor=grid.expert_tensor)
 
 
 def make_candidate(

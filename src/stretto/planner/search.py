@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
-from stretto.axes import GridSizes
+from stretto.axes import GridSizes, check_sizes
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StateOptions
 from stretto.planner.architecture import Architecture
@@ -15,6 +15,7 @@ from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
+from stretto.planner.expert_search import choose_expert_grids
 from stretto.planner.grids import divisors, every_grid, why_impossible
 from stretto.planner.memory import most_allocated
 from stretto.planner.optimizer_state import check_state
@@ -27,6 +28,7 @@ from stretto.planner.search_space import (
     SearchKeywords,
     SearchSpace,
     make_search_space,
+    set_imbalance,
 )
 from stretto.planner.workload import MESSAGE_DRIVEN, Dtype, ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import ServeFirst
@@ -55,7 +57,8 @@ def plan(
     cost: "full" predicts whole steps: computation and communication, with latency and what overlap hides. "paper"
         counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: fixed where given, otherwise searched.
-    search: recompute, keep_gathered, shard_sequence, overlaps, state, memory, clips, and pipelines (`SearchKeywords`).
+    search: recompute, keep_gathered, shard_sequence, overlaps, state, memory, clips, experts and pipelines
+        (`SearchKeywords`).
 
     Returns a plan for every factorization; the impossible ones, last, say why. Of more than 200 grids with several
     pipeline stages, those are left out that cannot be among the first ten: a note says how many. Raises ValueError for
@@ -63,7 +66,8 @@ def plan(
     batch.
     """
     machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
-    architecture = read_architecture(model, seq_len)
+    asked: dict[str, Any] = {**search}
+    architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     _check_cost(cost)
     ranks = _check_gpus(machine, gpus)
@@ -73,7 +77,6 @@ def plan(
     except ValueError as error:
         raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
     limit = most_allocated(machine.require("gpu.memory"))
-    asked: dict[str, Any] = {**search}
     of_pipelines = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS}
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
     space = make_search_space(workload, machine, cost, **asked)
@@ -108,15 +111,19 @@ def _search_grids(
     """The best candidate of each grid without pipeline stages."""
     candidates = []
     for grid in every_grid(ranks):
-        impossible, rates = why_impossible(workload.model, grid, workload.batch), bandwidths(cluster, grid)
-        judged: list[Candidate] = []
-        for choice in space.list_choices(grid):
-            if space.skips_slower and any(candidate.settles(choice, workload) for candidate in judged):
-                continue
-            config = StepConfig(grid, 1, choice.options, choice.state, space.clips)
-            judged.append(judge(workload, config, cluster, device, rates, limit, micro_batch, impossible))
-            if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
-                break
+        rates, judged = bandwidths(cluster, grid), list[Candidate]()
+        for variant, impossible in choose_expert_grids(workload, cluster, space, grid):
+            of_variant: list[Candidate] = []
+            for choice in space.list_choices(grid):
+                if space.skips_slower and any(candidate.settles(choice, workload) for candidate in of_variant):
+                    continue
+                config = StepConfig(
+                    variant, 1, choice.options, choice.state, space.clips, drops_duplicates=space.drops_duplicates
+                )
+                of_variant.append(judge(workload, config, cluster, device, rates, limit, micro_batch, impossible))
+                if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
+                    break
+            judged += of_variant
         candidates.append(min(judged, key=lambda candidate: candidate.rank_on_its_grid))
     return candidates
 
@@ -145,20 +152,22 @@ def predict(
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
-    workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype=dtype, optimizer=optimizer)
     asked: dict[str, Any] = {**changes}
+    architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
+    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
+    drops_duplicates = asked.pop("drop_duplicates", True)
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
     options = _change(options or ExecutionOptions(), **asked)
     _check_sharding(options.shard_sequence, workload.model, cost)
     options.recomputation.check_blocks(workload.model.layers)
     state = state or StateOptions()
     check_state(workload, options, state)
-    sizes = GridSizes(**grid)
+    sizes = check_sizes(grid)
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
     schedule = _choose_schedule(sizes.pipe, options, **of_schedule)
-    config = StepConfig(sizes, size, options, state, clips, schedule)
+    config = StepConfig(sizes, size, options, state, clips, schedule, drops_duplicates)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = most_allocated(cluster.require("gpu.memory"))
     if schedule is None:
@@ -286,7 +295,8 @@ def _possible_numbers(workload: StepWorkload, micro_batch: int | None, shards: b
     """Every number of GPUs that some grid can be made of: with z=1, for data parts the batch without further rules."""
     model, batch = workload.model, workload.batch
     parts = [n for n in divisors(batch) if micro_batch is None or batch // n % micro_batch == 0]
-    cut_by_x = math.gcd(*(linear.inputs if linear.is_rowwise else linear.units for linear in model.linears))
+    linears = [linear for kind in model.kinds for linear in kind.model.linears if not linear.keeps_outputs_whole]
+    cut_by_x = math.gcd(*(linear.inputs if linear.is_rowwise else linear.units for linear in linears))
     numbers: set[int] = set()
     for x, y in itertools.product(divisors(cut_by_x), divisors(model.hidden)):
         if why_impossible(model, GridSizes(x=x, y=y), batch) is None:
