@@ -60,7 +60,9 @@ class Experts(nn.Module):
         counts = choices.bincount(minlength=self.num_experts + 1).tolist()
         rows = hidden[order // top_k_index.shape[1]].split(counts)
         outputs = [self._compute(expert, rows[expert]) for expert in range(self.num_experts)]
-        of_choice = torch.cat([*outputs, torch.zeros_like(rows[-1])])[order.argsort()].view(*top_k_index.shape, -1)
+        of_choice = torch.cat([*outputs, torch.zeros_like(rows[-1])])[order.argsort()].view(
+            *top_k_index.shape, hidden.shape[1]
+        )
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return torch.einsum("tkh,tk->th", of_choice.to(dtype), top_k_weights.to(dtype)).to(hidden.dtype)
 

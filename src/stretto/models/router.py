@@ -275,5 +275,5 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        ones = torch.ones((), dtype=ctx.dtype, device=gradient.device)
-        return gradient, ones * ctx.scale, None
+        ones = torch.ones((), dtype=torch.float64, device=gradient.device)
+        return gradient, (ones * ctx.scale).to(ctx.dtype), None

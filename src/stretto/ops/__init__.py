@@ -2,6 +2,7 @@
 """Overlapped operators: computation with its collective hidden inside, as torch.library operators with gradients."""
 
 from stretto.deprecated import alias
+from stretto.ops import moe
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
 from stretto.ops.dispatch import counts
 from stretto.ops.embedding import (
@@ -47,6 +48,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "mlp",
+    "moe",
     "quantize_rows",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",

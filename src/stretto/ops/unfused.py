@@ -33,7 +33,7 @@ def matmul_reduce_scatter(
         partial = torch.mm(x, weight.t(), out_dtype=dtype)
     else:
         partial = x.to(dtype) @ weight.t().to(dtype)
-    total = scatter_sum(partial, group) if x.device.type == "cpu" else _reduce_scatter(partial, group)
+    total = scatter_sum(partial, group) if x.device.type == "cpu" else reduce_scatter(partial, group)
     return (total if bias is None else total + bias.to(dtype)).to(x.dtype)
 
 
@@ -63,7 +63,7 @@ def scaled_matmul_reduce_scatter(
 ) -> Tensor:
     """This rank's rows of the sum of fp8 operands' products."""
     partial = multiply_scaled(x, weight, scales, sum_dtype)
-    total = scatter_sum(partial, group) if x.device.type == "cpu" else _reduce_scatter(partial, group)
+    total = scatter_sum(partial, group) if x.device.type == "cpu" else reduce_scatter(partial, group)
     return _add(total, None if bias is None else bias.to(sum_dtype)).to(dtype)
 
 
@@ -125,6 +125,7 @@ def scatter_sum(x: Tensor, group: str) -> Tensor:
     return total.to(x.dtype)
 
 
-def _reduce_scatter(x: Tensor, group: str) -> Tensor:
+def reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """Reduce-scatter x [m, k] to this rank's rows, by the group's own backend."""
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", find_group(group).size(), group))

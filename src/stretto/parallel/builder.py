@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.axes import EXPERT, EXPERT_Z
 from stretto.execution import Overlap
 from stretto.parallel.comm.copy_engine_gather import (
     CopyEngineAllGather,
@@ -22,6 +23,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
+from stretto.parallel.layers.experts import ExpertProduct, ExpertsPlan, ParallelExperts, TokenFlow, several
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
@@ -35,9 +37,11 @@ from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import embedding_scale, norm_kind
 from stretto.parallel.roles.plan import (
+    EXPERTS_PARAMETERS,
     ParameterSharding,
     Role,
     ShardingPlan,
+    experts_sharding,
     gathered_sharding,
     linear_axes,
     sharding_of,
@@ -62,7 +66,8 @@ class TiedParameter(NamedTuple):
 class Builder:
     """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter.
 
-    is_stage: the model is a pipeline stage, which has several micro-batches in flight. The attribute `tied`: the
+    is_stage: the model is a pipeline stage, which has several micro-batches in flight. drops_duplicates, expert_rows:
+    of experts, as in `stretto.execution.ExecutionOptions`. The attribute `tied`: the
     parameters that the first and the last stage share, by their ids.
     """
 
@@ -78,12 +83,16 @@ class Builder:
         initializer: MetaInitializer,
         *,
         is_stage: bool = False,
+        drops_duplicates: bool = True,
+        expert_rows: int | None = None,
     ) -> None:
         self.model = model
         self.grid = grid
         self.precision = precision
         self.keep_gathered = keep_gathered
         self.tokens = tokens
+        self.drops_duplicates = drops_duplicates
+        self.expert_rows = expert_rows
         self.overlap = overlap
         self.matmuls = matmuls
         self.linears = 0
@@ -124,7 +133,7 @@ class Builder:
         owner = self.model.get_submodule(owner_name)
         original, source = owner.get_parameter(key), self.initializer.real(owner_name, owner)
         is_gathered = role.role == "gathered"
-        sharding = gathered_sharding(original, self.grid.sizes) if is_gathered else sharding_of(role, key)
+        sharding = gathered_sharding(original, self.grid.sizes) if is_gathered else self._sharding(role, key)
         return self.parameter(original, getattr(source, key), sharding)
 
     def shared_places(self, plan: ShardingPlan) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -145,6 +154,8 @@ class Builder:
                 return self._embedding(name, module, role)
             case "norm" | "head_norm" | "inner_norm":
                 return self._norm(name, module, role)
+            case "experts":
+                return self._experts(name, module)
             case _:
                 assert isinstance(module, nn.Dropout)
                 if role.role == "dropout":
@@ -214,10 +225,32 @@ class Builder:
             axis=axis,
         )
 
+    def _experts(self, name: str, module: nn.Module) -> nn.Module:
+        grid, source = self.grid, self.initializer.real(name, module)
+        flow = TokenFlow.of(grid, shards_sequence=self.tokens is not None, drops=self.drops_duplicates)
+        group = grid.group(EXPERT) if grid.size(EXPERT) > 1 else None
+        over_y, over_z, is_cut = several(grid.group("y")), grid.group(EXPERT_Z), grid.size("x") * grid.size("y") > 1
+        plan = ExpertsPlan(name, flow, group, over_y, is_cut, self.expert_rows)
+        parameters, products = {}, {}
+        for part in (part for part in EXPERTS_PARAMETERS if hasattr(module, part)):
+            original = module.get_parameter(part)
+            weight = self.parameter(original, getattr(source, part), experts_sharding(part, grid.sizes))
+            here = layout_of(weight).local_shape(grid.layout_sizes, grid.layout_coordinates)[0]
+            rows = original.shape[0] // grid.size(EXPERT)
+            shard = WeightShard(rows, here, over_z, self.precision, self.gatherer, self.gradient_reducer)
+            shard.watch(weight, may_keep=self.keep_gathered and over_z.size() == 1)
+            parameters[part] = weight
+            if part == "down_proj":
+                sums = flow.sum_rows_over, over_y
+                products[part] = ExpertProduct(shard, *sums, self.keep_gathered, plan.kept_of_output())
+            else:
+                products[part] = ExpertProduct(shard, over_y, flow.sum_rows_over, self.keep_gathered)
+        return ParallelExperts(module, parameters, plan, products)
+
     def _sharding(self, role: Role, part: str) -> ParameterSharding:
         """How a parameter is sharded. With sequence sharding, one used on this rank's tokens is also summed over x."""
         sharding = sharding_of(role, part)
-        is_of_tokens = role.role in ("norm", "positions") or (role.role == "rowwise" and part == "bias")
+        is_of_tokens = role.role in ("norm", "positions", "router") or (role.role == "rowwise" and part == "bias")
         if self.tokens is not None and is_of_tokens:
             return dataclasses.replace(sharding, sum_axes=(*sharding.sum_axes, "x"))
         return sharding

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class WeightShard:
     """How a weight's shard becomes the block that one rank multiplies with, and how a gradient gets back to the shard.
 
-    The shard is gathered over z along dim 0, in the compute dtype (Algorithm 3, line 2); gradients are scattered over z
-    in the reduction dtype (line 14), through `ring` if copy engines do it.
+    The shard is gathered over `group` (z; of experts, what expert leaves of z) along dim 0, in the compute dtype
+    (Algorithm 3, line 2); gradients are scattered over it in the reduction dtype (line 14), through `ring` if copy
+    engines do it.
     rows, local_rows: of dim 0, of the block and of the shard.
     """
 
@@ -65,7 +66,8 @@ class WeightShard:
             keep_copy(parameter, self.precision.compute)
         if self.ring is not None:
             self.ring.register(self.rows, local(parameter).shape[1:].numel())
-        self.gatherer.register(self, WeightToGather(parameter, self.rows, self.precision.compute), may_keep=may_keep)
+        weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group)
+        self.gatherer.register(self, weight, may_keep=may_keep and self.group.size() > 1)
 
     def start_reduction(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Start to reduce the gradient of the whole rows; it is in `parameter.grad` when `backward()` returns."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from stretto.axes import LOSS, REPLICAS, group_sizes
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, group_sizes, layout_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import UnknownRolesError
@@ -33,11 +33,16 @@ KINDS = {
     "replicated": "any module, or parameter of a module's own, between blocks, that every rank has whole (y=1)",
     "gathered": "any module that takes and makes hidden features: z shards its parameters, which are gathered for its "
     "forward pass, and all ranks of x and y compute it whole (experts, say)",
+    "experts": "experts(hidden [t, h], top_k_index [t, k], top_k_weights [t, k]) -> [t, h], with the parameters "
+    "gate_up_proj [E, 2F, h] (gate first; up_proj [E, F, h] without gates) and down_proj [E, h, F]: expert divides the "
+    "E experts, x splits F, y splits h",
+    "router": "any module that reads whole hidden features, and that all ranks of x and y compute alike: what chooses "
+    "a token's experts, or a linear that makes the one number by which a shared expert is scaled",
     "inner_parameter": "parameter of a module's own, between a colwise and a rowwise linear: x splits its dim 0 (one "
     "number for each attention head, say)",
 }
 # Roles of modules that stay as they are, and of parameters that their code reads as plain tensors.
-PLAIN = ("replicated", "gathered", "inner_parameter")
+PLAIN = ("replicated", "gathered", "inner_parameter", "router")
 
 
 # Names of roles before this release, which still work and warn.
@@ -90,7 +95,7 @@ class Role:
 @dataclass(frozen=True)
 class PlainPart:
     """Parameters, by name, that a model's own code reads as plain tensors: all of the submodule `whose`, or some of its
-    own ones. `role`: one of replicated, gathered and inner_parameter."""
+    own ones. `role`: one of PLAIN."""
 
     whose: str
     parameters: tuple[str, ...]
@@ -118,8 +123,8 @@ class ShardingPlan:
 
     @property
     def replicated(self) -> tuple[PlainPart, ...]:
-        """The parts that every rank of x computes whole."""
-        return tuple(part for part in self.plain if part.role.role != "inner_parameter")
+        """The parts that every rank of x computes whole, but for routers, which are small."""
+        return tuple(part for part in self.plain if part.role.role not in ("inner_parameter", "router"))
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
@@ -269,9 +274,9 @@ class ParameterSharding:
 
     def on(self, sizes: Mapping[str, int]) -> "ParameterSharding":
         """The same without axes of one rank, which split nothing."""
-        ranks = group_sizes(sizes)
+        ranks = group_sizes(sizes) | layout_sizes(sizes)
         return ParameterSharding(
-            tuple(split for split in self.splits if sizes[split.axis] > 1),
+            tuple(split for split in self.splits if ranks[split.axis] > 1),
             tuple(axis for axis in self.sum_axes if ranks[axis] > 1),
             self.is_weight,
         )
@@ -287,6 +292,24 @@ def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> Para
     if parameter.dim() > 0 and parameter.numel() > 0 and sizes["z"] > 1:
         return ParameterSharding((Split(0, "z"),), (REPLICAS,), is_weight=True)
     return ParameterSharding((), (LOSS,))
+
+
+EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""The parameters of a module with the role "experts": one of the first two, and the last."""
+
+
+def experts_sharding(part: str, sizes: Mapping[str, Any]) -> ParameterSharding:
+    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS.
+
+    On a grid without expert, experts are shared by the axes of all weights; z cuts their number there.
+    """
+    inner, outer = (2, 1) if part == "down_proj" else (1, 2)
+    splits = [Split(inner, "x", 2 if part == "gate_up_proj" else 1), Split(outer, "y")]
+    if layout_sizes(sizes)[EXPERT] == 1:
+        return ParameterSharding((*splits, Split(0, "z")), (REPLICAS,), is_weight=True)
+    if sizes.get("expert_tensor") == "fold":
+        del splits[0]
+    return ParameterSharding((Split(0, EXPERT), *splits, Split(0, EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
 
 
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
@@ -311,7 +334,7 @@ def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> Parame
             return ParameterSharding((), (LOSS, "x"))
         case "inner_parameter":  # as a colwise linear's bias
             return ParameterSharding((Split(0, "x", role.segments),), (LOSS,))
-        case "replicated":  # ranks of x have the same activations, and so the same gradients
+        case "replicated" | "router":  # ranks of x have the same activations, and so the same gradients
             return ParameterSharding((), (LOSS,))
         case _:
             raise AssertionError(f"a {role.role} has no parameters")

@@ -6,10 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from stretto.axes import LOSS, check_sizes, group_sizes
+from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
-from stretto.parallel.roles.plan import PLAIN, PlainPart, Role, ShardingPlan, sharding_of
+from stretto.parallel.roles.plan import (
+    EXPERTS_PARAMETERS,
+    PLAIN,
+    PlainPart,
+    Role,
+    ShardingPlan,
+    experts_sharding,
+    sharding_of,
+)
 from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
 
@@ -46,7 +54,15 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
         if len(plan.named(kind)) > 1 and kind != "embedding":
             raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
     for name, role in plan.roles.items():
-        _check_module(name, modules[name], role, sizes, hidden)
+        if role.role == "experts":
+            _check_experts(name, modules[name], sizes)
+        else:
+            _check_module(name, modules[name], role, sizes, hidden)
+    if sizes.expert > 1 and not plan.named("experts"):
+        raise ValueError(
+            f"expert is {sizes.expert}, but no submodule of {type(model).__name__} has the role 'experts': give one "
+            "that role, or choose expert=1"
+        )
     _check_shared(modules, plan, sizes)
     _check_plain(model, modules, plan, sizes)
     _check_loss(modules, plan)
@@ -69,8 +85,14 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     refuse_unnamed_counts(modules, plan, sizes)
 
 
-def check_takes_sharded_sequence(model: nn.Module) -> None:
+def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
     """Raise ValueError unless the model declares that its code works on sharded tokens between blocks."""
+    for part in plan.plain:
+        if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
+            raise ValueError(
+                f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
+                "choose shard_sequence=False, or a balance over all tokens ('switch' or 'bias')"
+            )
     if not getattr(model, "takes_sharded_sequence", False):
         raise ValueError(
             f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
@@ -120,6 +142,30 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
             _expect(name, module, role, nn.Dropout)
 
 
+def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
+    """Raise ValueError for a module without the interface of experts, and for sizes that the grid does not divide."""
+    shapes = {part: tuple(parameter.shape) for part, parameter in module.named_parameters()}
+    up = next((part for part in EXPERTS_PARAMETERS[:-1] if part in shapes), "")
+    if set(shapes) != {up, "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
+        raise UnknownRolesError(
+            f"{name} ({type(module).__name__}) has the parameters {', '.join(sorted(shapes)) or 'none'}, but a module "
+            "with the role 'experts' has down_proj [E, h, F] and either gate_up_proj [E, 2F, h] or up_proj [E, F, h]"
+        )
+    experts, hidden, inner = shapes["down_proj"]
+    segments = 2 if up == "gate_up_proj" else 1
+    if shapes[up] != (experts, segments * inner, hidden) or getattr(module, "num_experts", None) != experts:
+        raise UnknownRolesError(
+            f"{name}: {up} is {list(shapes[up])} and down_proj {list(shapes['down_proj'])} with num_experts="
+            f"{getattr(module, 'num_experts', None)}, but the role 'experts' takes {up} "
+            f"[E, {'2F' if segments == 2 else 'F'}, h] and down_proj [E, h, F]"
+        )
+    if not callable(getattr(module, "act_fn", None)):
+        raise UnknownRolesError(f"{name} has the role 'experts', but no act_fn, a function of a tensor")
+    check_divides(experts, sizes.expert, "expert", name, "experts")
+    check_divides(inner, sizes.expert_x, "x", name, "inner features of an expert")
+    check_divides(hidden, sizes["y"], "y", name, "hidden size")
+
+
 def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
     """Raise ValueError for dropout that is no module, which each rank would draw by itself.
 
@@ -159,6 +205,9 @@ def _check_plain(
                 _check_inner_parameters(model, part, sizes)
             case "gathered":
                 _check_gathered(modules, part, plan, sizes)
+            case "router":
+                if not part.is_module or type(modules[part.whose]).forward is nn.Module.forward:
+                    raise ValueError(f"{part.label} has the role 'router', but is no module that is called")
             case _ if sizes["y"] > 1:
                 raise UnknownRolesError(
                     f"{part.label} has the role 'replicated': every rank has all of its features, but y={sizes['y']} "
@@ -215,7 +264,7 @@ def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
         check_loss(modules[name], name, head.weight.shape[1 if huggingface.is_conv1d(head) else 0])
 
 
-def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
+def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: GridSizes) -> None:
     """Raise ValueError for a module with two roles, or a parameter that its modules shard in different ways."""
     of_module: dict[int, tuple[str, Role]] = {}
     of_parameter: dict[int, tuple[str, Any]] = {}
@@ -230,7 +279,10 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: M
         if role.role == "loss":
             continue
         for part, parameter in module.named_parameters(recurse=False):
-            cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes)
+            if role.role == "experts":
+                cut = experts_sharding(part, sizes.sizes()).on(sizes.sizes())
+            else:
+                cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
             if cut != first_cut:
                 raise ValueError(

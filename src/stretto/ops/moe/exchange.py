@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine: tokens travel to their experts' ranks, and the experts' results back (expert parallelism).
+
+Lepikhin et al., GShard, section 3.2. With `gather_group`, Singh et al., A Hybrid Tensor-Expert-Data Parallelism
+Approach (TED), sections 4 and 5: duplicates over tensor-parallel ranks are dropped before the all-to-all, and the rows
+are gathered after it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.ops.checks import find_name, require_agreement
+from stretto.ops.moe.fixed_rows import FixedCombine, FixedDispatch, FixedRoute, find_fixed_route
+from stretto.ops.moe.permutation import (
+    Order,
+    copy_tokens,
+    multiply_copies,
+    require_tokens,
+    require_weighted,
+    sort_by_expert,
+    sum_copies,
+    unpermute,
+    weigh_tokens,
+)
+from stretto.ops.moe.routes import Around, Route, call, find_route
+from stretto.ops.moe.row_limit import look_for_errors, record_rows
+
+_IMPLEMENTATIONS = ("auto", "library")
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What `combine` needs to know of a `dispatch`: the way of its rows.
+
+    num_rows: of the rows that were returned. shape: [t, k] of topk_ids. order: of this rank's copies. route: None where
+    one rank has all experts.
+    """
+
+    num_rows: int
+    shape: tuple[int, int]
+    order: Order
+    route: Route | FixedRoute | None
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Rows for this rank's experts, sorted by expert.
+
+    rows: [n, h]. offsets: int32 [local experts + 1], on the device; the rows of this rank's expert e are offsets[e] to
+    offsets[e + 1], and those from offsets[-1] on are padding. handle: for `combine`.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    handle: DispatchHandle
+
+
+def dispatch(
+    x: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    max_rows: int | None = None,
+    gather_group: dist.ProcessGroup | None = None,
+    around: Around = call,
+    implementation: str = "auto",
+) -> Dispatched:
+    """Send each token's copies to the ranks of its experts: x [t, h], topk_ids [t, k] -> rows [n, h] by expert.
+
+    Expert e of num_experts is on rank e // (num_experts / ranks) of the group; None, and a group of one rank, have all
+    experts here and nothing is sent.
+    """
+    _require_library("dispatch", implementation)
+    require_tokens("dispatch", x, topk_ids, num_experts)
+    group, gather_group = _find_several(group), _find_several(gather_group)
+    world = 1 if group is None else group.size()
+    _require_divisible(num_experts, world)
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"dispatch: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
+    if group is None and gather_group is None:
+        return _dispatch_here(x, topk_ids, num_experts, max_rows)
+    return _dispatch_to_ranks(x, topk_ids, num_experts, group, gather_group, max_rows, around)
+
+
+def combine(
+    rows: Tensor,
+    handle: DispatchHandle,
+    topk_weights: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    around: Around = call,
+    implementation: str = "auto",
+) -> Tensor:
+    """Return the experts' rows to their tokens' ranks, and sum each token's, weighted: rows [n, h] -> [t, h]."""
+    _require_library("combine", implementation)
+    require_weighted("combine", rows, topk_weights, handle.shape)
+    if rows.shape[0] != handle.num_rows:
+        raise ValueError(f"combine: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
+    if _find_several(group) is not handle.group:
+        raise ValueError("combine takes the group that dispatch was given, and was given another")
+    if handle.route is None:
+        return unpermute(rows, handle.order.positions, topk_weights)
+    return _combine_from_ranks(rows, handle, topk_weights, around)
+
+
+def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int | None) -> Dispatched:
+    order = sort_by_expert(topk_ids, num_experts)
+    rows = copy_tokens(x, order)
+    if max_rows is not None:
+        missing = max_rows - rows.shape[0]
+        if missing < 0:
+            raise ValueError(
+                f"dispatch: rank 0 of a group of one needs {rows.shape[0]} rows, more than max_rows={max_rows}: give "
+                f"max_rows={rows.shape[0]} or more, or None"
+            )
+        rows = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
+    t, k = topk_ids.shape
+    return Dispatched(rows, order.offsets, DispatchHandle(rows.shape[0], (t, k), order, None, None))
+
+
+@torch.compiler.disable  # a graph break: `around` is a function, and the number of rows is known after an exchange
+def _dispatch_to_ranks(
+    x: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
+    max_rows: int | None,
+    around: Around,
+) -> Dispatched:
+    groups = tuple(one for one in (group, gather_group) if one is not None)
+    look_for_errors(groups[0], x.device)
+    (t, k), h = topk_ids.shape, x.shape[1]
+    same = f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}"
+    for one in groups:
+        # With max_rows the ranks' tokens are gathered, and the host does not learn how many they are.
+        require_agreement(same if max_rows is None else f"{same}, {t} tokens", False, find_name(one), x.device)
+    order = sort_by_expert(topk_ids, num_experts)
+    if max_rows is None:
+        counts = (order.offsets[1:] - order.offsets[:-1]).to(torch.int64)
+        with torch.no_grad():
+            exact, offsets = find_route(counts, group, gather_group, around)
+        rows = _Dispatch.apply(x, order, exact, around)
+        return Dispatched(rows, offsets, DispatchHandle(rows.shape[0], (t, k), order, exact, group))
+    shards, shard = (1, 0) if group is None else (group.size(), group.rank())
+    with torch.no_grad():
+        route, offsets, needed = find_fixed_route(topk_ids, num_experts, max_rows, groups, shards, shard, around)
+        record_rows(groups[0], needed, max_rows)
+    rows = FixedDispatch.apply(x, route, around)
+    return Dispatched(rows, offsets, DispatchHandle(max_rows, (t, k), order, route, group))
+
+
+@torch.compiler.disable
+def _combine_from_ranks(rows: Tensor, handle: DispatchHandle, weights: Tensor, around: Around) -> Tensor:
+    if isinstance(handle.route, FixedRoute):
+        fixed: Tensor = FixedCombine.apply(rows, weights, handle.route, around)
+        return fixed
+    exact: Tensor = _Combine.apply(rows, weights, handle.order, handle.route, around)
+    return exact
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copies of tokens, forward along a route; backward, the copies' gradients return and are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order, route: Route, around: Around) -> Tensor:
+        ctx.order, ctx.route, ctx.around = order, route, around
+        k = order.positions.shape[1]
+        return route.forward(lambda: x.index_select(0, order.slots // k), around)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        returned = ctx.route.backward(lambda: grad, ctx.around)
+        return sum_copies(returned, ctx.order.positions), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows back along a route, and weighted sums of them; backward, the tokens' gradients go forward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order, route: Route, around: Around) -> Tensor:
+        ctx.order, ctx.route, ctx.around = order, route, around
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        ctx.weights_dtype = weights.dtype
+        returned = route.backward(lambda: rows, around)
+        ctx.save_for_backward(weights if needs_rows else None, returned if needs_weights else None)
+        return sum_copies(returned, order.positions, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weights, returned = ctx.saved_tensors
+        order = ctx.order
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        grad_rows = grad_weights = None
+        if needs_rows:
+            grad_rows = ctx.route.forward(lambda: weigh_tokens(grad, weights, order.slots), ctx.around)
+        if needs_weights:
+            grad_weights = multiply_copies(grad, returned, order.positions).to(ctx.weights_dtype)
+        return grad_rows, grad_weights, None, None, None
+
+
+def _find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or None where it has one rank. ValueError for a rank outside of it."""
+    if group is None:
+        return None
+    find_name(group)
+    return None if group.size() == 1 else group
+
+
+def _require_divisible(num_experts: int, world: int) -> None:
+    if num_experts % world:
+        nearest = max(round(num_experts / world), 1) * world
+        raise ValueError(
+            f"dispatch: {num_experts} experts cannot be divided among {world} ranks: a multiple of the group's size "
+            f"will do, such as {nearest}"
+        )
+
+
+def _require_library(operator: str, implementation: str) -> None:
+    """ValueError for an implementation that there is not."""
+    if implementation == "kernel":
+        raise ValueError(f'{operator} has no kernel yet: implementation="library" or "auto" will do')
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f'{operator}: implementation is "auto" or "library", not {implementation!r}')

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes tokens to a fixed number of rows on their experts' ranks, and back, so that nothing waits for the host.
+
+The library has no all-to-all whose sizes only the device knows. So all tokens are gathered, each rank selects its rows,
+and sums by token return by a reduce-scatter.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.ops.moe.permutation import multiply_copies, sort_by_expert, sum_copies, weigh_tokens
+from stretto.ops.moe.routes import Around, gather_rows, scatter_sum
+
+
+@dataclass(frozen=True)
+class FixedRoute:
+    """The selection of this rank's rows among all ranks' tokens, in the order of gather_group's, then group's ranks.
+
+    groups: over which tokens are gathered, in this order. slots: int64 [max_rows], the copy (token * k + slot) of each
+    row. is_row: bool [max_rows], False for padding; fill: a scalar, what padding has: 0, or NaN after too many rows.
+    positions: int64 [all tokens, k], the row of each copy; is_here: bool, whether this rank has it.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    slots: Tensor
+    is_row: Tensor
+    fill: Tensor
+    positions: Tensor
+    is_here: Tensor
+
+    def gather(self, tokens: Tensor, around: Around) -> Tensor:
+        """All tokens' values, [t, .] -> [all tokens, .]."""
+        for group in self.groups:
+            tokens = _gather(tokens, group, around)
+        return tokens
+
+    def scatter(self, sums: Tensor, around: Around) -> Tensor:
+        """The ranks' sums for this rank's tokens, [all tokens, .] -> [t, .]."""
+        for group in reversed(self.groups):
+            sums = _scatter(sums, group, around)
+        return sums
+
+    def fill_padding(self, rows: Tensor) -> Tensor:
+        """The rows, where padding has `fill`."""
+        return torch.where(self.is_row[:, None], rows, self.fill.to(rows.dtype))
+
+
+def find_fixed_route(
+    topk_ids: Tensor,
+    num_experts: int,
+    max_rows: int,
+    groups: tuple[dist.ProcessGroup, ...],
+    shards: int,
+    shard: int,
+    around: Around,
+) -> tuple[FixedRoute, Tensor, Tensor]:
+    """(route, offsets of its rows, rows that each rank needs [shards]).
+
+    shards: the number of ranks that share the experts, of which this is number `shard`.
+    """
+    for group in groups:
+        topk_ids = _gather(topk_ids, group, around)
+    order = sort_by_expert(topk_ids, num_experts)
+    local = num_experts // shards
+    ends = order.offsets[::local]
+    needed = (ends[1:] - ends[:-1]).to(torch.int64)
+    begin = ends[shard]
+    is_over = needed[shard] > max_rows
+    count = needed[shard].clamp(max=max_rows)
+    offsets = (order.offsets[shard * local : (shard + 1) * local + 1] - begin).clamp(max=max_rows)
+    numbers = torch.arange(max_rows, device=topk_ids.device)
+    copies = topk_ids.numel()
+    slots = order.slots.index_select(0, (numbers + begin).clamp(max=copies - 1)) if copies else numbers * 0
+    positions = order.positions - begin
+    is_here = (positions >= 0) & (positions < count)
+    fill = torch.where(is_over, torch.nan, 0.0)
+    route = FixedRoute(groups, slots, (numbers < count) & ~is_over, fill, positions.clamp(0, max_rows - 1), is_here)
+    return route, offsets, needed
+
+
+class FixedDispatch(torch.autograd.Function):
+    """Gather tokens and select rows; backward, sum the rows' gradients by token and reduce-scatter them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, route: FixedRoute, around: Around) -> Tensor:
+        ctx.route, ctx.around = route, around
+        tokens = route.gather(x, around)
+        if not len(tokens):
+            return x.new_zeros(len(route.slots), x.shape[1])
+        return route.fill_padding(tokens.index_select(0, route.slots // route.positions.shape[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        route = ctx.route
+        return route.scatter(sum_copies(grad, route.positions, is_valid=route.is_here), ctx.around), None, None
+
+
+class FixedCombine(torch.autograd.Function):
+    """Sum rows by token, weighted, and reduce-scatter the sums; backward, gather the tokens' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: FixedRoute, around: Around) -> Tensor:
+        ctx.route, ctx.around = route, around
+        everyones = route.gather(weights, around)
+        ctx.save_for_backward(everyones, rows if ctx.needs_input_grad[1] else None)
+        return route.scatter(sum_copies(rows, route.positions, everyones, route.is_here), around)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        route, around = ctx.route, ctx.around
+        weights, rows = ctx.saved_tensors
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        grad_rows = grad_weights = None
+        tokens = route.gather(grad, around)
+        if needs_rows:
+            grad_rows = (
+                route.fill_padding(weigh_tokens(tokens, weights, route.slots))
+                if len(tokens)
+                else tokens.new_zeros(len(route.slots), tokens.shape[1])
+            )
+        if needs_weights:
+            products = multiply_copies(tokens, rows, route.positions, route.is_here)
+            grad_weights = route.scatter(products, around).to(weights.dtype)
+        return grad_rows, grad_weights, None, None
+
+
+def _gather(tokens: Tensor, group: dist.ProcessGroup, around: Around) -> Tensor:
+    gathered: Tensor = around("all_gather", lambda: gather_rows(tokens, group))
+    return gathered
+
+
+def _scatter(sums: Tensor, group: dist.ProcessGroup, around: Around) -> Tensor:
+    own: Tensor = around("reduce_scatter", lambda: scatter_sum(sums, group))
+    return own
