@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of a decoder-only transformer, from which the planner computes everything else."""
 
+from collections.abc import Hashable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ LARGEST = 10**9  # of any count: products of a few stay exact and cheap
 class BlockKind(NamedTuple):
     """Blocks of a model that are alike: how many there are, and a model of one of them, without embeddings and head."""
 
-    count: int
+    blocks: int
     model: "Architecture"
 
 
@@ -35,8 +36,8 @@ class Architecture:
     none), of which `active_experts` compute a token, in a model whose experts z alone shards (GPT-OSS). `notes`: what a
     reader of a plan must know.
 
-    `moe`: the mixture of experts that blocks have in place of the MLP: all of them, or those that `moe_pattern` has True
-    for. `latent`: its attention is DeepSeek's, of these sizes.
+    `moe`: the mixture of experts that blocks have in place of the MLP: all of them, or those that `moe_pattern` has
+    True for. `latent`: its attention is DeepSeek's, of these sizes.
 
     `is_sharded_by_blocks`: `parallelize` finds no roles, and shards the model block by block over z, so that all ranks
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
@@ -185,13 +186,13 @@ class Architecture:
     @property
     def linear_weights(self) -> int:
         """Weights of all blocks' linears, without head and biases."""
-        return sum(kind.count * sum(linear.weights for linear in kind.model.linears) for kind in self.kinds)
+        return sum(kind.blocks * sum(linear.weights for linear in kind.model.linears) for kind in self.kinds)
 
     @property
     def active_weights(self) -> int:
         """Weights of all blocks that one token is multiplied with: of experts, those of its own alone."""
         experts = sum(
-            kind.count * layer.active_weights
+            kind.blocks * layer.active_weights
             for kind in self.kinds
             for layer in kind.model.block
             if isinstance(layer, ExpertsLayer | MoeLayer)
@@ -216,16 +217,16 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """All of the model's parameters; tied weights count once."""
-        return sum(kind.count * kind.model.block_parameters for kind in self.kinds) + self.outside_parameters
+        return sum(kind.blocks * kind.model.block_parameters for kind in self.kinds) + self.outside_parameters
 
     @cached_property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts of all blocks."""
-        return sum(kind.count * sum(kind.model.expert_tensors) for kind in self.kinds)
+        return sum(kind.blocks * sum(kind.model.expert_tensors) for kind in self.kinds)
 
     @property
     def expert_tensors(self) -> tuple[int, ...]:
-        """Numbers in each of one block's parameters that ranks of `expert` divide, of a model whose blocks are alike."""
+        """Numbers in each of one block's parameters that ranks of `expert` divide, of a model of like blocks."""
         return () if self.moe_layer is None else self.moe_layer.expert_tensors()
 
     @property
@@ -240,8 +241,8 @@ class Architecture:
 
     @cached_property
     def block_parameters(self) -> int:
-        """All parameters of one block: weights and biases of its linears, its norms, sinks and experts. Of a model whose
-        blocks are all alike."""
+        """All parameters of one block: weights and biases of its linears, its norms, sinks and experts. Of a model
+        whose blocks are all alike."""
         linears = sum(linear.weights + linear.outputs * linear.has_bias for linear in self.linears)
         norms = self.block_norms * self._norm_width + self.head_norm_weights + self.latent_norm_weights
         return (
@@ -266,11 +267,21 @@ class Architecture:
         return self.hidden * (2 if self.has_norm_bias else 1)
 
     def stage(self, blocks: int, *, is_first: bool, is_last: bool, moe_blocks: int | None = None) -> "Architecture":
-        """A pipeline stage of so many blocks, `moe_blocks` of them with a mixture of experts (None: all, if the model has
-        any). Tied embeddings are on the first stage and on the last."""
+        """A pipeline stage of so many blocks, `moe_blocks` of them with a mixture of experts (None: all, if the model
+        has any). Tied embeddings are on the first stage and on the last."""
         dense = 0 if moe_blocks is None else blocks - moe_blocks
         pattern = (False,) * dense + (True,) * (blocks - dense) if self.moe is not None else ()
-        return replace(self, layers=blocks, is_first=is_first, is_last=is_last, moe_pattern=pattern)
+        stage = replace(self, layers=blocks, is_first=is_first, is_last=is_last, moe_pattern=pattern)
+        if self.moe is not None:  # stages share the models of their blocks, and what is known of these
+            counts = (blocks,) if len(self.kinds) == 1 else (dense, blocks - dense)
+            shared = (kind._replace(blocks=count) for kind, count in zip(self.kinds, counts, strict=True) if count)
+            stage.__dict__["kinds"] = tuple(shared)
+        return stage
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What is computed once of a block on each grid, by its name and the sizes that it depends on."""
+        return {}
 
     def copies(self, grid: GridSizes) -> int:
         """How many ranks compute and hold the same: those of x and y, if the model is sharded by blocks."""

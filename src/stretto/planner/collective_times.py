@@ -26,7 +26,9 @@ def chunked_sums(
     def each(kept: float, replicas: int) -> float:
         return 2 * (replicas - 1) / replicas * kept / reductions * gradient
 
-    time = collective_seconds("all_reduce", REPLICAS, each(parameters - of_experts, grid.replicas), cluster, grid, rates)
+    time = collective_seconds(
+        "all_reduce", REPLICAS, each(parameters - of_experts, grid.replicas), cluster, grid, rates
+    )
     if of_experts:
         sent = each(of_experts, grid.expert_data)
         time += group_seconds("all_reduce", group_of_replicas(grid), sent, cluster)
@@ -45,9 +47,7 @@ def collective_seconds(
     return group_seconds(kind, ranks, num_bytes, cluster, slowest_rate(rates, grid, group))
 
 
-def group_seconds(
-    kind: str, group: RankGroup, num_bytes: float, cluster: Cluster, rate: float | None = None
-) -> float:
+def group_seconds(kind: str, group: RankGroup, num_bytes: float, cluster: Cluster, rate: float | None = None) -> float:
     """The same of any group. rate: bytes/s where they are known already."""
     preceding, size = group
     if size == 1:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts the communication of a step in bytes and seconds (Singh, section 5.1.2, equations 5.1 to 5.7).
 
-Bytes are those that a ring algorithm sends from one rank. Times add up the kinds of collectives by the axis that they run
-over, which for a rowwise linear is the other one: x and y change roles in every equation. What experts send is in
+Bytes are those that a ring algorithm sends from one rank. Times add up the kinds of collectives by the axis that they
+run over, which for a rowwise linear is the other one: x and y change roles in every equation. What experts send is in
 `expert_cost`.
 """
 

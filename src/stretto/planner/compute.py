@@ -21,8 +21,8 @@ from stretto.planner.workload import ELEMENT_BYTES, StepConfig, StepWorkload
 MATMUL_EFFICIENCY = 0.75  # of the datasheet's peak, for large products
 ATTENTION_EFFICIENCY = 0.6  # of what matrix products reach, forward and backward pass together
 COPY_EFFICIENCY = 0.87  # of the memory's bandwidth, for a large copy
-# Of a large product's rate, what a grouped one reaches with many rows an expert; and the rows of its tiles. Assumptions,
-# until they are measured: tiles of 128 rows are usual on Hopper.
+# Of a large product's rate, what a grouped one reaches with many rows an expert; and the rows of its tiles.
+# Assumptions, until they are measured: tiles of 128 rows are usual on Hopper.
 GROUPED_EFFICIENCY = 0.9
 TILE_ROWS = 128
 # What element-wise kernels, norms and the optimizer reach of a copy's rate, gaps between them included: with it the
@@ -197,15 +197,14 @@ def _block_times(workload: StepWorkload, model: Architecture, config: StepConfig
         backward += count * (device.matmul(m, k, n, "NT") + device.matmul(k, n, m, "TN"))
     grouped = 0.0
     if (layer := model.moe_layer) is not None:
-        m, n, k = layer.router_product(grid, tokens, config.token_parts)
-        router = device.matmul(m, n, k, "NT")
+        router = device.matmul(*layer.router_product(grid, tokens, config.token_parts), "NT")
         forward += router
         backward += 2 * router
-        for experts, rows, n, k in layer.expert_products(grid, tokens):
-            forward += device.grouped_matmul(experts, rows, n, k)
-            gradient = device.grouped_matmul(experts, rows, n, k)
-            backward += device.grouped_matmul(experts, rows, k, n) + gradient
-            grouped += gradient
+        for experts, rows, made, taken in layer.expert_products(grid, tokens):
+            product = device.grouped_matmul(experts, rows, made, taken)
+            forward += product
+            backward += device.grouped_matmul(experts, rows, taken, made) + product
+            grouped += product  # the weights' gradients take as long
     recomputation = config.options.recomputation
     if recomputation.is_on:
         kept = [recomputation.keeps_product(linear.input_shards(grid)) for linear in model.linears]
@@ -220,8 +219,10 @@ def _parameters(workload: StepWorkload, grid: GridSizes) -> float:
     model = workload.model
     gathered = 0 if model.is_sharded_by_blocks else model.layers * model.gathered_parameters
     divided = model.expert_parameters
-    return (model.parameters - gathered - divided) / grid.weight_parts + gathered / grid.z + local_expert_parameters(
-        model, grid
+    return (
+        (model.parameters - gathered - divided) / grid.weight_parts
+        + gathered / grid.z
+        + local_expert_parameters(model, grid)
     )
 
 

@@ -49,6 +49,7 @@ PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
 
+
 @dataclass(frozen=True)
 class PipelineCost:
     """What a step takes because its model is cut into stages, in seconds on the rank that computes most.
@@ -85,8 +86,8 @@ class Cost:
 
 
 def paper_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates) -> Cost:
-    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data; and what experts send
-    (section 7.3), at the same bandwidths.
+    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data; and what experts
+    send (section 7.3), at the same bandwidths.
 
     rates: the grid's `bandwidths`.
     """
@@ -103,8 +104,8 @@ def paper_terms(times: Volume) -> dict[str, float]:
 
 
 def paper_expert_seconds(workload: StepWorkload, config: StepConfig, cluster: Cluster, gathers: int) -> Volume:
-    """Seconds of what experts send: two all-to-alls in the forward pass and two in the backward pass, and two again where
-    activations are checkpointed without keeping what collectives bring (section 7.3.2)."""
+    """Seconds of what experts send: two all-to-alls in the forward pass and two in the backward pass, and two again
+    where activations are checkpointed without keeping what collectives bring (section 7.3.2)."""
     model, grid, options = workload.model, config.grid, config.options
     if model.moe is None:
         return Volume()
@@ -175,7 +176,7 @@ class StepCommunication:
         self._traffics: list[tuple[int, Linear, LinearTraffic]] = []
         if not model.is_sharded_by_blocks:
             self._traffics = [
-                (kind.count * self.micro_batches, linear, linear_traffic(linear, grid, tokens))
+                (kind.blocks * self.micro_batches, linear, linear_traffic(linear, grid, tokens))
                 for kind in model.kinds
                 for linear in kind.model.linears
             ]
@@ -338,7 +339,7 @@ class StepCommunication:
     @property
     def host_reads(self) -> float:
         """Seconds in which the host waits for counts of rows: of each forward pass of experts on several ranks."""
-        if self.config.grid.expert == 1:
+        if self.config.grid.expert == 1 or self.config.options.expert_rows is not None:
             return 0.0
         return self.workload.model.moe_blocks * self.micro_batches * self.forward_exchanges * HOST_READ
 

@@ -3,10 +3,10 @@
 
 A token of a rank is sent to each of its experts, and comes back (Singh, section 7.1, steps 4 and 7); the backward pass
 sends two all-to-alls more, and so does recomputation that keeps nothing. Ranks of x that cut experts need all rows: TED
-sends them from each rank of x, and sums outputs over x. With duplicates dropped (section 7.3.1), each rank of x sends its
-part of the tokens, so that all-to-alls send 1/x of the bytes, and rows are gathered over x beside the experts; outputs
-are scattered there, where the paper sums them whole, and drops. The backward all-reduces belong to steps 2 and 6 of
-figure 7.3 (the text says 4 and 6, which are an all-to-all and the sum).
+sends them from each rank of x, and sums outputs over x. With duplicates dropped (section 7.3.1), each rank of x sends
+its part of the tokens, so that all-to-alls send 1/x of the bytes, and rows are gathered over x beside the experts;
+outputs are scattered there, where the paper sums them whole, and drops. The backward all-reduces belong to steps 2 and
+6 of figure 7.3 (the text says 4 and 6, which are an all-to-all and the sum).
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ HOST_READ = 40e-6
 
 
 class ExpertMessage(NamedTuple):
-    """One collective of a block's experts for one micro-batch: numbers that a rank sends, and the axis that it goes over.
+    """One collective of a block's experts for one micro-batch: numbers that a rank sends, and the axis that it goes
+    over.
 
     kind: "all_to_all", "all_gather", "reduce_scatter" or "all_reduce".
     """
@@ -109,7 +110,9 @@ def _list_messages(
         if is_distinct and token_parts == 1:  # outputs of all tokens, and gradients by their inputs
             yield ExpertMessage("all_gather", "x", (x - 1) / x * tokens * hidden, is_forward)
         # Partial sums over y: of gate and up, and of the gradient by what down takes.
-        yield ExpertMessage("all_reduce", "y", 2 * (y - 1) / y * rows * ffn * (shape.ups if is_forward else 1), is_forward)
+        yield ExpertMessage(
+            "all_reduce", "y", 2 * (y - 1) / y * rows * ffn * (shape.ups if is_forward else 1), is_forward
+        )
     yield ExpertMessage("all_gather", "y", (y - 1) * tokens / token_parts * hidden, True)  # for the router
 
 
@@ -178,7 +181,9 @@ def all_to_all_transfer(num_bytes: float, grid: GridSizes, cluster: Cluster) -> 
     if far:
         between = far / network_bandwidth(cluster) * min(cluster.gpus_per_node, grid.ranks)
     if inside > 1:
-        within = (num_bytes - far) / group_bandwidth(cluster, min(grid.x * grid.y, cluster.gpus_per_node // inside), inside)
+        within = (num_bytes - far) / group_bandwidth(
+            cluster, min(grid.x * grid.y, cluster.gpus_per_node // inside), inside
+        )
     return max(between, within)
 
 

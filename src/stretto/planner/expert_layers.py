@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of mixture-of-experts models: routed and shared experts, and DeepSeek's latent attention.
 
-`grid.expert` ranks divide the experts among them, taken from data, then z (`stretto.axes.fold_experts`); what they leave
-of data sums gradients of experts, what they leave of z shards them. x cuts each expert's inner features ("cut"), or is
-among the ranks that divide the experts ("fold"). Rows are what experts compute: a token's features, once for each of its
-experts.
+`grid.expert` ranks divide the experts among them, taken from data, then z (`stretto.axes.fold_experts`); what they
+leave of data sums gradients of experts, what they leave of z shards them. x cuts each expert's inner features ("cut"),
+or is among the ranks that divide the experts ("fold"). Rows are what experts compute: a token's features, once for each
+of its experts.
 """
 
 from collections.abc import Sequence
@@ -121,8 +121,8 @@ class MoeLayer(BlockLayer):
         return of_rows + of_tokens + whole_input + shared
 
     def exchanged(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-        """Numbers a token that collectives bring, and recomputation that keeps them does not send again; and how many of
-        them are among `kept`."""
+        """Numbers a token that collectives bring, and recomputation that keeps them does not send again; and how many
+        of them are among `kept`."""
         hidden, x, parts = self.hidden / grid.y, grid.x, grid.expert_x
         rows, sent = self._rows(grid) * hidden, self.shape.active * hidden / self._distinct(grid)
         if grid.expert == 1:  # sums of outputs over x alone
@@ -218,8 +218,8 @@ class LatentAttentionLayer(BlockLayer):
         return self.heads * (self.shape.nope + self.shape.rope) / grid.x, self.heads * self.shape.value / grid.x
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        # Latent features before and after their norms; queries as made and as rotated; keys and values as made, and keys
-        # with the rotary features; the result; and of each head a sum of exponentials in fp32.
+        # Latent features before and after their norms; queries as made and as rotated; keys and values as made, and
+        # keys with the rotary features; the result; and of each head a sum of exponentials in fp32.
         shape, (queries, values) = self.shape, self._heads(grid)
         latent = 2 * (shape.q_rank + shape.kv_rank) + shape.rope
         made = self.heads * shape.nope / grid.x + values

@@ -30,8 +30,8 @@ class Linear:
     many parts at most the outputs may be cut: heads, or the outputs themselves. z cuts what x or y leaves of the
     weight's first dim: of its outputs, or of its inputs if they are stored first.
 
-    keeps_outputs_whole: no axis cuts the outputs, which all ranks of it compute alike. takes_whole_inputs: the inputs are
-    such, and no axis cuts them.
+    keeps_outputs_whole: no axis cuts the outputs, which all ranks of it compute alike. takes_whole_inputs: the inputs
+    are such, and no axis cuts them.
     """
 
     name: str

@@ -39,17 +39,21 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
     embedding = -(-model.embedding_rows // grid.x) * model.hidden / grid.y / grid.z
     outputs = -(-model.head_outputs // grid.x)
     head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
-    blocks = sum(kind.count * _local_parameters_of_a_block(kind.model, grid) for kind in model.kinds)
+    blocks = sum(kind.blocks * _local_parameters_of_a_block(kind.model, grid) for kind in model.kinds)
     positions = model.position_rows * model.hidden / grid.y
     return blocks + embedding + head + model.norm_parameters / grid.y + positions + local_expert_parameters(model, grid)
 
 
 def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
     """Those of one block of a model whose blocks are alike, but for norms of hidden features, and routed experts."""
+    if (key := ("parameters", grid.x, grid.y, grid.z)) in model.memo:
+        known: float = model.memo[key]
+        return known
     weights = sum(linear.local_weights(grid) for linear in model.linears) / grid.z
     biases = sum(linear.outputs / linear.output_shards(grid) for linear in model.linears if linear.has_bias)
     whole = model.head_norm_weights + model.latent_norm_weights + model.whole_parameters
-    return weights + biases + whole + model.gathered_parameters / grid.z + model.sinks / grid.x
+    model.memo[key] = weights + biases + whole + model.gathered_parameters / grid.z + model.sinks / grid.x
+    return _local_parameters_of_a_block(model, grid)
 
 
 def activations_of_a_block(workload: StepWorkload, grid: GridSizes, token_parts: int = 1) -> tuple[float, float, float]:
@@ -63,11 +67,16 @@ def activations_of_a_block(workload: StepWorkload, grid: GridSizes, token_parts:
 
 
 def _activations(model: Architecture, seq_len: int, grid: GridSizes, token_parts: int) -> tuple[float, float, float]:
+    key = "activations", seq_len, grid.x, grid.y, grid.expert, grid.expert_x, token_parts
+    if key in model.memo:
+        known: tuple[float, float, float] = model.memo[key]
+        return known
     scores = [layer.scores(grid) * seq_len for layer in model.block]
     kept = sum(layer.kept(grid, token_parts) for layer in model.block) + sum(scores)
     # Gradients of plain attention's scores, before and after the softmax, and what one is made from.
     growth = max(layer.growth(grid) + 3 * score for layer, score in zip(model.block, scores, strict=True))
-    return kept, model.hidden / grid.y / token_parts, growth
+    model.memo[key] = kept, model.hidden / grid.y / token_parts, growth
+    return _activations(model, seq_len, grid, token_parts)
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,8 @@ def recomputed_blocks(
     none: all that its layers keep, A. full: its input, I. every:k: I of one in k. host: I in host memory, and on the
     GPU that of two blocks, one in use and one on its way. products: I, and every linear's output. communication: I, the
     output of every linear that is summed over ranks, what is gathered of sharded tokens, two fp32 statistics of each
-    norm over y, and what collectives bring of experts' rows. Of what is kept, outputs that A has too are not there twice.
+    norm over y, and what collectives bring of experts' rows. Of what is kept, outputs that A has too are not there
+    twice.
     """
     model = workload.model
     kept, own_input, _ = activations_of_a_block(workload, grid, token_parts)
@@ -100,7 +110,7 @@ def recomputed_blocks(
     match recomputation.kind:
         case "none":
             of_kinds = (
-                kind.count * _activations(kind.model, workload.seq_len, grid, token_parts)[0] for kind in model.kinds
+                kind.blocks * _activations(kind.model, workload.seq_len, grid, token_parts)[0] for kind in model.kinds
             )
             return RecomputedBlocks(sum(of_kinds), 0.0, 0.0, 1)
         case "every":
@@ -194,7 +204,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     of_linears, largest_linear = max(each.linears for each in sizes), max(each.largest for each in sizes)
     experts = model.gathered_parameters
     block_weights, largest = max(each.all for each in sizes), max(largest_linear, experts)
-    all_weights = sum(kind.count * each.all for kind, each in zip(model.kinds, sizes, strict=True))
+    all_weights = sum(kind.blocks * each.all for kind, each in zip(model.kinds, sizes, strict=True))
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < of_number.weight
     kept, own_input, growth = activations_of_a_block(workload, grid, config.token_parts)
@@ -299,8 +309,8 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
 
 
 class _WholeWeights(NamedTuple):
-    """Numbers of one block's weights as a rank computes with them, whole over z: of its linears and divided experts, the
-    largest of these, how many there are; and of all that is gathered."""
+    """Numbers of one block's weights as a rank computes with them, whole over z: of its linears and divided experts,
+    the largest of these, how many there are; and of all that is gathered."""
 
     linears: float
     largest: float
@@ -309,10 +319,16 @@ class _WholeWeights(NamedTuple):
 
 
 def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
+    key = "weights", grid.x, grid.y, grid.expert, grid.expert_x
+    if key in model.memo:
+        known: _WholeWeights = model.memo[key]
+        return known
     divided = grid.expert * expert_parts(grid)
     tensors = [linear.local_weights(grid) for linear in model.linears]
     tensors += [count / divided for count in model.expert_tensors]
-    return _WholeWeights(sum(tensors), max(tensors), len(tensors), sum(tensors) + model.gathered_parameters)
+    whole = sum(tensors)
+    model.memo[key] = _WholeWeights(whole, max(tensors), len(tensors), whole + model.gathered_parameters)
+    return _whole_weights(model, grid)
 
 
 def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:

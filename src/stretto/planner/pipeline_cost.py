@@ -102,9 +102,7 @@ def estimate(
     parts = parts or measure_parts(workload, config, device.cluster, device, rates)
     placed = place_stages(schedule, pipe)
     cuts = config.options.stages.cuts
-    whole = (
-        (0, *cuts, workload.model.layers) if cuts is not None else cut_blocks(parts, len(placed))
-    )
+    whole = (0, *cuts, workload.model.layers) if cuts is not None else cut_blocks(parts, len(placed))
     layout = StageLayout(whole, placed, workload.model.has_moe)
     ranks = tuple(stages_of_ranks(layout, pipe))
     last = len(placed) - 1

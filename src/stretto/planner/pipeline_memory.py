@@ -68,7 +68,7 @@ def deferred_numbers(model: Architecture, grid: GridSizes) -> float:
     """Numbers a token that one block keeps for its weights' gradients alone: inputs of linears, and the gradients of
     their outputs. Linears one after another that split their outputs take the same input. Of blocks of several kinds,
     those of the one that keeps most."""
-    if len(model.kinds) > 1:
+    if model.moe is not None and model.kinds[0].model is not model:
         return max(deferred_numbers(kind.model, grid) for kind in model.kinds)
     kept, takes_same = 0.0, False
     if (layer := model.moe_layer) is not None:

@@ -5,6 +5,7 @@ Closed forms rank all of them (`pipeline_cost.phase_time`). Of many grids, those
 without bubbles, messages and waits, is slower than what was found already.
 """
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from stretto.execution import ExecutionOptions
 from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
 from stretto.planner.compute import Device, compute
 from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, Cost
-from stretto.planner.expert_cost import expert_seconds, expert_volume
+from stretto.planner.expert_cost import expert_seconds, expert_volume, local_expert_parameters
 from stretto.planner.expert_search import choose_expert_grids
 from stretto.planner.grid_plan import Candidate, check_finite, rounded
 from stretto.planner.grids import divisors, grids_of_stages, why_impossible
@@ -32,13 +33,14 @@ from stretto.planner.pipeline_cost import (
 )
 from stretto.planner.pipeline_memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
 from stretto.planner.pipeline_space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
-from stretto.planner.search_space import SearchSpace, StepChoice
+from stretto.planner.search_space import SearchSpace, StepChoice, set_imbalance
 from stretto.planner.stage_times import RankStages, StageLayout, StepEdges, measure_parts, place_stages
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
 MOST_LISTED = 200
 REPLAYED = 10
+LISTED_WITH_EXPERTS = 4
 
 
 class _Timed(NamedTuple):
@@ -66,7 +68,8 @@ class PipelineSearch:
     ) -> None:
         self.workload, self.cluster, self.device = workload, cluster, device
         self.space, self.pipelines, self.limit, self.micro_batch = space, pipelines, limit, micro_batch
-        self._computed: dict[tuple[int, int, int, str, int, int], tuple[float, float]] = {}
+        self._computed: dict[tuple[int, int, int, str, int, int, bool], tuple[float, float]] = {}
+        self._balanced = replace(workload, model=set_imbalance(workload.model, 1.0))
         self._sent: dict[GridSizes, tuple[float, float, float]] = {}
         self._rates: dict[GridSizes, Rates] = {}
 
@@ -79,51 +82,60 @@ class PipelineSearch:
         grids = [grid for pipe in self.pipelines.pipes if pipe > 1 for grid in grids_of_stages(ranks, pipe)]
         if len(grids) <= MOST_LISTED and model.moe is None:
             return [candidate for grid in grids if (candidate := self.search_grid(grid)) is not None], []
-        if model.moe is not None:
-            possible = self._list_expert_grids(grids)
-        else:
-            possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
-        bounds = sorted((self.bound(grid), place) for place, grid in enumerate(possible))
+        possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
         best: list[Candidate] = []
-        # Of a grid, the best way to divide experts counts.
-        times_by_grid = {_without_experts(each.config.grid): each.cost.step_time for each in found if each.fits}
-        times = sorted(times_by_grid.values())[:REPLAYED]
-        for bound, place in bounds:
-            most = times[-1] if len(times) == REPLAYED else float("inf")
-            if bound > most or (math.isinf(bound) and (best or found)):
+        times = BestTimes(self.listed, found)
+        for bound, grid in self.in_order(possible, times):
+            if math.isinf(bound) and (best or found):
                 break
-            candidate = self.search_grid(possible[place], most=most)
+            candidate = self.search_grid(grid, most=times.most)
             if candidate is not None and (candidate.fits or not best):
                 best.append(candidate)
-            if candidate is not None and candidate.fits:
-                of_grid = _without_experts(candidate.config.grid)
-                time = candidate.cost.step_time
-                times_by_grid[of_grid] = min(time, times_by_grid.get(of_grid, time))
-                times = sorted(times_by_grid.values())[:REPLAYED]
-        if model.moe is not None:
-            best = _best_of_each_grid(best)
+            if candidate is not None:
+                times.note(candidate)
+        best = best_of_each_grid(best)
         left = len(grids) - len(best)
         note = (
             f"{left:,} of {len(grids):,} grids with pipeline stages were left out: they cannot run, do not fit, or "
-            "take longer than the tenth plan"
+            f"take longer than plan {self.listed}"
         )
         return best, [note] if left else []
 
-    def _list_expert_grids(self, grids: Sequence[GridSizes]) -> list[GridSizes]:
-        """The grids that can run, with the ways to divide experts that are worth to be predicted."""
-        return [
-            way
-            for grid in grids
-            for way, impossible in choose_expert_grids(self.workload, self.cluster, self.space, grid)
-            if impossible is None
-        ]
+    @property
+    def listed(self) -> int:
+        """Of many grids, how many plans are listed at least: grids that are slower than so many are left out."""
+        return REPLAYED if self.workload.model.moe is None else LISTED_WITH_EXPERTS
 
-    def bound(self, grid: GridSizes) -> float:
+    def in_order(self, grids: Sequence[GridSizes], times: "BestTimes") -> Iterator[tuple[float, GridSizes]]:
+        """Grids that can run, each with the ways to divide experts that are worth to be predicted, by what they take at
+        least; until that is longer than the last of `times`."""
+        model = self.workload.model
+        waiting = [(self.bound(grid, model.moe is not None), place, False) for place, grid in enumerate(grids)]
+        heapq.heapify(waiting)
+        known = list(grids)
+        while waiting and waiting[0][0] <= times.most:
+            bound, place, is_way = heapq.heappop(waiting)
+            if is_way or model.moe is None:
+                yield bound, known[place]
+                continue
+            for way, impossible in choose_expert_grids(self.workload, self.cluster, self.space, known[place]):
+                if impossible is None:
+                    heapq.heappush(waiting, (self.bound(way), len(known), True))
+                    known.append(way)
+
+    def bound(self, grid: GridSizes, of_any_way: bool = False) -> float:
         """Seconds that a step takes at least: computation without any bubble, and the optimizer; infinite for a grid
-        whose parameters alone do not fit."""
+        whose parameters alone do not fit.
+
+        of_any_way: whatever number of its ranks divides the experts.
+        """
         workload, model = self.workload, self.workload.model
         sizes = model.splitting_sizes(grid)
         parameters = local_parameters(model, sizes) / grid.pipe
+        if of_any_way:
+            parameters -= (
+                local_expert_parameters(model, sizes) - model.expert_parameters / sizes.stage_ranks
+            ) / grid.pipe
         states = self.space.states
         least = min(number_bytes(workload, state).weight + number_bytes(workload, state).gradient for state in states)
         kept = min(number_bytes(workload, state).state if state.location != "host" else 0 for state in states)
@@ -137,24 +149,33 @@ class PipelineSearch:
         local = workload.batch // grid.batch_parts
         options = ExecutionOptions(recompute=self.space.recomputes[0])
         bubble = (grid.pipe - 1) / self._most_virtual_stages / local
-        return self._least_phase(grid, local, options) * (1 + bubble) + optimizer
+        return self._least_phase(grid, local, options, of_any_way) * (1 + bubble) + optimizer
 
-    def _least_phase(self, grid: GridSizes, size: int, options: ExecutionOptions) -> float:
+    def _least_phase(self, grid: GridSizes, size: int, options: ExecutionOptions, of_any_way: bool = False) -> float:
         """Seconds that forward and backward passes of a rank's stages take at least, with micro-batches of a size."""
         assert self.device is not None
         workload, sizes = self.workload, self.workload.model.splitting_sizes(grid)
-        count = workload.batch // grid.batch_parts // size
-        key = sizes.x, sizes.y, size, options.recompute, sizes.expert, sizes.expert_x
+        count_of_batches = workload.batch // grid.batch_parts // size
+        alone, of_balanced = _alone(sizes), workload
+        if of_any_way:
+            assert workload.model.moe is not None
+            alone = _alone(
+                GridSizes(x=sizes.x, y=sizes.y, data=workload.model.moe.experts, expert=workload.model.moe.experts)
+            )
+            of_balanced = self._balanced
+        key = sizes.x, sizes.y, size, options.recompute, alone.expert, alone.expert_x, of_any_way
         if key not in self._computed:
-            times = [0.0, 0.0]
+            forward_time = backward_time = 0.0
             for count, kind in workload.model.kinds:
-                alone = _alone(sizes)
                 config = StepConfig(alone, size, ExecutionOptions(recompute=options.recompute))
-                of_all = replace(workload, batch=size * alone.batch_parts)
+                of_all = replace(of_balanced, batch=size * alone.batch_parts)
                 block = of_all.stage(1, is_first=False, is_last=False, moe_blocks=min(1, kind.moe_blocks))
                 work = compute(block, config, self.device)
-                times = [times[0] + count * work.forward, times[1] + count * work.backward]
-            self._computed[key] = times[0], times[1]
+                forward_time += count * work.forward
+                backward_time += count * work.backward
+            self._computed[key] = forward_time, backward_time
+        if of_any_way:
+            return count_of_batches * sum(self._computed[key]) / grid.pipe
         if grid not in self._sent:
             volume = blocks_volume(workload.model, sizes, workload.tokens / grid.replicas, workload.element)
             sent = seconds(volume, self._rates_of(grid), grid)
@@ -172,7 +193,7 @@ class PipelineSearch:
         again = 0.0 if options.keep_gathered else times * gather
         over_z = again + (0.0 if options.accumulate_unsharded else scatter)
         passes = max(forward, 0.0 if options.keep_gathered else gather) + max(backward, over_z)
-        return (count * passes + sums) / grid.pipe
+        return (count_of_batches * passes + sums) / grid.pipe
 
     def _least_of_experts(self, grid: GridSizes) -> Volume:
         """Seconds of what experts send in a step, but for start-ups and what is sent again."""
@@ -222,18 +243,14 @@ class PipelineSearch:
         settled: list[StepChoice] = []
         frugal: tuple[float, StepConfig] | None = None
         for choice in self._list_choices(grid):
+            # Experts' weights are many, and gathering them with each pass is for those that fit in no other way.
+            if self.workload.model.moe is not None and best is not None and not choice.options.keep_gathered:
+                continue
             if any(choice.repeats_as_much_as(other) for other in settled):
                 continue
             is_settled, worse = False, 0
             for size in self._sizes(local):
-                config = StepConfig(
-                    grid,
-                    size,
-                    choice.options,
-                    choice.state,
-                    self.space.clips,
-                    drops_duplicates=self.space.drops_duplicates,
-                )
+                config = StepConfig(grid, size, choice.options, choice.state, self.space.clips)
                 if size * self.workload.seq_len % config.token_parts:
                     continue
                 limit = most if best is None else min(most, best.cost.step_time)
@@ -262,7 +279,11 @@ class PipelineSearch:
 
     def _least_memory(self, config: StepConfig) -> float:
         """Bytes that the first rank needs at least, with as many live micro-batches as any schedule keeps there."""
-        blocks, pipe, moe = self.workload.model.layers // config.grid.pipe, config.grid.pipe, self.workload.model.has_moe
+        blocks, pipe, moe = (
+            self.workload.model.layers // config.grid.pipe,
+            config.grid.pipe,
+            self.workload.model.has_moe,
+        )
         stages = StageLayout((0, blocks), (0,), moe).stages((0,), is_first=True, is_last=False)
         first = stage_memory(self.workload, config, stages)
         live = min(config.micro_batches(self.workload), self.pipelines.limit or pipe)
@@ -352,11 +373,33 @@ class PipelineSearch:
         return Candidate(config, cost, {"parameters": 0.0}, host, False, why, 1)
 
 
+class BestTimes:
+    """The times of the best plans that were found, of each grid that of its best way to divide experts."""
+
+    def __init__(self, listed: int, found: Sequence[Candidate] = ()) -> None:
+        self._listed = listed
+        self._by_grid: dict[tuple[int, ...], float] = {}
+        for candidate in found:
+            self.note(candidate)
+
+    def note(self, candidate: Candidate) -> None:
+        if candidate.fits:
+            time, of_grid = candidate.cost.step_time, _without_experts(candidate.config.grid)
+            self._by_grid[of_grid] = min(time, self._by_grid.get(of_grid, time))
+
+    @property
+    def most(self) -> float:
+        """Seconds of the last of those that are listed at least; infinite where there are fewer."""
+        times = sorted(self._by_grid.values())
+        return times[self._listed - 1] if len(times) >= self._listed else float("inf")
+
+
 def _without_experts(grid: GridSizes) -> tuple[int, ...]:
     return tuple(grid[axis] for axis in NAMES)
 
 
-def _best_of_each_grid(candidates: Sequence[Candidate]) -> list[Candidate]:
+def best_of_each_grid(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of each grid, the best way to divide experts."""
     best: dict[tuple[int, ...], Candidate] = {}
     for candidate in candidates:
         of_grid = _without_experts(candidate.config.grid)

@@ -14,19 +14,24 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
-from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
 from stretto.planner.expert_search import choose_expert_grids
+from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
 from stretto.planner.grids import divisors, every_grid, why_impossible
 from stretto.planner.memory import most_allocated
 from stretto.planner.optimizer_state import check_state
-from stretto.planner.pipeline_search import PipelineSearch, judge_pipeline, replay_first
+from stretto.planner.pipeline_search import (
+    BestTimes,
+    PipelineSearch,
+    best_of_each_grid,
+    judge_pipeline,
+    replay_first,
+)
 from stretto.planner.pipeline_space import PipelineSpace, check_schedule_options, make_pipeline_space
 from stretto.planner.search_space import (
     PIPELINE_KEYWORDS,
     CostModel,
     PredictKeywords,
     SearchKeywords,
-    SearchSpace,
     make_search_space,
     set_imbalance,
 )
@@ -35,6 +40,8 @@ from stretto.schedules import ServeFirst
 from stretto.schedules.generators import V_SHAPED
 
 MAX_GPUS = 1 << 20
+# Of more grids of a model with experts than this, those whose bound is slower than the tenth plan are left out.
+MOST_WITH_EXPERTS = 100
 
 
 def plan(
@@ -83,12 +90,12 @@ def plan(
     _check_sharding(True in space.shardings, architecture, cost)
 
     candidates, left_out = list[Candidate](), list[str]()
+    searched = PipelineSearch(workload, machine, device, space, pipelines, limit, micro_batch)
     if 1 in pipelines.pipes:
-        candidates += _search_grids(workload, machine, device, space, limit, micro_batch, ranks)
+        candidates, left_out = _search_grids(searched, ranks)
     if pipelines.pipes != (1,):
-        searched = PipelineSearch(workload, machine, device, space, pipelines, limit, micro_batch)
-        found, left_out = searched.search_all(ranks, candidates)
-        candidates += found
+        found, more_left_out = searched.search_all(ranks, candidates)
+        candidates, left_out = candidates + found, left_out + more_left_out
     if all(candidate.impossible is not None for candidate in candidates):
         most, shards = machine.gpus or MAX_GPUS, False not in space.shardings
         reasons = [candidate.impossible for candidate in candidates]
@@ -99,33 +106,58 @@ def plan(
     return [to_plan(workload, each, candidates[0], machine, limit, notes) for each in candidates]
 
 
-def _search_grids(
-    workload: StepWorkload,
-    cluster: Cluster,
-    device: Device | None,
-    space: SearchSpace,
-    limit: float,
-    micro_batch: int | None,
-    ranks: int,
-) -> list[Candidate]:
-    """The best candidate of each grid without pipeline stages."""
-    candidates = []
-    for grid in every_grid(ranks):
-        rates, judged = bandwidths(cluster, grid), list[Candidate]()
-        for variant, impossible in choose_expert_grids(workload, cluster, space, grid):
-            of_variant: list[Candidate] = []
-            for choice in space.list_choices(grid):
-                if space.skips_slower and any(candidate.settles(choice, workload) for candidate in of_variant):
-                    continue
-                config = StepConfig(
-                    variant, 1, choice.options, choice.state, space.clips, drops_duplicates=space.drops_duplicates
-                )
-                of_variant.append(judge(workload, config, cluster, device, rates, limit, micro_batch, impossible))
-                if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
-                    break
-            judged += of_variant
-        candidates.append(min(judged, key=lambda candidate: candidate.rank_on_its_grid))
-    return candidates
+def _search_grids(searched: PipelineSearch, ranks: int) -> tuple[list[Candidate], list[str]]:
+    """The best candidate of each grid without pipeline stages, and notes on those that were left out: of many grids
+    with ways to divide experts, the slow ones."""
+    workload, grids = searched.workload, list(every_grid(ranks))
+    if workload.model.moe is None or len(grids) <= MOST_WITH_EXPERTS:
+        found = []
+        for grid in grids:
+            ways = choose_expert_grids(workload, searched.cluster, searched.space, grid)
+            of_grid = [each for way, impossible in ways for each in _judge_choices(searched, way, impossible)]
+            found.append(min(of_grid, key=lambda candidate: candidate.rank_on_its_grid))
+        return found, []
+    possible = [grid for grid in grids if why_impossible(workload.model, grid, workload.batch) is None]
+    times, found = BestTimes(searched.listed), []
+    for bound, grid in searched.in_order(possible, times):
+        if math.isinf(bound) and found:
+            break
+        best = min(_judge_choices(searched, grid, None), key=lambda candidate: candidate.rank_on_its_grid)
+        times.note(best)
+        found.append(best)
+    found = best_of_each_grid(found)
+    if not found:  # none is possible
+        return [
+            candidate for grid in grids[:1] for candidate in _judge_choices(searched, grid, _why(workload, grids))
+        ], []
+    left = len(grids) - len(found)
+    note = (
+        f"{left:,} of {len(grids):,} grids without pipeline stages were left out: they cannot run, do not fit, or take "
+        f"longer than plan {searched.listed}"
+    )
+    return found, [note] if left else []
+
+
+def _why(workload: StepWorkload, grids: Sequence[GridSizes]) -> str:
+    """Why none of these grids is possible."""
+    reasons = (why_impossible(workload.model, grid, workload.batch) for grid in grids)
+    return "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3])
+
+
+def _judge_choices(searched: PipelineSearch, grid: GridSizes, impossible: str | None) -> list[Candidate]:
+    """A candidate for each choice of the search's space on a grid."""
+    workload, cluster, space = searched.workload, searched.cluster, searched.space
+    rates, judged = bandwidths(cluster, grid), list[Candidate]()
+    for choice in space.list_choices(grid):
+        if space.skips_slower and any(candidate.settles(choice, workload) for candidate in judged):
+            continue
+        config = StepConfig(grid, 1, choice.options, choice.state, space.clips)
+        judged.append(
+            judge(workload, config, cluster, searched.device, rates, searched.limit, searched.micro_batch, impossible)
+        )
+        if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
+            break
+    return judged
 
 
 def predict(
@@ -155,7 +187,6 @@ def predict(
     asked: dict[str, Any] = {**changes}
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
-    drops_duplicates = asked.pop("drop_duplicates", True)
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
     options = _change(options or ExecutionOptions(), **asked)
     _check_sharding(options.shard_sequence, workload.model, cost)
@@ -167,7 +198,7 @@ def predict(
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
     schedule = _choose_schedule(sizes.pipe, options, **of_schedule)
-    config = StepConfig(sizes, size, options, state, clips, schedule, drops_duplicates)
+    config = StepConfig(sizes, size, options, state, clips, schedule)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = most_allocated(cluster.require("gpu.memory"))
     if schedule is None:

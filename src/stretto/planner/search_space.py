@@ -116,8 +116,8 @@ class SearchSpace:
 
     recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
     accumulate_unsharded: of all choices. skips_slower: whether to skip choices that only add work to one
-    that takes all of a rank's part of the batch at once. notes: what was not tried, and why. expert, expert_tensor: of all
-    grids; None tries all. drops_duplicates: of all choices.
+    that takes all of a rank's part of the batch at once. notes: what was not tried, and why. expert, expert_tensor: of
+    all grids; None tries all. drops_duplicates: of all choices.
     """
 
     recomputes: Sequence[str]
@@ -143,7 +143,12 @@ class SearchSpace:
             for mode in self.recomputes:
                 for shards in self.shardings if grid.x > 1 else [False]:
                     options = ExecutionOptions(
-                        Overlap.parse(self.overlaps), keep, mode, shards, accumulate_unsharded=self.accumulate_unsharded
+                        Overlap.parse(self.overlaps),
+                        keep,
+                        mode,
+                        shards,
+                        accumulate_unsharded=self.accumulate_unsharded,
+                        drop_duplicates=self.drops_duplicates,
                     )
                     yield from (StepChoice(options, state) for state in self.states)
 

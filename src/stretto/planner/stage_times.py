@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts what a pipeline stage takes for one micro-batch, and once a step, from the times of its parts.
 
-A stage's parts are its blocks, the embeddings of the first stage, and the head and the loss of the last. A model's blocks
-are all alike, or of two kinds, dense and with a mixture of experts: a stage's times are its numbers of blocks times one
-block's, and those of what else it has.
+A stage's parts are its blocks, the embeddings of the first stage, and the head and the loss of the last. A model's
+blocks are all alike, or of two kinds, dense and with a mixture of experts: a stage's times are its numbers of blocks
+times one block's, and those of what else it has.
 """
 
 from collections.abc import Sequence
@@ -260,9 +260,7 @@ def stage_workload(workload: StepWorkload, stages: RankStages) -> StepWorkload:
     """The workload of one rank's stages, all of them together."""
     together = stages.together
     moe_blocks = together.moe_blocks[0] if stages.moe_blocks else None
-    return workload.stage(
-        together.blocks[0], is_first=stages.is_first, is_last=stages.is_last, moe_blocks=moe_blocks
-    )
+    return workload.stage(together.blocks[0], is_first=stages.is_first, is_last=stages.is_last, moe_blocks=moe_blocks)
 
 
 # Which blocks each stage has.

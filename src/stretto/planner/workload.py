@@ -71,9 +71,7 @@ class StepWorkload(NumberTypes):
         """Tokens of the global batch."""
         return self.batch * self.seq_len
 
-    def stage(
-        self, blocks: int, *, is_first: bool, is_last: bool, moe_blocks: int | None = None
-    ) -> "StepWorkload":
+    def stage(self, blocks: int, *, is_first: bool, is_last: bool, moe_blocks: int | None = None) -> "StepWorkload":
         """The workload of a pipeline stage of so many blocks (`Architecture.stage`)."""
         key = blocks, is_first, is_last, moe_blocks
         if key not in self._stages:
@@ -125,8 +123,7 @@ class StepConfig:
 
     micro_batch: sequences that a rank takes at once (it accumulates gradients). state: where optimizer state lies.
     clips: whether gradients are clipped, so that the optimizer of state apart waits for the norm of all of them.
-    schedule: of a grid with several pipeline stages. drops_duplicates: whether ranks of x that cut experts send each its
-    own part of the tokens (Singh, section 7.3.1).
+    schedule: of a grid with several pipeline stages.
     """
 
     grid: GridSizes
@@ -135,7 +132,11 @@ class StepConfig:
     state: StateOptions = field(default_factory=StateOptions)
     clips: bool = True
     schedule: ScheduleChoice | None = None
-    drops_duplicates: bool = True
+
+    @property
+    def drops_duplicates(self) -> bool:
+        """Whether ranks of x that cut experts send each its own part of the tokens (Singh, section 7.3.1)."""
+        return self.options.drop_duplicates
 
     @property
     def gathers_once(self) -> bool:
