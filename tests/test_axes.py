@@ -97,9 +97,76 @@ def test_experts_take_ranks_of_data_then_of_z():
             continue
         assert taken["data"] * taken["z"] == ranks
         assert data % taken["data"] == z % taken["z"] == 0
-    assert fold_experts({"data": 4, "z": 4}, 8) == {"data": 4, "z": 2}
+    assert fold_experts({"data": 4, "x": 2, "z": 4}, 8) == {"data": 4, "x": 1, "z": 2}
     with pytest.raises(ValueError, match="data=2 and z=2 do not hold a group of 8 ranks for experts"):
-        fold_experts({"data": 2, "z": 2}, 8)
+        fold_experts({"data": 2, "x": 2, "z": 2}, 8)
+
+
+def test_expert_is_named_written_and_compared_with_the_grid_and_multiplies_no_ranks():
+    sizes = check_sizes({"data": 4, "x": 2, "z": 2, "expert": 4})
+    assert sizes.ranks == sizes.stage_ranks == 16
+    assert (sizes["expert"], sizes.expert_data, sizes.expert_z, sizes.expert_x) == (4, 1, 2, 2)
+    assert str(sizes) == "data=4 x=2 z=2 expert=4"
+    assert repr(sizes) == "GridSizes(data=4, x=2, y=1, z=2, expert=4)"
+    assert sizes.sizes() == {"pipe": 1, "data": 4, "x": 2, "y": 1, "z": 2, "expert": 4}
+    folded = check_sizes(sizes.sizes() | {"expert_tensor": "fold"})
+    assert (folded.expert_taken, folded.expert_data, folded.expert_x) == ({"x": 2, "data": 2, "z": 1}, 2, 1)
+    assert str(folded) == "data=4 x=2 z=2 expert=4 expert_tensor=fold"
+    assert repr(folded) == "GridSizes(data=4, x=2, y=1, z=2, expert=4, expert_tensor='fold')"
+    assert len({sizes, folded, check_sizes(sizes.sizes()), check_sizes(folded.sizes()), GridSizes(4, 2, 1, 2)}) == 3
+    assert sizes != folded != GridSizes(4, 2, 1, 2)
+    for other in (copy.deepcopy(folded), pickle.loads(pickle.dumps(folded))):
+        assert other == folded == folded.sizes()
+    assert check_sizes({"data": 2, "expert": 2, "expert_tensor": "fold"}) == check_sizes({"data": 2, "expert": 2})
+    without = GridSizes(4, 2, 1, 2)
+    assert (without["expert"], without.expert_data, without.expert_z, without.expert_x) == (1, 4, 2, 2)
+    assert list(without) == list(axes.NAMES)
+
+
+def test_experts_parameters_have_axes_of_their_own():
+    names = axes.expert_parameter_axes
+    assert names(check_sizes({"data": 8, "x": 2, "y": 2, "z": 2, "expert": 4})) == (
+        ("expert_data", "y", "x", "expert", "expert_z")
+    )
+    folded = check_sizes({"data": 8, "x": 2, "y": 2, "z": 2, "expert": 4, "expert_tensor": "fold"})
+    assert names(folded) == ("expert_data", "y", "expert", "expert_z")
+    assert names(check_sizes({"data": 2, "z": 2, "expert": 4})) == ("expert",)
+    assert axes.layout_sizes(folded.sizes()) == {
+        "pipe": 1,
+        "data": 8,
+        "x": 2,
+        "y": 2,
+        "z": 2,
+        "expert_data": 4,
+        "expert": 4,
+        "expert_z": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"data": 4, "expert": 3}, "data=4 and z=1 do not hold a group of 3 ranks .* expert=4 would do"),
+        ({"data": 2, "z": 3, "expert": 12}, "data=2 and z=3 do not hold .* expert=6 would do"),
+        ({"x": 8, "expert": 8}, "data=1 and z=1 do not hold .* expert=1 would do"),
+        (
+            {"data": 2, "x": 4, "expert": 6, "expert_tensor": "fold"},
+            r"x=4 folds into it .* must be a multiple of x; expert=8 would do, or expert_tensor='cut'",
+        ),
+        (
+            {"data": 2, "x": 2, "expert": 12, "expert_tensor": "fold"},
+            "data=2 and z=1 and x=2 do not hold .* expert=4 would do",
+        ),
+        ({"data": 2, "expert": 0}, "grid.expert is 0, but must be a whole number, at least 1"),
+        (
+            {"data": 2, "expert": 2, "expert_tensor": "both"},
+            "grid.expert_tensor is 'both', but must be 'cut' or 'fold'",
+        ),
+    ],
+)
+def test_an_expert_without_the_ranks_for_it_is_refused_with_the_nearest_that_would_do(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        check_sizes(sizes)
 
 
 MADE_UP = '    Axis("sheaf", "made up by a test", sums_gradients=True),\n'
@@ -207,12 +274,14 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
         "nearest": {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1},
         "rows": [
             "compute",
+            "experts",
             "x",
             "y",
             "z",
             "sheaf",
             "data",
             "pipe",
+            "expert",
             "other",
             "host to device",
             "device to host",

@@ -21,18 +21,19 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
 - Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;
   docs/parallelize.md and docs/planning.md by hand.
 
-Today pipe, data, z, y and x exist. What the others will be:
+Today pipe, data, z, y and x exist, and expert, which multiplies nothing and so is none of AXES: for the parameters of
+experts alone it takes ranks of data, then of z, never of context (`fold_experts`). What is left of data and z for these
+parameters are the axes expert_data and expert_z (Singh, section 7.1, where z has one rank).
 
-- context: parts of a sequence. Gradients and the loss are summed over it (`sums_gradients`), but all of its ranks are
-  fed from the same sequences, so the loader does not count it (not `splits_batch`).
-- expert multiplies nothing: for the parameters of experts alone it takes ranks of data, then of z, never of context
-  (`fold_experts`).
+context will be parts of a sequence. Gradients and the loss are summed over it (`sums_gradients`), but all of its ranks
+are fed from the same sequences, so the loader does not count it (not `splits_batch`).
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, prod
+from math import gcd, log, prod
+from typing import Any, Literal, get_args
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,30 @@ LOSS = _name_group(_LOSS)
 REPLICAS = _name_group(_REPLICAS)
 """The group over which gradients of weights are summed: those of LOSS that cut no weight."""
 
+EXPERT, EXPERT_DATA, EXPERT_Z = "expert", "expert_data", "expert_z"
+"""The axes of experts' parameters alone: the ranks that divide the experts among them; those that hold the same experts
+and sum their gradients (what is left of data); and those that shard these further (what is left of z)."""
+EXPERT_AXES = (EXPERT_DATA, EXPERT, EXPERT_Z)
+EXPERT_DESCRIPTION = (
+    "ranks that divide the experts of a mixture-of-experts model among them; it multiplies no ranks, but takes them "
+    "from data, and what is left from z"
+)
+ExpertTensor = Literal["cut", "fold"]
+"""What the ranks of x are to experts: "cut", they cut each expert's inner features (TED; Singh, chapter 7); "fold",
+they divide the experts among them, as ranks of data do."""
+EXPERT_TENSOR_DESCRIPTION = (
+    "what the ranks of x are to experts: `cut`, they cut each expert's inner features; `fold`, they are among the "
+    "ranks of grid.expert, which is a multiple of x then"
+)
+
 
 class GridSizes(Mapping[str, int]):
     """The sizes of a grid's axes: a mapping in the order of NAMES, each size an attribute too. Immutable.
 
-    Raises ValueError for an unknown axis.
+    expert: how many ranks divide the experts among them; the mapping's last item, where there are several.
+    expert_tensor: what x is to experts. "fold" is the same as "cut" where x has one rank, and is kept as "cut" there.
+
+    Raises ValueError for an unknown axis. `check_sizes` checks the values.
     """
 
     pipe: int
@@ -139,39 +159,62 @@ class GridSizes(Mapping[str, int]):
     x: int
     y: int
     z: int
+    expert: int
+    expert_tensor: ExpertTensor
 
-    def __init__(self, data: int = 1, x: int = 1, y: int = 1, z: int = 1, pipe: int = 1, **others: int) -> None:
+    def __init__(
+        self,
+        data: int = 1,
+        x: int = 1,
+        y: int = 1,
+        z: int = 1,
+        pipe: int = 1,
+        expert: int = 1,
+        expert_tensor: Any = "cut",  # an ExpertTensor; Any for type checkers that see GridSizes(**{axis: size})
+        **others: int,
+    ) -> None:
         given = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | others
         _require_axes(given)
         self.__dict__.update({axis: given.get(axis, 1) for axis in NAMES})
+        self.__dict__.update({EXPERT: expert, "expert_tensor": expert_tensor if x > 1 else "cut"})
 
     def __getitem__(self, axis: str) -> int:
-        if axis not in NAMES:
+        if axis not in NAMES and axis != EXPERT:
             raise KeyError(axis)
         size: int = self.__dict__[axis]
         return size
 
     def __iter__(self) -> Iterator[str]:
-        return iter(NAMES)
+        return iter((*NAMES, EXPERT) if self.expert > 1 else NAMES)
 
     def __len__(self) -> int:
-        return len(NAMES)
+        return len(NAMES) + (self.expert > 1)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} cannot be set: GridSizes is immutable")
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, GridSizes):
+            return self._key == other._key
+        return isinstance(other, Mapping) and self.sizes() == dict(other)
+
     def __hash__(self) -> int:
-        return hash(tuple(self.values()))
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return *(self.__dict__[axis] for axis in NAMES), self.expert, self.expert_tensor
 
     def __str__(self) -> str:
-        return name_grid(self)
+        return name_grid(self.sizes())
 
     def __repr__(self) -> str:
-        return "GridSizes(" + ", ".join(f"{axis}={size}" for axis, size in shown_sizes(self).items()) + ")"
+        shown = shown_sizes(self.sizes())
+        return "GridSizes(" + ", ".join(f"{axis}={size!r}" for axis, size in shown.items()) + ")"
 
-    def sizes(self) -> dict[str, int]:
-        """Plain data, for files."""
-        return dict(self)
+    def sizes(self) -> dict[str, Any]:
+        """Plain data, for files and for `Grid(**sizes)`: expert where it is not 1, and expert_tensor where it folds."""
+        return dict(self) | ({"expert_tensor": self.expert_tensor} if self.expert_tensor != "cut" else {})
 
     @cached_property
     def stage_ranks(self) -> int:
@@ -197,6 +240,26 @@ class GridSizes(Mapping[str, int]):
         return self.over(_REPLICAS)
 
     @cached_property
+    def expert_taken(self) -> dict[str, int]:
+        """How many ranks of data, z and x make up a group of expert's (`fold_experts`)."""
+        return fold_experts(self, self.expert, self.expert_tensor)
+
+    @cached_property
+    def expert_data(self) -> int:
+        """How many ranks hold each number of an expert's weight, and sum its gradient: what expert leaves of data."""
+        return self.data // self.expert_taken["data"]
+
+    @cached_property
+    def expert_z(self) -> int:
+        """How many ranks shard what expert, x and y leave of experts' weights: what expert leaves of z."""
+        return self.z // self.expert_taken["z"]
+
+    @cached_property
+    def expert_x(self) -> int:
+        """Into how many parts x cuts each expert: x, or 1 where x folds into expert."""
+        return self.x // self.expert_taken["x"]
+
+    @cached_property
     def weight_parts(self) -> int:
         """Into how many parts a weight is cut: x, y and z all cut it."""
         return self.over(WEIGHT_AXES)
@@ -207,28 +270,46 @@ class GridSizes(Mapping[str, int]):
         return self.over(OUTER_TO_INNER[OUTER_TO_INNER.index(axis) + 1 :])
 
 
-def name_grid(sizes: Mapping[str, int]) -> str:
+def name_grid(sizes: Mapping[str, Any]) -> str:
     """A grid's short name, "x=2 z=2": axes in the order given, those of size 1 left out; "one rank" if all are."""
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one rank"
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, "cut")) or "one rank"
 
 
-def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that a message or a repr lists: all, but those of axes that split layers where they are 1."""
-    return {axis: size for axis, size in sizes.items() if size > 1 or axis in STAGE_AXES}
+def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that a message or a repr lists: all, but those of axes that split layers, or experts, where they are 1;
+    and expert_tensor where it folds."""
+    return {axis: size for axis, size in sizes.items() if axis in STAGE_AXES or size not in (1, "cut")}
 
 
-def check_sizes(sizes: Mapping[str, int]) -> GridSizes:
-    """The sizes of all axes, 1 where one is absent. ValueError for an unknown axis or a size that is not positive."""
-    _require_axes(sizes)
-    for axis, size in sizes.items():
+def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
+    """The sizes of all axes, 1 where one is absent; expert and expert_tensor may be among them.
+
+    Raises ValueError for an unknown axis, a size that is not positive, and an expert for which data, z (and x, where it
+    folds) do not have the ranks.
+    """
+    numbers = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
+    _require_axes([axis for axis in numbers if axis != EXPERT])
+    for axis, size in numbers.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"grid.{axis} is {size!r}, but must be a whole number, at least 1")
-    return GridSizes(**sizes)
+    if sizes.get("expert_tensor", "cut") not in get_args(ExpertTensor):
+        raise ValueError(f"grid.expert_tensor is {sizes['expert_tensor']!r}, but must be 'cut' or 'fold'")
+    checked = GridSizes(**sizes)
+    _ = checked.expert_taken
+    return checked
 
 
 def group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """How many ranks every axis and every derived group has."""
-    return dict(sizes) | {name: prod(sizes[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
+    """How many ranks every axis and every derived group has; axes of experts too, where there are any."""
+    found = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
+    return found | {name: prod(sizes[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
+
+
+def layout_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """How many ranks every axis has that a parameter's layout may name: all axes, and those of experts."""
+    own = check_sizes(sizes)
+    of_experts = {EXPERT_DATA: own.expert_data, EXPERT: own.expert, EXPERT_Z: own.expert_z}
+    return {axis: own[axis] for axis in NAMES} | of_experts
 
 
 def axes_of(group: str) -> tuple[str, ...]:
@@ -244,18 +325,52 @@ def parameter_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES and sizes[axis] > 1) or MESH_ORDER[-1:]
 
 
-def fold_experts(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """How many ranks of data and of z make up a group of `ranks` that divide the experts among them.
+def expert_parameter_axes(sizes: GridSizes) -> tuple[str, ...]:
+    """The dims of the mesh that experts' parameters live on, where several ranks divide the experts.
 
-    It takes from data first, and what is left from z. ValueError where the two do not have so many.
+    expert_z cuts what all others have left, and so is the last. x is a dim unless it folds into expert.
     """
-    taken, rest = {}, ranks
+    folds = sizes.expert_tensor == "fold"
+    others = [
+        axis for axis in MESH_ORDER if axis in STAGE_AXES and axis not in ("data", "z") and (axis, folds) != ("x", True)
+    ]
+    known = layout_sizes(sizes.sizes())
+    return tuple(axis for axis in (EXPERT_DATA, *others, EXPERT, EXPERT_Z) if known[axis] > 1)
+
+
+def fold_experts(sizes: Mapping[str, int], ranks: int, expert_tensor: ExpertTensor = "cut") -> dict[str, int]:
+    """How many ranks of data, of z and of x make up a group of `ranks` that divide the experts among them.
+
+    It takes all of x first, if that folds; then from data; and what is left from z: the innermost ranks of each. Raises
+    ValueError, with the nearest number that would do, where these do not have so many.
+    """
+    folds = expert_tensor == "fold"
+    taken, rest = {"x": sizes["x"] if folds else 1}, ranks
+    if rest % taken["x"]:
+        near = _nearest_expert(sizes, ranks, taken["x"])
+        raise ValueError(
+            f"expert is {ranks}, but x={sizes['x']} folds into it (expert_tensor='fold'), so it must be a multiple of "
+            f"x; expert={near} would do, or expert_tensor='cut'"
+        )
+    rest //= taken["x"]
     for axis in ("data", "z"):
         taken[axis] = gcd(rest, sizes[axis])
         rest //= taken[axis]
     if rest > 1:
-        raise ValueError(f"data={sizes['data']} and z={sizes['z']} do not hold a group of {ranks} ranks for experts")
+        near = _nearest_expert(sizes, ranks, taken["x"])
+        held = " and ".join(f"{axis}={sizes[axis]}" for axis in ("data", "z", *["x"] * folds))
+        raise ValueError(
+            f"{held} do not hold a group of {ranks} ranks for experts: expert must divide their product; "
+            f"expert={near} would do"
+        )
     return taken
+
+
+def _nearest_expert(sizes: Mapping[str, int], wanted: int, of_x: int) -> int:
+    """The size of expert that is closest to this one, of those that data and z hold beside `of_x` ranks of x."""
+    ranks = sizes["data"] * sizes["z"]
+    fitting = (of_x * each for each in range(1, ranks + 1) if ranks % each == 0)
+    return min(fitting, key=lambda size: (abs(log(size / wanted)), size))
 
 
 def _require_axes(names: Collection[str]) -> None:

@@ -250,8 +250,11 @@ class ExecutionOptions:
     accumulate_unsharded: with several micro-batches, add up weights' gradients whole, and reduce-scatter them over z
         once a step; False reduce-scatters those of each micro-batch, and keeps shards alone.
     stages: how the model is cut into pipeline stages, where the grid has several, or a rank has several.
+    drop_duplicates: of tokens that every rank of x has, each sends its part to experts of other ranks (Singh, section
+        7.3.1, duplicate token dropping); False sends all of them from each.
+    expert_rows: rows of experts' inputs that a rank has room for. None: as many as come, which the host waits for.
 
-    Raises ValueError for an unknown mode of recomputation.
+    Raises ValueError for an unknown mode of recomputation, and for expert_rows that are not positive.
     """
 
     overlap: Overlap
@@ -261,6 +264,8 @@ class ExecutionOptions:
     tune_matmuls: bool
     accumulate_unsharded: bool
     stages: "StageOptions"
+    drop_duplicates: bool
+    expert_rows: int | None
 
     def __init__(
         self,
@@ -272,8 +277,12 @@ class ExecutionOptions:
         accumulate_unsharded: bool = False,
         stages: "StageOptions | None" = None,
         *,
+        drop_duplicates: bool = True,
+        expert_rows: int | None = None,
         checkpoint_activations: bool | None = None,
     ) -> None:
+        if expert_rows is not None and (isinstance(expert_rows, bool) or expert_rows < 1):
+            raise ValueError(f"expert_rows is {expert_rows!r}, but must be a whole number, at least 1, or None")
         values = {
             "overlap": Overlap() if overlap is None else overlap,
             "keep_gathered": keep_gathered,
@@ -282,6 +291,8 @@ class ExecutionOptions:
             "tune_matmuls": tune_matmuls,
             "accumulate_unsharded": accumulate_unsharded,
             "stages": StageOptions() if stages is None else stages,
+            "drop_duplicates": drop_duplicates,
+            "expert_rows": expert_rows,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -316,6 +327,8 @@ class ExecutionKeywords(TypedDict, total=False):
     tune_matmuls: bool
     accumulate_unsharded: bool
     stages: "StageOptions"
+    drop_duplicates: bool
+    expert_rows: int | None
 
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's

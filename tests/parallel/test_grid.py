@@ -148,3 +148,70 @@ def test_a_time_limit_that_is_none_is_refused_with_what_would_do(timeout):
     with pytest.raises(ValueError, match=r"timeout is .*(nearest that would do|such as 600)"):
         Grid(timeout=timeout)
     assert not dist.is_initialized()
+
+
+def describe_experts(sizes: dict[str, object], groups: tuple[str, ...]) -> dict[str, object]:
+    grid = Grid(**sizes)
+    return {
+        "members": {axis: dist.get_process_group_ranks(grid.group(axis)) for axis in groups},
+        "places": [dist.get_process_group_ranks(grid.group(a)).index(dist.get_rank()) for a in groups],
+        "coordinates": [grid.coordinate(axis) for axis in groups],
+        "sizes": [grid.size(axis) for axis in groups],
+        "mesh": (grid.expert_mesh.mesh_dim_names, grid.expert_mesh.mesh.tolist(), grid.expert_mesh.get_coordinate()),
+        "agreeing": grid.group_of_mesh(grid.expert_mesh).size(),
+        "text": repr(grid),
+        "again": repr(Grid(**grid.sizes)),
+        "limits": {group_timeout(grid.group(axis)) for axis in groups},
+    }
+
+
+EXPERT_GROUPS = ("expert_data", "expert", "expert_z")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "members", "mesh"),
+    [
+        # rank = ((data * z + z) * y + y) * x + x; the last rank's groups.
+        ({"data": 4, "x": 2, "expert": 4}, ([7], [1, 3, 5, 7], [7]), (("x", "expert"), [[0, 2, 4, 6], [1, 3, 5, 7]])),
+        ({"data": 4, "x": 2, "expert": 2}, ([3, 7], [5, 7], [7]), (("expert_data", "x", "expert"), None)),
+        ({"data": 2, "z": 4, "expert": 4}, ([7], [2, 3, 6, 7], [5, 7]), (("expert", "expert_z"), None)),
+        (
+            {"data": 2, "z": 2, "x": 2, "expert": 4, "expert_tensor": "fold"},
+            ([7], [2, 3, 6, 7], [5, 7]),
+            (("expert", "expert_z"), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ),
+        ({"data": 2, "x": 4, "expert": 4, "expert_tensor": "fold"}, ([3, 7], [4, 5, 6, 7], [7]), (None, None)),
+        ({"pipe": 2, "data": 2, "x": 2, "expert": 2}, ([7], [5, 7], [7]), (("x", "expert"), [[4, 6], [5, 7]])),
+    ],
+    ids=str,
+)
+def test_expert_takes_the_innermost_ranks_of_data_then_of_z(ranks, sizes, members, mesh):
+    found = ranks(8).run(describe_experts, sizes, EXPERT_GROUPS)
+    assert tuple(found[7]["members"].values()) == members
+    names, places = mesh
+    assert names is None or found[7]["mesh"][0] == names
+    assert places is None or found[7]["mesh"][1] == places
+    for rank, seen in enumerate(found):
+        assert all(rank in group for group in seen["members"].values())
+        assert seen["coordinates"] == seen["places"]
+        assert seen["sizes"] == list(map(len, seen["members"].values()))
+        at = torch.tensor(seen["mesh"][1])[tuple(seen["mesh"][2])]
+        assert (at, seen["agreeing"]) == (rank, 8 // sizes.get("pipe", 1))
+        assert seen["text"] == seen["again"]
+        assert len(seen["limits"]) == 1
+    assert f"expert={sizes['expert']}" in found[0]["text"]
+
+
+def count_groups() -> tuple[int, int, list[int]]:
+    Grid(data=2, x=2)
+    before = len(dist.distributed_c10d._world.pg_map)
+    grid = Grid(data=2, x=2)
+    sizes = [grid.size(axis) for axis in EXPERT_GROUPS]
+    plain = len(dist.distributed_c10d._world.pg_map) - before
+    Grid(data=2, x=2, expert=2)
+    return plain, len(dist.distributed_c10d._world.pg_map) - before - plain, sizes
+
+
+def test_a_grid_without_experts_makes_no_group_for_them(ranks):
+    for plain, with_experts, sizes in ranks(4).run(count_groups):
+        assert (with_experts - plain, sizes) == (1, [2, 1, 1])

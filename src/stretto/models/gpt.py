@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models.gpt_config import GPTConfig
+from stretto.models.moe import Experts, MoE, Router, SharedExpert
 
 IGNORED_TARGET = -100
 
@@ -75,14 +76,17 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    def __init__(self, config: GPTConfig) -> None:
+    has_experts: the MLP is a mixture of experts.
+    """
+
+    def __init__(self, config: GPTConfig, *, has_experts: bool = False) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if has_experts else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -120,13 +124,18 @@ class GPT(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.max_seq_len, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(config, has_experts=number in config.moe_blocks) for number in range(config.layers)
+        )
         self.norm = _norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.loss = NextTokenLoss()
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
-            block.attention.out.is_residual = block.mlp.down.is_residual = True  # type: ignore[assignment]
+            block.attention.out.is_residual = True  # type: ignore[assignment]
+            for module in block.mlp.modules():
+                if isinstance(module, MLP | SharedExpert):
+                    module.down.is_residual = True  # type: ignore[assignment]
         self.apply(self._init_weights)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -149,9 +158,13 @@ class GPT(nn.Module):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize as GPT-2: N(0, 0.02), scaled by 1 / sqrt(2 x layers) where outputs add to the residual stream."""
+        residual_std = 0.02 * (2 * self.config.layers) ** -0.5
         if isinstance(module, nn.Linear | nn.Embedding):
-            is_residual = getattr(module, "is_residual", False)
-            nn.init.normal_(module.weight, std=0.02 * ((2 * self.config.layers) ** -0.5 if is_residual else 1.0))
+            nn.init.normal_(module.weight, std=residual_std if getattr(module, "is_residual", False) else 0.02)
+        elif isinstance(module, Experts | Router):
+            module.reset_parameters()
+            if isinstance(module, Experts):
+                nn.init.normal_(module.down_proj, std=residual_std)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             nn.init.ones_(module.weight)
         if getattr(module, "bias", None) is not None:
@@ -170,6 +183,12 @@ class GPT(nn.Module):
             "blocks.*.mlp.up": "colwise",
             "blocks.*.mlp.gate": "colwise",
             "blocks.*.mlp.down": "rowwise",
+            "blocks.*.mlp.router": "router",
+            "blocks.*.mlp.experts": "experts",
+            "blocks.*.mlp.shared.up": "colwise",
+            "blocks.*.mlp.shared.gate": "colwise",
+            "blocks.*.mlp.shared.down": "rowwise",
+            "blocks.*.mlp.shared.output_gate": "router",
             "blocks.*.attention_norm": "norm",
             "blocks.*.mlp_norm": "norm",
             "blocks.*.dropout": "dropout",

@@ -13,6 +13,18 @@ class GPTConfig:
 
     ffn: the MLP's inner width (default 4 x hidden). kv_heads: fewer than `heads` is grouped-query attention. Raises
     ValueError when the numbers do not fit together.
+
+    With `num_experts`, the blocks that `moe_layers` names have a mixture of experts for an MLP (`stretto.models.moe`):
+
+    experts_per_token: how many of the `num_experts` each token passes. expert_ffn: inner width of one (default `ffn`).
+    shared_ffn: inner width of an MLP beside them that every token passes; `shared_expert_gate` scales its output.
+    moe_layers: "all", "every:N" (blocks N - 1, 2N - 1, ...), "from:N" (the blocks after the first N), or numbers.
+    router_scores: "softmax" or "sigmoid". normalize_expert_weights: whether a token's weights sum to
+        `expert_weight_scale` (default: with several experts a token).
+    expert_groups, groups_per_token: a token's experts are of so many of the groups.
+    balance: "switch", "sequence", "bias" or "none". balance_loss: coefficient of that loss (default 0.01 for the switch
+        loss, 0.0001 for the sequence-wise one, 0 beside a bias). bias_rate: a step's change of a bias.
+    z_loss: coefficient of the router's z-loss. capacity_factor: limits the tokens of an expert, in training.
     """
 
     layers: int
@@ -28,6 +40,22 @@ class GPTConfig:
     bias: bool = True
     tie_embeddings: bool = True
     dropout: float = 0.0
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    expert_ffn: int | None = None
+    shared_ffn: int | None = None
+    shared_expert_gate: bool = False
+    moe_layers: str | tuple[int, ...] = "all"
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_expert_weights: bool | None = None
+    expert_weight_scale: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    balance: Literal["switch", "sequence", "bias", "none"] = "switch"
+    balance_loss: float | None = None
+    bias_rate: float = 0.001
+    z_loss: float = 0.0
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "max_seq_len"):
@@ -42,8 +70,7 @@ class GPTConfig:
                 f"the nearest hidden size that would do is {nearest}"
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - (self.kv_heads or 0)))
+            nearest = _nearest_divisor(self.kv_heads, self.heads)
             raise ValueError(
                 f"model.kv_heads is {self.kv_heads}, which does not divide {self.heads} heads; "
                 f"the nearest number that would do is {nearest}"
@@ -54,6 +81,69 @@ class GPTConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout is {self.dropout}, but must be in [0, 1)")
+        if isinstance(self.moe_layers, list):  # as TOML and JSON have it
+            object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.num_experts is None:
+            given = [
+                field.name
+                for field in fields(self)[[field.name for field in fields(self)].index("num_experts") :]
+                if getattr(self, field.name) != field.default
+            ]
+            if given:
+                raise ValueError(
+                    f"model.{given[0]} is {getattr(self, given[0])!r}, but belongs to a mixture of experts, and "
+                    "model.num_experts is not set: model.num_experts=8, say, would do"
+                )
+            return
+        for name in ("num_experts", "experts_per_token", "expert_ffn", "shared_ffn", "expert_groups"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 1")
+        for name, choices in (("router_scores", SCORES), ("balance", BALANCES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"model.{name} is {getattr(self, name)!r}, but must be one of {', '.join(choices)}")
+        for name in ("balance_loss", "bias_rate", "z_loss"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 0")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token is {self.experts_per_token}, but model.num_experts is only "
+                f"{self.num_experts}; the nearest number that would do is {self.num_experts}"
+            )
+        if self.num_experts % self.expert_groups:
+            raise ValueError(
+                f"model.expert_groups is {self.expert_groups}, which does not divide model.num_experts = "
+                f"{self.num_experts}; the nearest number that would do is "
+                f"{_nearest_divisor(self.expert_groups, self.num_experts)}"
+            )
+        group = self.num_experts // self.expert_groups
+        fewest = -(-self.experts_per_token // group)
+        if not fewest <= self.groups_per_token <= self.expert_groups:
+            raise ValueError(
+                f"model.groups_per_token is {self.groups_per_token}, but must be from {fewest}, whose experts are as "
+                f"many as a token's, to model.expert_groups = {self.expert_groups}"
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(
+                f"model.capacity_factor is {self.capacity_factor}, with which an expert has no slot: it must be more "
+                "than 0; 1.25 would do, and leaving it out drops no token"
+            )
+        if self.expert_weight_scale <= 0:
+            raise ValueError(f"model.expert_weight_scale is {self.expert_weight_scale}, but must be more than 0")
+        if self.normalize_expert_weights and self.experts_per_token == 1:
+            raise ValueError(
+                "model.normalize_expert_weights is true, but with one expert a token it makes every weight 1, from "
+                "which the router learns nothing; model.normalize_expert_weights=false would do"
+            )
+        if self.shared_expert_gate and self.shared_ffn is None:
+            raise ValueError("model.shared_expert_gate is true, but there is no shared expert: set model.shared_ffn")
+        if self.balance == "none" and self.balance_loss:
+            raise ValueError(
+                f"model.balance_loss is {self.balance_loss}, but model.balance is 'none': leave out one of the two"
+            )
+        self.moe_blocks  # noqa: B018  (raises ValueError)
 
     @property
     def head_dim(self) -> int:
@@ -70,16 +160,67 @@ class GPTConfig:
         """Inner width of the MLP: `ffn`, or 4 x `hidden`."""
         return self.ffn or 4 * self.hidden
 
+    @property
+    def expert_width(self) -> int:
+        """Inner width of one expert: `expert_ffn`, or that of the MLP."""
+        return self.expert_ffn or self.ffn_width
+
+    @property
+    def normalizes_expert_weights(self) -> bool:
+        """Whether a token's weights are divided by their sum."""
+        return self.experts_per_token > 1 if self.normalize_expert_weights is None else self.normalize_expert_weights
+
+    @property
+    def balance_coefficient(self) -> float:
+        """The balance loss's coefficient: `balance_loss`, or what is usual for its kind."""
+        return BALANCES[self.balance] if self.balance_loss is None else self.balance_loss
+
+    @property
+    def moe_blocks(self) -> tuple[int, ...]:
+        """The numbers of the blocks that have a mixture of experts, from 0; () without `num_experts`."""
+        if self.num_experts is None:
+            return ()
+        if isinstance(self.moe_layers, str):
+            kind, _, count = self.moe_layers.partition(":")
+            number = int(count) if count.isdecimal() else None
+            chosen: range | tuple[int, ...] | None = None
+            if self.moe_layers == "all":
+                chosen = range(self.layers)
+            elif kind == "every" and number:
+                chosen = range(number - 1, self.layers, number)
+            elif kind == "from" and number is not None:
+                chosen = range(number, self.layers)
+            if chosen is None:
+                raise ValueError(
+                    f"model.moe_layers is {self.moe_layers!r}, but must be 'all', 'every:N', 'from:N' or a list of the "
+                    "blocks' numbers, such as 'every:2'"
+                )
+        else:
+            chosen = self.moe_layers
+            if wrong := [number for number in chosen if not 0 <= number < self.layers]:
+                raise ValueError(f"model.moe_layers has {wrong[0]}, but the model's blocks are 0 to {self.layers - 1}")
+        if not chosen:
+            raise ValueError(
+                f"model.moe_layers is {self.moe_layers!r}, which is no block of {self.layers}: 'all' would do, and a "
+                "dense model has no model.num_experts"
+            )
+        return tuple(sorted(set(chosen)))
+
     def flops_per_token(self, seq_len: int) -> int:
         """Model FLOPs of a training step for each token of sequences of that length, forward and backward pass.
 
-        6 for each weight of the linears and the head, and 12 x layers x hidden x seq_len for attention, which counts
-        the whole square of positions. Recomputation, norms and look-ups count nothing (PaLM, appendix B, whose model
-        FLOPs utilization this defines).
+        6 for each weight of the linears, of the experts that a token passes, and of the head, and 12 x layers x hidden
+        x seq_len for attention, which counts the whole square of positions. Recomputation, norms and look-ups count
+        nothing (PaLM, appendix B, whose model FLOPs utilization this defines).
         """
         attention = self.hidden * (2 * self.hidden + 2 * self.num_kv_heads * self.head_dim)
-        mlp = (3 if self.activation == "swiglu" else 2) * self.hidden * self.ffn_width
-        weights = self.layers * (attention + mlp) + self.vocab * self.hidden
+        matrix = (3 if self.activation == "swiglu" else 2) * self.hidden
+        mlps = (self.layers - len(self.moe_blocks)) * matrix * self.ffn_width
+        if self.num_experts is not None:
+            active = matrix * (self.experts_per_token * self.expert_width + (self.shared_ffn or 0))
+            routing = self.hidden * (self.num_experts + self.shared_expert_gate)
+            mlps += len(self.moe_blocks) * (active + routing)
+        weights = self.layers * attention + mlps + self.vocab * self.hidden
         return 6 * weights + 12 * self.layers * self.hidden * seq_len
 
     @classmethod
@@ -94,6 +235,15 @@ class GPTConfig:
                 near = did_you_mean(option, known) or f": it has {', '.join(sorted(known))}"
                 raise ValueError(f"a GPT has no option {option!r}{near}")
         return replace(PRESETS[name], **overrides)
+
+
+SCORES = ("softmax", "sigmoid")
+# The usual coefficients of the losses: Fedus et al. (2022), section 2.2; DeepSeek-V3, section 4.2.
+BALANCES = {"switch": 0.01, "sequence": 0.0001, "bias": 0.0, "none": 0.0}
+
+
+def _nearest_divisor(value: int, whole: int) -> int:
+    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - value))
 
 
 PRESETS: dict[str, GPTConfig] = {

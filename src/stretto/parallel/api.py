@@ -24,6 +24,8 @@ from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
+from stretto.parallel.layers.router import route_whole_features
+from stretto.parallel.layers.router_loss import balance_over_batch
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.meta import MetaInitializer
@@ -91,6 +93,10 @@ def parallelize(
         "every:k" all, k blocks together; "products" what is no product with a weight; "communication" what was not
         sent; "host" all, from inputs that wait in host memory. checkpoint_activations=True is "full".
     stages: how the model is cut, where the grid has several pipeline stages (`stretto.parallel.Pipeline` runs them).
+    drop_duplicates: of tokens that every rank of x has, each sends its part to experts on other ranks; rows are
+        gathered over x there (duplicate token dropping; Singh, section 7.3.1). False: each sends all.
+    expert_rows: rows of experts' inputs that a rank has room for, so that the host does not wait for how many come (as
+        CUDA graphs need); ValueError, at a later call, names a rank to which more have come. None: as many as come.
     accumulate_unsharded: with `no_sync`, add up weights' gradients whole and reduce-scatter them over z once a step,
         with the last micro-batch (True), in place of once a micro-batch (default), which keeps shards alone.
 
@@ -104,6 +110,8 @@ def parallelize(
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
+    if options.shard_sequence and isinstance(plan, ShardingPlan):
+        check_takes_sharded_sequence(model, plan)
     if options.recomputation.is_on:
         check_blocks(model, options.recompute)
     initializer = MetaInitializer(model, grid.device, seed)
@@ -139,10 +147,6 @@ def _shard_by_roles(
             "mean over the global batch, whose gradients are summed"
         )
     grid.gradients.add("sum")
-    if options.shard_sequence:
-        check_takes_sharded_sequence(model)
-        if plan.replicated:
-            raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
@@ -151,7 +155,17 @@ def _shard_by_roles(
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     is_stage = cut is not None
     builder = Builder(
-        model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, initializer, is_stage=is_stage
+        model,
+        grid,
+        precision,
+        options.overlap,
+        matmuls,
+        options.keep_gathered,
+        tokens,
+        initializer,
+        is_stage=is_stage,
+        drops_duplicates=options.drop_duplicates,
+        expert_rows=options.expert_rows,
     )
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     if cut is not None:
@@ -172,6 +186,8 @@ def _shard_by_roles(
         if part.role.role == "gathered":
             frees = not options.keep_gathered and not options.checkpoint_activations
             gather_for_forward(model, part, builder.block_shard(part.whose, places, scale=1.0, frees=frees), grid)
+        elif part.role.role == "router":
+            route_whole_features(model, part, places, precision, grid, tokens)
         else:
             read_as_tensors(model, part, places, precision, grid)
     for owner, attribute, value in [*attributes, *buffers]:
@@ -212,6 +228,7 @@ def _plan_or_blocks(
     if blocks is not None:
         if roles or local_attributes:
             raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
+        _refuse_expert(sizes)
         return _BlockPlan(tuple(find_blocks(model, blocks)), "blocks= was given")
     sizes = check_sizes(sizes).sizes()
     has_roles = roles is not None or local_attributes is not None or hasattr(model, "parallel_plan")
@@ -219,11 +236,20 @@ def _plan_or_blocks(
         plan = read_plan(model, roles, local_attributes, sizes)
         validate_plan(model, plan, sizes)
     except ValueError as error:
-        is_unsplit = sizes["x"] == sizes["y"] == 1
+        is_unsplit = sizes["x"] == sizes["y"] == sizes.get("expert", 1) == 1
         if has_roles or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
+        _refuse_expert(sizes, f". Of this one, {error}")
         return _BlockPlan(tuple(find_blocks(model)), str(error))
     return plan
+
+
+def _refuse_expert(sizes: Mapping[str, Any], reason: str = "") -> None:
+    if sizes.get("expert", 1) > 1:
+        raise ValueError(
+            f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every rank: "
+            f"give its submodules roles ('experts' and 'router' among them), or choose expert=1{reason}"
+        )
 
 
 def _shard_by_blocks(
@@ -262,6 +288,8 @@ def _shard_by_blocks(
     sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
+    if huggingface.is_pretrained_model(model) and grid.size("pipe") > 1:
+        balance_over_batch(model, grid, averages=True)
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         _take_means_over_batch(model, means, only_with_labels=True)
@@ -360,6 +388,7 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
             _take_means_over_batch(model, MeansOverBatch(grid), only_with_labels=False)
             return
         is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
+        balance_over_batch(model, grid)
         if grid.size(LOSS) > 1:
             huggingface.refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):

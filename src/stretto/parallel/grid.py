@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from math import prod
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -13,12 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.axes import (
     DERIVED_GROUPS,
+    EXPERT,
+    EXPERT_AXES,
+    EXPERT_DATA,
+    EXPERT_Z,
     MESH_ORDER,
     NAMES,
     OUTER_TO_INNER,
     STAGE,
     STAGE_AXES,
+    ExpertTensor,
+    GridSizes,
     check_sizes,
+    expert_parameter_axes,
+    layout_sizes,
     parameter_axes,
     shown_sizes,
 )
@@ -38,16 +46,23 @@ class Grid:
     torchrun (or `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the
     same grid.
 
+    `expert` ranks divide the experts of a mixture-of-experts model among them; it multiplies no ranks, but takes the
+    innermost ones of data, and what is left from z (`stretto.axes.fold_experts`). What it leaves of them are the axes
+    "expert_data", whose ranks hold the same experts, and "expert_z", whose ranks shard these. expert_tensor: "cut", x
+    cuts each expert's inner features (TED; Singh, section 7.1); "fold", the ranks of x are among those of expert.
+
     Attributes: `mesh`, the DeviceMesh with dims named pipe, data, y, x, z; `parameter_mesh`, its part without
-    pipe and without dims of size 1, on which this stage's parameters are; `device`, this rank's torch.device; `sizes`,
-    a mapping from axis to size; `timeout`, the groups' time limit, a timedelta.
+    pipe and without dims of size 1, on which this stage's parameters are; `expert_mesh`, that of experts' parameters,
+    the same without expert; `device`, this rank's torch.device; `sizes`, a mapping from axis to size, for files and
+    `Grid(**sizes)`; `timeout`, the groups' time limit, a timedelta.
 
     device: this rank's (default: of the process group that is there, else a GPU where torch sees one, else the CPU).
     timeout: the time limit of all of the grid's groups, in seconds or as a timedelta, for their collectives and for
     kernels that wait for a peer (default: the limit of the process group that is there, else torch's own). A rank may
     be so much later than the others, to compile or to save, before they give it up.
 
-    Raises ValueError when the sizes do not multiply to the number of ranks, and for a timeout that is not positive.
+    Raises ValueError when the sizes do not multiply to the number of ranks, for an `expert` that data and z (and x,
+    where it folds) do not hold, and for a timeout that is not positive.
     """
 
     def __init__(
@@ -58,12 +73,15 @@ class Grid:
         z: int = 1,
         pipe: int = 1,
         *,
+        expert: int = 1,
+        expert_tensor: ExpertTensor = "cut",
         device: torch.device | str | None = None,
         timeout: timedelta | float | None = None,
         **others: int,
     ) -> None:
-        sizes = check_sizes({"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | others)
-        self.sizes: Mapping[str, int] = sizes.sizes()
+        of_experts = {EXPERT: expert, "expert_tensor": expert_tensor}
+        sizes = check_sizes({"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | of_experts | others)
+        self.sizes: Mapping[str, Any] = sizes.sizes()
         ranks = sizes.ranks
         limit = None if timeout is None else check_timeout(timeout)
         self.device = _initialize(ranks, None if device is None else torch.device(device), limit)
@@ -92,23 +110,76 @@ class Grid:
         in_stage = tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES)
         self._groups[STAGE] = world if is_one_stage else self.mesh[in_stage]._flatten(STAGE).get_group()
         self._mesh_groups = {self.parameter_mesh: self._groups[STAGE]}
+        self.expert_tensor = sizes.expert_tensor
+        self.expert_mesh, self.expert_axes = self.parameter_mesh, self.parameter_axes
+        if sizes.expert > 1:
+            self._divide_experts(sizes, places)
         self.timeout = timedelta(seconds=group_timeout(world)) if limit is None else limit
         for each in self._groups.values():  # DeviceMesh makes groups with torch's default limit
             if group_timeout(each) != self.timeout.total_seconds():
                 set_timeout(each, self.timeout)
+
+    def _divide_experts(self, sizes: GridSizes, places: torch.Tensor) -> None:
+        """Make the groups of experts' axes, and the mesh of experts' parameters of this stage.
+
+        places: the ranks, by their coordinates in the order of OUTER_TO_INNER. Groups that would have the ranks of data
+        or z are theirs; but expert has one of its own, so that its messages do not wait for sums of gradients.
+        """
+        left = {"data": EXPERT_DATA, "z": EXPERT_Z}  # what an axis is called without the innermost ranks that are taken
+        shape, names = [], []
+        for axis in OUTER_TO_INNER:
+            inner = sizes.expert_taken.get(axis, 1)
+            shape += [sizes[axis] // inner, inner]
+            names += [left.get(axis, axis), f"taken of {axis}"]
+        taken = [name for name in names if name.startswith("taken")]
+        axes = [name for name in names if name not in taken]
+        order = [names.index(name) for name in (*axes, *taken)]
+        whole = places.reshape(shape).permute(order).reshape(*(shape[dim] for dim in order[: len(axes)]), sizes.expert)
+        axes.append(EXPERT)
+        alike = {EXPERT_DATA: "data", EXPERT_Z: "z"}
+        for axis in EXPERT_AXES:
+            size = whole.shape[axes.index(axis)]
+            if axis in alike and size == sizes[alike[axis]]:
+                self._groups[axis] = self._groups[alike[axis]]
+            elif size > 1:
+                members = whole.movedim(axes.index(axis), -1).reshape(-1, size).tolist()
+                self._groups[axis], _ = dist.new_subgroups_by_enumeration(members, group_desc=axis)
+        self.expert_axes = expert_parameter_axes(sizes)
+        (at,) = (whole == dist.get_rank()).nonzero().tolist()
+        mine = whole[tuple(slice(None) if axis in self.expert_axes else at[dim] for dim, axis in enumerate(axes))]
+        dims = [axis for axis in axes if axis in self.expert_axes]
+        self.expert_mesh = DeviceMesh.from_group(
+            [self._groups[axis] for axis in self.expert_axes],
+            self.device.type,
+            mine.permute([dims.index(axis) for axis in self.expert_axes]).contiguous(),
+            mesh_dim_names=self.expert_axes,
+        )
+        self._mesh_groups[self.expert_mesh] = self._groups[STAGE]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in `axis` only.
 
         In data and z for "batch", in all axes but pipe for "stage", in any for "world".
 
-        axis: one of `stretto.axes.NAMES`, of its `DERIVED_GROUPS`, "stage" or "world".
+        axis: one of `stretto.axes.NAMES`, of its `EXPERT_AXES` or `DERIVED_GROUPS`, "stage" or "world".
 
         Raises ValueError for an unknown axis; so do `size` and `coordinate`.
         """
         if axis not in self._groups:
-            raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(self._groups)}")
+            if axis not in EXPERT_AXES:
+                known = dict.fromkeys((*self._groups, *EXPERT_AXES))
+                raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(known)}")
+            self._groups[axis] = self._group_of_experts(axis)
         return self._groups[axis]
+
+    def _group_of_experts(self, axis: str) -> dist.ProcessGroup:
+        """The group of an axis of experts that has none of its own: data's or z's without expert, else this rank."""
+        if axis != EXPERT and self.sizes.get(EXPERT, 1) == 1:
+            return self._groups["data" if axis == EXPERT_DATA else "z"]
+        alone = next((group for group in self._groups.values() if group.size() == 1), None)
+        if alone is None:
+            alone = dist.new_group([dist.get_rank()], timeout=self.timeout, use_local_synchronization=True)
+        return alone
 
     def group_of_mesh(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """All ranks of a mesh that parameters live on: those that must agree on these parameters' gradients."""
@@ -116,20 +187,30 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """How many ranks `axis` has: pipe, data, x, y, z, "batch" (data x z), "stage" (all but pipe) or "world"."""
-        return self.group(axis).size()
+        return self.layout_sizes[axis] if axis in EXPERT_AXES else self.group(axis).size()
 
     def coordinate(self, axis: str) -> int:
         """This rank's place along `axis`; along "batch", which shard of the global batch it is fed."""
-        return self.group(axis).rank()
+        return 0 if self.size(axis) == 1 else self.group(axis).rank()
+
+    @cached_property
+    def layout_sizes(self) -> Mapping[str, int]:
+        """The sizes of all axes that a parameter's layout may name (`stretto.axes.layout_sizes`)."""
+        return layout_sizes(self.sizes)
+
+    @cached_property
+    def layout_coordinates(self) -> Mapping[str, int]:
+        """This rank's places along these axes."""
+        return {axis: self.coordinate(axis) for axis in self.layout_sizes}
 
     def __repr__(self) -> str:
-        return "Grid(" + ", ".join(f"{axis}={size}" for axis, size in shown_sizes(self.sizes).items()) + ")"
+        return "Grid(" + ", ".join(f"{axis}={size!r}" for axis, size in shown_sizes(self.sizes).items()) + ")"
 
 
-def mismatch(sizes: Mapping[str, int], ranks: int) -> str:
+def mismatch(sizes: Mapping[str, Any], ranks: int) -> str:
     """What to tell a user whose grid is not the size of the job."""
-    product = prod(sizes.values())
-    shape = " x ".join(f"{axis}={size}" for axis, size in shown_sizes(sizes).items())
+    product = check_sizes(sizes).ranks
+    shape = " x ".join(f"{axis}={size}" for axis, size in shown_sizes(sizes).items() if axis in NAMES)
     rest = product // sizes["data"]
     hint = f"; with data={ranks // rest} it would" if ranks % rest == 0 and ranks >= rest else ""
     return f"the grid {shape} has {product} ranks, but the job has {ranks}: they must be equal{hint}"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stretto.axes import NAMES, STAGE_AXES
+from stretto.axes import EXPERT_AXES, NAMES, STAGE_AXES
 from stretto.parallel.grid import Grid
 
 
@@ -45,6 +45,8 @@ class ParameterLayout:
     """How one parameter of `shape` is split: `splits` in the order in which they apply; other axes replicate it.
 
     pipe_copies: how many ranks of pipe hold it: 2 for a tied embedding that the first and the last stage share.
+
+    Sizes and coordinates are of all axes that a layout may name (`Grid.layout_sizes`, `layout_coordinates`).
     """
 
     shape: tuple[int, ...]
@@ -58,8 +60,8 @@ class ParameterLayout:
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """How many ranks hold each number of the parameter."""
-        cutting = {split.axis for split in self.splits}
-        return self.pipe_copies * prod(sizes[axis] for axis in STAGE_AXES if axis not in cutting)
+        parts = prod(sizes[axis] for axis in {split.axis for split in self.splits})
+        return self.pipe_copies * prod(sizes[axis] for axis in STAGE_AXES) // parts
 
     def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """Which indices of `dim` a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""
@@ -132,14 +134,17 @@ def _placement(split: Split | None) -> Placement:
 
 
 def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
-    """This rank's shard of `whole` as a DTensor parameter on the grid's device and its mesh of parameters."""
-    coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
-    local = layout.shard(whole, grid.sizes, coordinates).to(grid.device)
+    """This rank's shard of `whole` as a DTensor parameter on the grid's device and its mesh of parameters, or that of
+    experts' parameters."""
+    local = layout.shard(whole, grid.layout_sizes, grid.layout_coordinates).to(grid.device)
     stride = torch.empty(layout.shape, device="meta").stride()
+    mesh, axes = grid.parameter_mesh, grid.parameter_axes
+    if any(split.axis in EXPERT_AXES for split in layout.splits):
+        mesh, axes = grid.expert_mesh, grid.expert_axes
     tensor = DTensor.from_local(
         local,
-        grid.parameter_mesh,
-        layout.placements(grid.parameter_axes),
+        mesh,
+        layout.placements(axes),
         run_check=False,
         shape=torch.Size(layout.shape),
         stride=stride,
@@ -193,10 +198,10 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
         return tensor.full_tensor().detach()
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
     axes = mesh.mesh_dim_names or ()
-    sizes, coordinates = _place(mesh)
+    sizes, coordinates = place_on(mesh)
     whole = local.new_zeros(layout.shape)
     cut = {split.axis for split in layout.splits}
-    if all(coordinates[axis] == 0 for axis in NAMES if axis not in cut):  # one replica of each number
+    if all(coordinates[axis] == 0 for axis in axes if axis not in cut):  # one replica of each number
         for box in layout.boxes(sizes, coordinates):
             _corner(whole, box.offsets, box.sizes).copy_(_corner(local, box.local_offsets, box.sizes))
     for axis in axes:
@@ -208,7 +213,7 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
 def shard_like(whole: Tensor, parameter: Tensor) -> DTensor:
     """A whole tensor cut as a parameter that `parallelize` made, on its device. Every rank has the whole."""
     assert isinstance(parameter, DTensor)
-    local = layout_of(parameter).shard(whole, *_place(parameter.device_mesh)).to(parameter.device)
+    local = layout_of(parameter).shard(whole, *place_on(parameter.device_mesh)).to(parameter.device)
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -219,11 +224,11 @@ def shard_like(whole: Tensor, parameter: Tensor) -> DTensor:
     )
 
 
-def _place(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
-    """The sizes of all axes of a mesh of parameters, and this rank's coordinates on them."""
-    axes = mesh.mesh_dim_names or ()
-    sizes = dict.fromkeys(NAMES, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
-    return sizes, dict.fromkeys(NAMES, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
+def place_on(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
+    """The sizes of all axes on a mesh of parameters, and this rank's coordinates on them, for a `ParameterLayout`."""
+    names, axes = (*NAMES, *EXPERT_AXES), mesh.mesh_dim_names or ()
+    sizes = dict.fromkeys(names, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
+    return sizes, dict.fromkeys(names, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
 
 
 def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stretto.axes import NAMES
-from stretto.parallel.layout import Box, ParameterLayout, Split
+from stretto.parallel.layout import Box, ParameterLayout, Split, place_on
 
 REFUSAL = (
     "torch's own planner takes one box of a tensor from each rank, and of a fused parameter that x cuts a rank holds "
@@ -143,9 +142,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
         for axis, placement in zip(names, tensor.placements, strict=True)
         if isinstance(placement, Shard | _StridedShard)
     ]
-    sizes = dict.fromkeys(NAMES, 1) | {axis: mesh.size(dim) for dim, axis in enumerate(names)}
-    coordinates = dict.fromkeys(NAMES, 0) | {axis: mesh.get_local_rank(axis) for axis in names}
-    return ParameterLayout(tuple(tensor.shape), tuple(splits)).boxes(sizes, coordinates)
+    return ParameterLayout(tuple(tensor.shape), tuple(splits)).boxes(*place_on(mesh))
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

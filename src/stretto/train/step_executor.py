@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.models.moe import routers, scale_losses
 from stretto.parallel import CapturedStep, Pipeline, micro_batch_of, no_sync
 
 
@@ -71,14 +72,17 @@ class AccumulatingExecutor(StepExecutor):
         functions = self._functions
         if functions is None:
             raise ValueError("this executor was closed")
-        model, rows = functions.model, len(batch[0])
-        total = torch.zeros((), dtype=torch.float64, device=batch[0].device)
+        model, rows, device = functions.model, len(batch[0]), batch[0].device
+        has_routers = any(True for _ in routers(model))
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for first, micro_batch in self._micro_batches(batch):
             is_last = first + len(micro_batch[0]) == rows
             # All ranks draw the same seeds, and those of a resumed run are those of an uninterrupted one. Masks of
             # micro-batches differ because they depend on the rows of the global batch.
             if dropout_seed is not None:
                 torch.manual_seed(dropout_seed)
+            if has_routers:
+                scale_losses(model, _scale_of_share(len(micro_batch[0]) / rows, functions, device))
             with nullcontext() if is_last else no_sync(model), micro_batch_of(model, rows, first):
                 loss = functions.compute_loss(*micro_batch)
                 (loss if functions.scale_loss is None else functions.scale_loss(loss)).backward()
@@ -118,12 +122,20 @@ class PipelineExecutor(StepExecutor):
         if functions is None:
             raise ValueError("this executor was closed")
         call = self._arguments(*batch)
+        share = self._pipeline.micro_batch_size / len(batch[0])
+        scale_losses(functions.model, _scale_of_share(share, functions, batch[0].device))
         loss = self._pipeline.step(seed=dropout_seed, scale_loss=functions.scale_loss, **call)
         return loss, functions.update(lr)
 
     def close(self) -> None:
         self._functions = None
         self._pipeline.close()
+
+
+def _scale_of_share(share: float, functions: StepFunctions, device: torch.device) -> Tensor:
+    """What the losses of a micro-batch's routers are multiplied by, for its share of the batch, 0-dim."""
+    scale = torch.full((), share, dtype=torch.float64, device=device)
+    return scale if functions.scale_loss is None else functions.scale_loss(scale)
 
 
 class CudaGraphExecutor(StepExecutor):

@@ -88,7 +88,7 @@ class StoredOptimizer:
                 name,
                 local_shard(parameter).shape,
                 reducer.sum_groups(parameter),
-                layout_of(parameter).replicas(grid.sizes),
+                layout_of(parameter).replicas(grid.layout_sizes),
                 weight_decay if parameter.dim() >= 2 else 0.0,
             )
             for name, parameter in self.parameters.items()

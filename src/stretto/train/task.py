@@ -61,6 +61,10 @@ class TrainTask(ABC):
         """The function that evaluates the model on held-out data, if an evaluation is due after `step`."""
         return None
 
+    def routing(self) -> Tensor | None:
+        """What the routers of a mixture of experts did in the last step (`observe.experts.pack`), on the device."""
+        return None
+
     def predict(self) -> dict[str, Any] | None:
         """Predict step time, exposed communication and peak memory with the planner, if the run names a cluster."""
         return None

@@ -193,7 +193,7 @@ def _train_steps(
             loss, grad_norm = task.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(NAMES, 0) | counts.bytes_by_axis()
-        recorder.add(step, lr, loss, grad_norm, task.evaluation(step))
+        recorder.add(step, lr, loss, grad_norm, task.evaluation(step), routing=task.routing())
         tracer.end(step)
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.axes import DERIVED_GROUPS, NAMES, STAGE
+from stretto.axes import DERIVED_GROUPS, EXPERT, EXPERT_AXES, NAMES, STAGE
 from stretto.parallel.grid import Grid
 
 
@@ -104,7 +104,8 @@ def axes_of_groups(grid: Grid) -> dict[str, str]:
 
     Groups of one rank send nothing, so that their names need not be told apart.
     """
-    found = {grid.group(axis).group_name: axis for axis in (STAGE, "world", *DERIVED_GROUPS, *NAMES)}
+    of_experts = EXPERT_AXES if grid.size(EXPERT) > 1 else ()
+    found = {grid.group(axis).group_name: axis for axis in (*of_experts, STAGE, "world", *DERIVED_GROUPS, *NAMES)}
     return found | grid.other_groups
 
 

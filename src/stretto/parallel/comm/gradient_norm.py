@@ -69,7 +69,7 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid) -> Tensor:
     # A handful of kernels for all of them: a large model has hundreds of parameters.
     alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
     for parameter, shard in zip(with_gradient, shards, strict=True):
-        alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.sizes)), []).append(shard)
+        alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.layout_sizes)), []).append(shard)
     squares = torch.zeros((), dtype=torch.float64, device=grid.device)
     for (dtype, replicas), some in alike.items():
         norms = torch.stack(torch._foreach_norm(some, 2, dtype=dtype))

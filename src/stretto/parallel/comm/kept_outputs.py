@@ -31,6 +31,9 @@ KEPT_IN = {
     "product": _PRODUCTS,
     "summed product": _COMMUNICATION | _PRODUCTS,  # the product itself is not computed again then
     "gathered tokens": _COMMUNICATION,
+    "exchanged rows": _COMMUNICATION,  # of experts, as the next one
+    "scattered sums": _COMMUNICATION,
+    "router statistics": _COMMUNICATION,
     "norm statistics": _COMMUNICATION,
     "pooled exchange": _COMMUNICATION,
 }

@@ -138,7 +138,7 @@ def _reading(
         if casts:
             args = tuple(_taken(argument, name, precision, checks) for argument in args)
             kwargs = {key: _taken(argument, name, precision, checks) for key, argument in kwargs.items()}
-        with _tensors_in(places, precision):
+        with tensors_in(places, precision):
             return forward(*args, **kwargs)
 
     return torch.compiler.disable(read, recursive=False)
@@ -153,7 +153,7 @@ def _taken(argument: Any, name: str, precision: Precision, checks: bool) -> Any:
 
 
 @contextmanager
-def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -> Iterator[None]:
+def tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -> Iterator[None]:
     kept = [(owner, key, owner._parameters[key]) for owner, key in places]
     try:
         for owner, key, parameter in kept:

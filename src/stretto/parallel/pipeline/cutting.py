@@ -25,6 +25,8 @@ from stretto.suggestions import did_you_mean
 
 # Some models register their heads before their blocks, and call them by code that is not in their forward.
 _NAMES_AFTER = re.compile(r"head$|(^|_)(head|pooler|classifier|final|out)(_|$)")
+# What modules call the number of experts that a token passes.
+_CHOSEN_EXPERTS = ("experts_per_token", "top_k", "num_experts_per_tok")
 
 
 @dataclass(frozen=True)
@@ -243,16 +245,34 @@ def _find_cuts(
     if options.cuts is not None:
         return (0, *options.cuts, len(names))
     # A product with a weight takes operations in proportion to its numbers; looking up rows of an embedding takes none.
-    costs = [float(_multiplied(model.get_submodule(name))) for name in names]
-    last = float(sum(_multiplied(model.get_submodule(part.name)) for part in parts if not part.is_before))
+    costs = [_multiplied(model.get_submodule(name)) for name in names]
+    last = sum(_multiplied(model.get_submodule(part.name)) for part in parts if not part.is_before)
     if not any(costs):
         costs = [1.0] * len(costs)
     return partition(costs, count, last=last)
 
 
-def _multiplied(module: nn.Module) -> int:
+def _multiplied(module: nn.Module) -> float:
+    """How many numbers of weights a token is multiplied with: all of linears, and those of the experts it passes."""
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    return sum(p.numel() for p in module.parameters() if p.dim() > 1 and id(p) not in embeddings)
+    active = {id(p): share for owner in module.modules() for p, share in _active_shares(owner)}
+    weights = (p for p in module.parameters() if p.dim() > 1 and id(p) not in embeddings)
+    return sum(p.numel() * active.get(id(p), 1.0) for p in weights)
+
+
+def _active_shares(owner: nn.Module) -> list[tuple[nn.Parameter, float]]:
+    """The weights of the experts that a module holds, and the share of these experts that a token passes.
+
+    It is read beside them: as an attribute of the module, or of its router.
+    """
+    found = []
+    for experts in owner.children():
+        count = getattr(experts, "num_experts", None)
+        weights = [p for p in experts.parameters(recurse=False) if p.dim() == 3 and p.shape[0] == count]
+        beside = [getattr(module, name, None) for module in (owner, *owner.children()) for name in _CHOSEN_EXPERTS]
+        chosen = next((number for number in beside if isinstance(number, int)), count)
+        found += [(p, chosen / count) for p in weights if isinstance(count, int) and chosen is not None]
+    return found
 
 
 def tied_parameters(model: nn.Module, stages: ModelStages) -> dict[str, nn.Parameter]:

@@ -6,21 +6,26 @@
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from torch import nn
 
-from stretto.axes import LOSS, REPLICAS, group_sizes
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, group_sizes, layout_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.suggestions import did_you_mean, name_known
 
 KINDS = {
     "colwise": "linear, input over y and output over x (column-parallel)",
     "rowwise": "linear, input over x and output over y (row-parallel)",
+    "compress": "linear, input over y, whose output every rank has whole and each x rank uses for its own heads (the "
+    "compressed queries, keys and values of latent attention)",
+    "expand": "linear, from features that every rank has whole to an output over x (heads, of a latent)",
     "embedding": "token embedding, vocabulary over x and hidden over y",
     "positions": "small embedding, hidden over y",
     "norm": "LayerNorm or RMSNorm over the hidden features, which y splits",
@@ -33,11 +38,16 @@ KINDS = {
     "replicated": "any module, or parameter of a module's own, between blocks, that every rank has whole (y=1)",
     "gathered": "any module that takes and makes hidden features: z shards its parameters, which are gathered for its "
     "forward pass, and all ranks of x and y compute it whole (experts, say)",
+    "experts": "experts(hidden [t, h], top_k_index [t, k], top_k_weights [t, k]) -> [t, h], with the parameters "
+    "gate_up_proj [E, 2F, h] (gate first; up_proj [E, F, h] without gates) and down_proj [E, h, F]: expert divides the "
+    "E experts, x splits F, y splits h",
+    "router": "any module that reads whole hidden features, and that all ranks of x and y compute alike: what chooses "
+    "a token's experts, or a linear that makes the one number by which a shared expert is scaled",
     "inner_parameter": "parameter of a module's own, between a colwise and a rowwise linear: x splits its dim 0 (one "
     "number for each attention head, say)",
 }
 # Roles of modules that stay as they are, and of parameters that their code reads as plain tensors.
-PLAIN = ("replicated", "gathered", "inner_parameter")
+PLAIN = ("replicated", "gathered", "inner_parameter", "router")
 
 
 # Names of roles before this release, which still work and warn.
@@ -90,7 +100,7 @@ class Role:
 @dataclass(frozen=True)
 class PlainPart:
     """Parameters, by name, that a model's own code reads as plain tensors: all of the submodule `whose`, or some of its
-    own ones. `role`: one of replicated, gathered and inner_parameter."""
+    own ones. `role`: one of PLAIN."""
 
     whose: str
     parameters: tuple[str, ...]
@@ -118,8 +128,8 @@ class ShardingPlan:
 
     @property
     def replicated(self) -> tuple[PlainPart, ...]:
-        """The parts that every rank of x computes whole."""
-        return tuple(part for part in self.plain if part.role.role != "inner_parameter")
+        """The parts that every rank of x computes whole, but for routers, which are small."""
+        return tuple(part for part in self.plain if part.role.role not in ("inner_parameter", "router"))
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
@@ -233,7 +243,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collection[str]) -> None:
-    unknown = []
+    unknown, names_unknown = [], []
     of_roles = {id(parameter) for name in found for parameter in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules(remove_duplicate=False):
         is_whole = any(part in plain for part in _from_inside(name))
@@ -247,13 +257,22 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collecti
         looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         normalizes = looks_like_norm and not is_whole and not names
         if (owns or drops or normalizes) and name not in found:
+            names_unknown.append(name)
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
     if unknown:
+        routers = {wildcard(name): "router" for name in names_unknown if _is_beside_experts(name, found)}
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         raise UnknownRolesError(
             f"nothing says what these submodules are: {shown}. Stretto does not guess: "
             f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+            + (f"; if it chooses experts, roles={routers}" if routers else "")
         )
+
+
+def _is_beside_experts(name: str, found: Mapping[str, Role]) -> bool:
+    """Whether a submodule is in the module that holds some experts, as routers are."""
+    around = f"{name.rpartition('.')[0]}."
+    return any(role.role == "experts" and other.startswith(around) for other, role in found.items())
 
 
 @dataclass(frozen=True)
@@ -269,17 +288,22 @@ class ParameterSharding:
 
     def on(self, sizes: Mapping[str, int]) -> "ParameterSharding":
         """The same without axes of one rank, which split nothing."""
-        ranks = group_sizes(sizes)
+        ranks = group_sizes(sizes) | layout_sizes(sizes)
         return ParameterSharding(
-            tuple(split for split in self.splits if sizes[split.axis] > 1),
+            tuple(split for split in self.splits if ranks[split.axis] > 1),
             tuple(axis for axis in self.sum_axes if ranks[axis] > 1),
             self.is_weight,
         )
 
 
-def linear_axes(role: Role) -> tuple[str, str]:
-    """The axes over which a linear's output and input features are split."""
-    return ("y", "x") if role.role == "rowwise" else ("x", "y")
+LINEARS = {
+    "colwise": ("x", "y"),
+    "rowwise": ("y", "x"),
+    "head": ("x", "y"),
+    "compress": (None, "y"),
+    "expand": ("x", None),
+}
+"""The axes over which linears' output and input features are split, by role; None: every rank has all of them."""
 
 
 def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> ParameterSharding:
@@ -289,16 +313,39 @@ def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> Para
     return ParameterSharding((), (LOSS,))
 
 
+EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""The parameters of a module with the role "experts": one of the first two, and the last."""
+
+
+def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) -> ParameterSharding:
+    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS, whose whole shape this is.
+
+    Weights are gathered over the last split's axis, along its dim: by experts if that divides those of a rank, else by
+    their rows, if it divides these. Without expert, the axes are those of all weights.
+    """
+    ranks = layout_sizes(sizes)
+    inner, outer = (2, 1) if part == "down_proj" else (1, 2)
+    folds = sizes.get("expert_tensor") == "fold"
+    cut = () if folds else (Split(inner, "x", 2 if part == "gate_up_proj" else 1),)
+    splits = (Split(0, EXPERT), *cut, Split(outer, "y"))
+    here = [shape[dim] // prod(ranks[split.axis] for split in splits if split.dim == dim) for dim in (0, 1)]
+    by_rows = here[0] % ranks[EXPERT_Z] != 0 and here[1] % ranks[EXPERT_Z] == 0
+    if ranks[EXPERT] > 1:
+        return ParameterSharding((*splits, Split(int(by_rows), EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+    return ParameterSharding((*splits[1:], Split(int(by_rows), "z")), (REPLICAS,), is_weight=True)
+
+
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
     """How a module of this role shards its `part`, "weight" or "bias". `is_transposed`: it is stored [in, out]."""
     match role.role:
-        case "colwise" | "rowwise" | "head":
-            output_axis, input_axis = linear_axes(role)
-            if part == "bias":
-                return ParameterSharding((Split(0, output_axis, role.segments),), (LOSS,))
+        case kind if kind in LINEARS:
+            output_axis, input_axis = LINEARS[kind]
             dim = 1 if is_transposed else 0
-            splits = (Split(dim, output_axis, role.segments), Split(1 - dim, input_axis), Split(0, "z"))
-            return ParameterSharding(splits, (REPLICAS,), is_weight=True)
+            of_output = () if output_axis is None else (Split(dim, output_axis, role.segments),)
+            if part == "bias":
+                return ParameterSharding(tuple(replace(split, dim=0) for split in of_output), (LOSS,))
+            of_input = () if input_axis is None else (Split(1 - dim, input_axis),)
+            return ParameterSharding((*of_output, *of_input, Split(0, "z")), (REPLICAS,), is_weight=True)
         case "embedding":
             return ParameterSharding((Split(0, "x"), Split(1, "y"), Split(0, "z")), (REPLICAS,), is_weight=True)
         case "positions":
@@ -311,7 +358,7 @@ def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> Parame
             return ParameterSharding((), (LOSS, "x"))
         case "inner_parameter":  # as a colwise linear's bias
             return ParameterSharding((Split(0, "x", role.segments),), (LOSS,))
-        case "replicated":  # ranks of x have the same activations, and so the same gradients
+        case "replicated" | "router":  # ranks of x have the same activations, and so the same gradients
             return ParameterSharding((), (LOSS,))
         case _:
             raise AssertionError(f"a {role.role} has no parameters")

@@ -6,10 +6,19 @@ from typing import Any
 
 from torch import nn
 
-from stretto.axes import LOSS, check_sizes, group_sizes
+from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
-from stretto.parallel.roles.plan import PLAIN, PlainPart, Role, ShardingPlan, sharding_of
+from stretto.parallel.roles.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
+from stretto.parallel.roles.plan import (
+    EXPERTS_PARAMETERS,
+    LINEARS,
+    PLAIN,
+    PlainPart,
+    Role,
+    ShardingPlan,
+    experts_sharding,
+    sharding_of,
+)
 from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
 
@@ -46,13 +55,21 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
         if len(plan.named(kind)) > 1 and kind != "embedding":
             raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
     for name, role in plan.roles.items():
-        _check_module(name, modules[name], role, sizes, hidden)
+        if role.role == "experts":
+            _check_experts(name, modules[name], sizes)
+        else:
+            _check_module(name, modules[name], role, sizes, hidden)
+    if sizes.expert > 1 and not plan.named("experts"):
+        raise ValueError(
+            f"expert is {sizes.expert}, but no submodule of {type(model).__name__} has the role 'experts': give one "
+            "that role, or choose expert=1"
+        )
     _check_shared(modules, plan, sizes)
     _check_plain(model, modules, plan, sizes)
     _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
     if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
-        huggingface.refuse_alibi(model, plan.named("colwise"))
+        huggingface.refuse_alibi(model, plan.named("colwise", "expand"))
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
@@ -69,14 +86,23 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     refuse_unnamed_counts(modules, plan, sizes)
 
 
-def check_takes_sharded_sequence(model: nn.Module) -> None:
-    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks."""
+def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
+    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks, and no part of
+    it needs all tokens."""
     if not getattr(model, "takes_sharded_sequence", False):
         raise ValueError(
             f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
             "inside attention, it must take batch size and sequence length from what linears return, not from the "
             "input; if it does, set takes_sharded_sequence = True on it"
         )
+    if plan.replicated:
+        raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
+    for part in plan.plain:
+        if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
+            raise ValueError(
+                f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
+                "choose shard_sequence=False, or a balance over all tokens ('switch', or 'bias' without a loss)"
+            )
 
 
 def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:
@@ -94,7 +120,7 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
                 f"module with the role {role.role!r} has a weight and perhaps a bias: undo what has replaced them"
             )
     match role.role:
-        case "colwise" | "rowwise" | "head":
+        case kind if kind in LINEARS:
             _check_linear(name, module, role, sizes, hidden)
         case "embedding" | "positions":
             if role.role == "embedding" and isinstance(module, nn.Embedding):
@@ -118,6 +144,31 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
                 check_divides(features.shape[0], sizes[axis], axis, name, "features")
         case "dropout" | "inner_dropout":
             _expect(name, module, role, nn.Dropout)
+
+
+def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
+    """Raise ValueError for a module without the interface of experts, and for sizes that the grid does not divide."""
+    shapes = {part: tuple(parameter.shape) for part, parameter in module.named_parameters()}
+    up = next((part for part in EXPERTS_PARAMETERS[:-1] if part in shapes), "")
+    if set(shapes) != {up, "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
+        raise UnknownRolesError(
+            f"{name} ({type(module).__name__}) has the parameters {', '.join(sorted(shapes)) or 'none'}, but a module "
+            "with the role 'experts' has down_proj [E, h, F] and either gate_up_proj [E, 2F, h] or up_proj [E, F, h]"
+        )
+    experts, hidden, inner = shapes["down_proj"]
+    segments = 2 if up == "gate_up_proj" else 1
+    if shapes[up] != (experts, segments * inner, hidden) or getattr(module, "num_experts", None) != experts:
+        raise UnknownRolesError(
+            f"{name}: {up} is {list(shapes[up])} and down_proj {list(shapes['down_proj'])} with num_experts="
+            f"{getattr(module, 'num_experts', None)}, but the role 'experts' takes {up} "
+            f"[E, {'2F' if segments == 2 else 'F'}, h] and down_proj [E, h, F]"
+        )
+    if not callable(getattr(module, "act_fn", None)):
+        raise UnknownRolesError(f"{name} has the role 'experts', but no act_fn, a function of a tensor")
+    check_experts(module, name)
+    check_divides(experts, sizes.expert, "expert", name, "experts")
+    check_divides(inner, sizes.expert_x, "x", name, "inner features of an expert")
+    check_divides(hidden, sizes["y"], "y", name, "hidden size")
 
 
 def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
@@ -159,6 +210,9 @@ def _check_plain(
                 _check_inner_parameters(model, part, sizes)
             case "gathered":
                 _check_gathered(modules, part, plan, sizes)
+            case "router":
+                if not part.is_module or type(modules[part.whose]).forward is nn.Module.forward:
+                    raise ValueError(f"{part.label} has the role 'router', but is no module that is called")
             case _ if sizes["y"] > 1:
                 raise UnknownRolesError(
                     f"{part.label} has the role 'replicated': every rank has all of its features, but y={sizes['y']} "
@@ -215,7 +269,7 @@ def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
         check_loss(modules[name], name, head.weight.shape[1 if huggingface.is_conv1d(head) else 0])
 
 
-def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
+def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: GridSizes) -> None:
     """Raise ValueError for a module with two roles, or a parameter that its modules shard in different ways."""
     of_module: dict[int, tuple[str, Role]] = {}
     of_parameter: dict[int, tuple[str, Any]] = {}
@@ -230,7 +284,10 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: M
         if role.role == "loss":
             continue
         for part, parameter in module.named_parameters(recurse=False):
-            cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes)
+            if role.role == "experts":
+                cut = experts_sharding(part, parameter.shape, sizes.sizes()).on(sizes.sizes())
+            else:
+                cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
             if cut != first_cut:
                 raise ValueError(
@@ -244,12 +301,13 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
         _expect(name, module, role, nn.Linear)
     shape: Any = module.weight.shape
     outputs, inputs = (shape[1], shape[0]) if huggingface.is_conv1d(module) else (shape[0], shape[1])
-    output_axis, input_axis = ("y", "x") if role.role == "rowwise" else ("x", "y")
+    output_axis, input_axis = LINEARS[role.role]
 
     def named(count: int, what: str) -> str:
         return "hidden size" if count == hidden else what
 
-    check_divides(inputs, sizes[input_axis], input_axis, name, named(inputs, "input features"))
+    if input_axis is not None:
+        check_divides(inputs, sizes[input_axis], input_axis, name, named(inputs, "input features"))
     if role.role == "head":
         _check_vocabulary(name, outputs, role, sizes)
         return
@@ -259,12 +317,14 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
         )
     units = outputs // role.segments // role.unit
     what = role.unit_name if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
-    check_divides(units, sizes[output_axis], output_axis, name, what)
+    if output_axis is not None:
+        check_divides(units, sizes[output_axis], output_axis, name, what)
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
     is_by_input = huggingface.is_conv1d(module)
     axis = input_axis if is_by_input else output_axis
-    rows = (inputs if is_by_input else outputs) // sizes[axis]
-    check_divides(rows, sizes["z"], "z", f"{name} (its rows, of which each {axis} rank has {rows})", "weight rows")
+    rows = (inputs if is_by_input else outputs) // (1 if axis is None else sizes[axis])
+    of_rank = "" if axis is None else f" (its rows, of which each {axis} rank has {rows})"
+    check_divides(rows, sizes["z"], "z", f"{name}{of_rank}", "weight rows")
 
 
 def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int]) -> None:

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 # Options of the model that a resumed run may change, because the parameters' meaning does not depend on them. With
 # learned positions, another max_seq_len changes a shape, which is checked anyway.
-FREE_MODEL_OPTIONS = ("dropout", "max_seq_len")
+FREE_MODEL_OPTIONS = ("dropout", "max_seq_len", "balance_loss", "bias_rate", "z_loss", "capacity_factor")
 # The same of entries of a config.json, and any whose name has "drop" in it.
 FREE_CONFIG_ENTRIES = (
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
@@ -203,7 +203,7 @@ def _first_entry_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any
 
 def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
     """Replace None in a model's options by its meaning, so that two spellings of one model are equal."""
-    options = dict(model)
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in model.items()}
     if options.get("kv_heads", 0) is None and "heads" in options:
         options["kv_heads"] = options["heads"]
     if options.get("ffn", 0) is None and isinstance(options.get("hidden"), int):

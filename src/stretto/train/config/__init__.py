@@ -6,7 +6,7 @@ config = make_config({"out": "runs/mine", "model": {...}, "data": {...}, "train"
 """
 
 from stretto.train.config.dlrm import DLRMTrainConfig
-from stretto.train.config.gpt import DataConfig, ModelConfig, RunConfig, TrainConfig
+from stretto.train.config.gpt import DataConfig, RunConfig, TrainConfig
 from stretto.train.config.loading import (
     ConfigError,
     config_to_toml,
@@ -15,6 +15,7 @@ from stretto.train.config.loading import (
     make_config,
     options_by_key,
 )
+from stretto.train.config.model import ModelConfig
 from stretto.train.config.options import GridConfig, JobConfig
 
 __all__ = [

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a GPT's training run, and the rules between its options. Imports no torch."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
 from stretto.execution import ExecutionOptions, Overlap, Recomputation, StageOptions, StagePlacement, StateOptions
-from stretto.suggestions import are_missing
+from stretto.train.config.model import ModelConfig
 from stretto.train.config.options import (
     MAX_LAYERS,
     MAX_LENGTH,
     MAX_RANKS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    PRESETS,
     CanBeNone,
     GridConfig,
     JobConfig,
@@ -21,100 +18,6 @@ from stretto.train.config.options import (
     Section,
     option,
 )
-
-if TYPE_CHECKING:
-    from stretto.models import GPTConfig
-
-
-class ModelConfig(Section):
-    """The model to train: a GPT, by a preset, by its numbers, or by both; or the folder of a Hugging Face model."""
-
-    path: Annotated[str | None, CanBeNone] = option(
-        None, "a Hugging Face folder in place of a GPT's shape: config.json, weights (safetensors), tokenizer; of the "
-        "options below it takes only `model.dropout = 0`",
-    )  # fmt: skip
-    name: Annotated[str | None, CanBeNone] = option(
-        None, "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b"
-    )
-    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1, le=MAX_LAYERS)
-    hidden: Annotated[int | None, CanBeNone] = option(
-        None, "width of a token's vector", unset=PRESETS, ge=1, le=MAX_WIDTH
-    )
-    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads", unset=PRESETS, ge=1, le=MAX_WIDTH)
-    kv_heads: Annotated[int | None, CanBeNone] = option(
-        None, "heads of keys and values; fewer than `model.heads` is grouped-query attention", unset="`model.heads`",
-        ge=1, le=MAX_WIDTH,
-    )  # fmt: skip
-    ffn: Annotated[int | None, CanBeNone] = option(
-        None, "inner width of the MLP", unset="4 x `model.hidden`", ge=1, le=4 * MAX_WIDTH
-    )
-    vocab: Annotated[int | None, CanBeNone] = option(
-        None, "vocabulary size", unit="tokens", unset="the preset's, else the data's", ge=1, le=MAX_VOCAB
-    )
-    max_seq_len: Annotated[int | None, CanBeNone] = option(
-        None, "longest sequence", unit="tokens", unset="the preset's, else `train.seq_len`", ge=1, le=MAX_LENGTH
-    )
-    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(
-        None, "position embedding", unset="`learned`"
-    )
-    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(
-        None, "the MLP's activation", unset="`gelu`"
-    )
-    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(
-        None, "kind of norm", unset="`layernorm`"
-    )
-    bias: Annotated[bool | None, CanBeNone] = option(None, "whether linears and norms have biases", unset="`true`")
-    tie_embeddings: Annotated[bool | None, CanBeNone] = option(
-        None, "whether the output layer shares the embedding's weights", unset="`true`"
-    )
-    dropout: Annotated[float | None, CanBeNone] = option(
-        None, "dropout probability", unset="`0`, or what the folder of `model.path` says", ge=0, lt=1
-    )
-
-    def to_gpt(self, *, data_vocab: int, seq_len: int) -> "GPTConfig":
-        """Build the model's shape. `data_vocab` and `seq_len` apply where neither the file nor the preset says.
-
-        Raises ValueError when the numbers do not fit together.
-        """
-        from stretto.models import GPTConfig  # torch is imported here and not when a file is read
-
-        given = self._shape()
-        if self.name is not None:
-            return GPTConfig.preset(self.name, **given)
-        return GPTConfig(**{"vocab": data_vocab, "max_seq_len": seq_len} | given)
-
-    def known_vocab(self) -> int | None:
-        """The vocabulary size that the file or the preset sets; None leaves it to the data."""
-        if self.vocab is not None or self.name is None:
-            return self.vocab
-        from stretto.models import GPTConfig
-
-        return GPTConfig.preset(self.name).vocab
-
-    def _shape(self) -> dict[str, Any]:
-        """The options of a GPT that the file sets."""
-        return {name: value for name, value in self if value is not None and name not in ("name", "path")}
-
-    @model_validator(mode="after")
-    def _has_a_shape(self) -> "ModelConfig":
-        if self.path is not None:
-            shape = self._shape() | ({} if self.name is None else {"name": self.name})
-            if self.dropout == 0:
-                del shape["dropout"]
-            if shape:
-                others = ", ".join(f"model.{name}={value!r}" for name, value in shape.items())
-                raise ValueError(
-                    f"model.path is {self.path!r}, whose config.json describes the model, and {others} would change "
-                    "it: leave out one of the two (of dropout, model.dropout=0 would do)"
-                )
-            return self
-        missing = [f"model.{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
-        if self.name is None and missing:
-            raise ValueError(
-                f"{are_missing(missing)}: give model.layers, model.hidden and model.heads, "
-                "or a preset such as model.name='gpt2-small'"
-            )
-        return self
 
 
 class DataConfig(Section):
@@ -181,6 +84,13 @@ class RunConfig(RunOptions):
     accumulate_unsharded: bool = option(
         False, "with micro-batches, add up the weights' gradients whole, and reduce-scatter them over z once a step in "
         "place of once a micro-batch; takes memory for gradients that z does not divide",
+    )  # fmt: skip
+    drop_duplicates: bool = option(
+        True, "of tokens that every rank of x has, each sends its part to the experts of other ranks"
+    )
+    expert_rows: Annotated[int | None, CanBeNone] = option(
+        None, "rows of experts' inputs that a rank has room for, with which nothing waits for their number; more are "
+        "an error", unit="rows", unset="as many as come", ge=1, lt=1 << 40,
     )  # fmt: skip
     tune_matmuls: bool = option(False, "autotune the layouts of each linear's matrix products in the first step")
     shard_sequence: bool = option(
@@ -335,6 +245,8 @@ class TrainConfig(JobConfig):
             tune_matmuls=self.train.tune_matmuls,
             accumulate_unsharded=self.train.accumulate_unsharded,
             stages=self.pipeline.stages if self.is_pipelined else None,
+            drop_duplicates=self.train.drop_duplicates,
+            expert_rows=self.train.expert_rows,
         )
 
     @property

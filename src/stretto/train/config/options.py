@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from stretto.axes import AXES, NAMES, GridSizes, shown_sizes
+from stretto.axes import (
+    AXES,
+    EXPERT,
+    EXPERT_DESCRIPTION,
+    EXPERT_TENSOR_DESCRIPTION,
+    NAMES,
+    ExpertTensor,
+    GridSizes,
+    shown_sizes,
+)
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
 MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
@@ -61,7 +70,7 @@ class Section(BaseModel):
 
 
 class _GridSection(Section):
-    """How the ranks are laid out. The number of ranks is the product of the sizes."""
+    """How the ranks are laid out. The number of ranks is the product of the sizes, without that of expert."""
 
     @property
     def ranks(self) -> int:
@@ -75,9 +84,9 @@ class _GridSection(Section):
     def __str__(self) -> str:
         return " ".join(f"{axis}={size}" for axis, size in shown_sizes(self.sizes()).items())
 
-    def sizes(self) -> dict[str, int]:
-        """The sizes by axis, as `stretto.parallel.validate` takes them."""
-        return {axis: getattr(self, axis) for axis in NAMES}
+    def sizes(self) -> dict[str, Any]:
+        """The sizes by axis, as `Grid` and `stretto.parallel.validate` take them (`GridSizes.sizes`)."""
+        return GridSizes(**{name: getattr(self, name) for name in (*NAMES, EXPERT, "expert_tensor")}).sizes()
 
 
 if TYPE_CHECKING:
@@ -88,15 +97,18 @@ if TYPE_CHECKING:
         x: int = 1
         y: int = 1
         z: int = 1
+        expert: int = 1
+        expert_tensor: ExpertTensor = "cut"
 
 else:
-    _DESCRIPTIONS = {axis.name: axis.description for axis in AXES}
+    _DESCRIPTIONS = {axis.name: axis.description for axis in AXES} | {EXPERT: EXPERT_DESCRIPTION}
     GridConfig = create_model(
         "GridConfig",
         __base__=_GridSection,
         __doc__=_GridSection.__doc__,
         __module__=__name__,
-        **{axis: (int, option(1, _DESCRIPTIONS[axis], unit="ranks", ge=1, le=MAX_RANKS)) for axis in NAMES},
+        **{axis: (int, option(1, _DESCRIPTIONS[axis], unit="ranks", ge=1, le=MAX_RANKS)) for axis in (*NAMES, EXPERT)},
+        expert_tensor=(ExpertTensor, option("cut", EXPERT_TENSOR_DESCRIPTION)),
     )
 
 

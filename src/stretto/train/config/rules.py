@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stretto.axes import STAGE_AXES, GridSizes
+from stretto.axes import NAMES, STAGE_AXES, GridSizes, check_sizes
 from stretto.planner.grids import divisors, every_grid
 from stretto.schedules import build_schedule
 from stretto.train.config.options import GridConfig, contradictions_of_run, nearest_multiple
@@ -67,6 +67,11 @@ def contradictions(config: "TrainConfig") -> list[str]:
         problems.append(
             f"train.cuda_graph and train.{name} are both on, but a block that is run again asks for the "
             "state of random numbers, which a graph does not have; train.cuda_graph=false would do"
+        )
+    if run.cuda_graph and grid.expert > 1 and run.expert_rows is None:
+        problems.append(
+            f"train.cuda_graph is on and grid.expert is {grid.expert}, but a graph cannot wait for how many rows come "
+            "to a rank's experts; train.expert_rows=(their most), grid.expert=1 or train.cuda_graph=false would do"
         )
     if run.cuda_graph and config.model.dropout:
         problems.append(
@@ -193,11 +198,14 @@ def nearest_grid(
 ) -> GridConfig | None:
     """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios.
 
-    suits: whether a grid will do; None if no grid will. The pipeline stages stay, where they divide the ranks.
+    suits: whether a grid will do; None if no grid will. The pipeline stages stay, where they divide the ranks; and so
+    does expert, where the grid has the ranks for it.
     """
+    wanted = GridSizes(**grid.sizes())
+    of_experts = {name: size for name, size in grid.sizes().items() if name not in NAMES}
 
     def distance(sizes: GridSizes) -> tuple[float, ...]:
-        ratios = [abs(math.log2(sizes[axis] / old)) for axis, old in grid.sizes().items()]
+        ratios = [abs(math.log2(sizes[axis] / wanted[axis])) for axis in NAMES]
         # Of grids that are equally close, the one with the smallest sizes inside data.
         return sum(ratio > 0 for ratio in ratios), sum(ratios), *(sizes[axis] for axis in STAGE_AXES[1:])
 
@@ -205,4 +213,9 @@ def nearest_grid(
     of_stage = every_grid(ranks // kept)
     suitable = filter(suits, (GridSizes(**{**sizes, "pipe": kept}) for sizes in of_stage))
     nearest = min(suitable, key=distance, default=None)
-    return None if nearest is None else GridConfig(**nearest)
+    if nearest is None:
+        return None
+    try:
+        return GridConfig(**check_sizes(nearest.sizes() | of_experts).sizes())
+    except ValueError:
+        return GridConfig(**nearest.sizes())

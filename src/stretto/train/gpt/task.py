@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.axes import BATCH
 from stretto.cluster import Cluster
+from stretto.models.moe import routers, update_biases
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
 from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
 from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, save_state, training_state
@@ -30,6 +32,7 @@ from stretto.train.gpt.preflight import (
     open_held_out,
     predict_run,
 )
+from stretto.train.observe.experts import NUMBERS_OF_ROUTER, pack
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
 from stretto.train.step_executor import PipelineExecutor, StepExecutor, StepFunctions, build_executor
 from stretto.train.stored_optimizer import StoredOptimizer, build_stored_optimizer
@@ -63,6 +66,8 @@ class GPTTask(TrainTask):
         trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
         self.sampler = Sampler(trained_on, options.batch, options.seed)
         model = self.source.build()
+        self._routers = tuple(name for name, _ in routers(model))
+        self._routing: Tensor | None = None
         if grid.device.type == "cuda":
             known = self.source.architecture(options.seq_len)
             count = sum(parameter.numel() for parameter in model.parameters())
@@ -203,6 +208,9 @@ class GPTTask(TrainTask):
         flops = self.source.flops_per_token(options.seq_len)
         return None if peak is None or flops is None else self.grid.size("world") * peak / flops
 
+    def routing(self) -> Tensor | None:
+        return self._routing
+
     def layout(self) -> str | None:
         return self.optimizer.describe() if isinstance(self.optimizer, StoredOptimizer) else None
 
@@ -223,11 +231,24 @@ class GPTTask(TrainTask):
     def _update(self, lr: float | Tensor) -> Tensor:
         clip = self.config.train.clip
         if isinstance(self.optimizer, StoredOptimizer):
-            return self.optimizer.step(lr)
-        assert self.optimizer is not None
-        grad_norm = gradient_norm(self.model.parameters(), self.grid)
-        self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip))
+            grad_norm = self.optimizer.step(lr)
+        else:
+            assert self.optimizer is not None
+            grad_norm = gradient_norm(self.model.parameters(), self.grid)
+            self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip))
+        if self._routers:
+            self._routing = self._update_routers()
         return grad_norm
+
+    def _update_routers(self) -> Tensor:
+        """Update the routers' biases, and collect what all of them did, also those of other pipeline stages."""
+        numbers = torch.zeros(len(self._routers), NUMBERS_OF_ROUTER, dtype=torch.float64, device=self.grid.device)
+        if (statistics := update_biases(self.model)) is not None:
+            for name, row in zip(statistics.names, pack(statistics), strict=True):
+                numbers[self._routers.index(name)] = row
+        if self.grid.size("pipe") > 1:
+            dist.all_reduce(numbers, group=self.grid.group("pipe"))
+        return numbers
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         return self.optimizer.scale_loss(loss) if isinstance(self.optimizer, StoredOptimizer) else loss

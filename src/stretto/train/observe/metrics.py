@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.train.config.options import RunOptions
+
+if TYPE_CHECKING:
+    from stretto.train.observe.experts import ExpertMetrics
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -32,7 +35,7 @@ class StepMetrics:
     duration. rate: tokens or samples per second of the whole job. seen: tokens or samples that the model has been
     trained on so far. unit: which of the two they count. ranks: of the job. mfu: model FLOPs utilization, from 0 to 1;
     None on CPUs, and where the model's FLOPs or the GPU's peak are unknown. evaluation: measured on held-out samples
-    after the step, if it was due.
+    after the step, if it was due. experts: of a mixture of experts, what its routers did.
     """
 
     step: int
@@ -46,8 +49,9 @@ class StepMetrics:
     ranks: int = 1
     mfu: float | None = None
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
+    experts: "ExpertMetrics | None" = None
 
-    def as_line(self) -> dict[str, float | None]:
+    def as_line(self) -> dict[str, Any]:
         """The step as an object of metrics.jsonl."""
         return {
             "step": self.step,
@@ -59,6 +63,7 @@ class StepMetrics:
             **({} if self.mfu is None else {"mfu": self.mfu}),
             "seconds": self.seconds,
             self.unit: self.seen,
+            **({} if self.experts is None else self.experts.as_line()),
             **self.evaluation,
         }
 
@@ -69,7 +74,8 @@ class StepMetrics:
             f"train/{name}": line.get(name) for name in ("loss", "grad_norm", "lr", rate, f"{rate}_per_rank", "mfu")
         }
         shown |= {f"evaluation/{name}": value for name, value in self.evaluation.items()}
-        return {name: value for name, value in shown.items() if value is not None}
+        known = {name: value for name, value in shown.items() if value is not None}
+        return known | ({} if self.experts is None else self.experts.as_scalars())
 
 
 class MetricsLog:

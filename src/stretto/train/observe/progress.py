@@ -61,7 +61,7 @@ class Bar(ProgressReporter):
             self._task,
             completed=metrics.step,
             loss=f"{metrics.loss:.4f}",
-            rate=_rate(metrics),
+            rate=f"{metrics.experts or ''}{_rate(metrics)}",
         )
         if metrics.evaluation:
             self.print_message(f"step {metrics.step}  {_evaluation(metrics).strip()}")
@@ -96,7 +96,7 @@ class Lines(ProgressReporter):
             return
         left = self._seconds / (metrics.step - self._first + 1) * (self._steps - metrics.step)
         self.print_message(
-            f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  {_evaluation(metrics)}"
+            f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  {metrics.experts or ''}{_evaluation(metrics)}"
             f"{_rate(metrics)}  {_clock(left)} left"
         )
 

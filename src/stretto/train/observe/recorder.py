@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.memory import failures
+from stretto.train.observe.experts import NUMBERS_OF_ROUTER, ExpertMetrics
 from stretto.train.observe.metrics import DivergenceError, MetricsLog, StepMetrics
 from stretto.train.observe.progress import ProgressReporter
 
@@ -20,7 +21,7 @@ MOST_OVERFLOWS = 32
 
 @dataclass(frozen=True)
 class _Launched:
-    """A launched step: where its loss and norm arrive, and the CUDA events before and after it."""
+    """A launched step: where its loss, norm and routing numbers arrive, and the CUDA events before and after it."""
 
     step: int
     lr: float
@@ -67,16 +68,21 @@ class StepRecorder:
         loss: Tensor,
         grad_norm: Tensor,
         evaluate: Callable[[], Mapping[str, float | None]] | None = None,
+        *,
+        routing: Tensor | None = None,
     ) -> None:
         """Record a launched step, whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet.
 
+        routing: of a mixture of experts, what `observe.experts.pack` returns.
         With `evaluate`, wait for the step, then evaluate. The evaluation's time does not count as a step's.
         """
         numbers = torch.stack((loss.detach().double(), grad_norm.detach().double()))
+        if routing is not None:
+            numbers = torch.cat((numbers, routing.flatten()))
         began = self._mark
         arrival: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            on_host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            on_host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
             numbers = on_host.copy_(numbers, non_blocking=True)
             self._mark = arrival = _mark_now()
         self._waiting.append(_Launched(step, lr, numbers, began, arrival))
@@ -124,7 +130,8 @@ class StepRecorder:
         if launched.began is not None and launched.arrival is not None:
             # The host reads a step's numbers late, and the last two steps' together, so the device's events are used.
             seconds = launched.began.elapsed_time(launched.arrival) / 1e3
-        loss, grad_norm = launched.numbers.tolist()
+        loss, grad_norm = launched.numbers[:2].tolist()
+        routing = launched.numbers[2:].view(-1, NUMBERS_OF_ROUTER).tolist()
         is_overflow = self._skips_overflows and not math.isfinite(grad_norm)
         for name, value in (("loss", loss), ("gradient's norm", grad_norm)):
             if not math.isfinite(value) and not (is_overflow and name != "loss"):
@@ -146,6 +153,7 @@ class StepRecorder:
             unit=self._unit,
             ranks=self._ranks,
             mfu=None if self._full_rate is None else self._items_a_step / seconds / self._full_rate,
+            experts=ExpertMetrics.of(routing) if routing else None,
         )
 
     def _publish(self, metrics: StepMetrics) -> None:

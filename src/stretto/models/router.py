@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router of a mixture of experts: which experts a token passes, and how tokens are distributed evenly.
+
+A router knows nothing about ranks: `stretto.parallelize` sets its hooks `sum_over_ranks` and `sum_over_earlier_ranks`,
+through which balance and capacity see the tokens of all.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """How a router chooses experts, and how it distributes tokens evenly.
+
+    scores: "softmax" over all experts, or "sigmoid" of each.
+    normalize: divides a token's weights by their sum. scale: multiplies them after that.
+    groups, groups_per_token: experts of so many groups are chosen only; a group's score is the sum of its two best
+        (DeepSeek-V3, section 2.1.2).
+    balance: how tokens are distributed evenly, in training.
+        "switch": the loss of Fedus et al. (2022, equations 4 to 6) over the tokens of a micro-batch on all ranks. f_e
+            is the share of all choices.
+        "sequence": the loss of DeepSeek-V3 (equations 17 to 20) over the tokens of each sequence, in the mean over
+            sequences; x must be [batch, seq, hidden].
+        "bias": no loss (Wang et al., 2024): a number is added to each expert's score for the choice only;
+            `update_biases` moves it by `bias_rate` towards the mean load. With `balance_loss` the sequence-wise loss is
+            added, as in DeepSeek-V3.
+    balance_loss: the loss's coefficient. z_loss: coefficient of the mean squared logsumexp of the logits (Zoph et al.,
+        2022, equation 5).
+    capacity_factor: in training an expert takes at most ceil(capacity_factor x t x experts_per_token / num_experts)
+        choices of a micro-batch's t tokens on all ranks, in the order of ranks and then of tokens. None: all.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    balance: Literal["switch", "sequence", "bias", "none"] = "none"
+    balance_loss: float = 0.0
+    bias_rate: float = 0.001
+    z_loss: float = 0.0
+    capacity_factor: float | None = None
+
+    @property
+    def has_sequence_loss(self) -> bool:
+        """Whether there is a sequence-wise loss."""
+        return self.balance == "sequence" or (self.balance == "bias" and self.balance_loss > 0)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the router has a loss of its own."""
+        return self.balance == "switch" or self.has_sequence_loss or self.z_loss > 0
+
+
+class Router(nn.Module):
+    """Chooses `experts_per_token` of `num_experts` experts for each token.
+
+    `router(x)`, x [..., hidden], returns logits [t, num_experts], and the chosen experts' weights and numbers (int64),
+    each [t, experts_per_token], best first, where t is the number of tokens. Logits and weights are computed in fp32 at
+    least. Of equal scores the lower expert's wins, on every device. The number of a dropped choice is num_experts, as
+    in transformers, and its weight 0.
+
+    A loss is no output: the backward pass adds its gradient, times `loss_scale`.
+    """
+
+    def __init__(
+        self, hidden: int, num_experts: int, experts_per_token: int, options: RouterOptions | None = None
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.options = options or RouterOptions()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        self.expert_bias: Tensor | None
+        self.register_buffer("expert_bias", torch.zeros(num_experts) if self.options.balance == "bias" else None)
+        # The share of a micro-batch in the step's loss, times the loss scale.
+        self.loss_scale: float | Tensor = 1.0
+        # Sums a tensor over the ranks that have other tokens of the micro-batch; over those of lower rank.
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = _identity
+        self.sum_over_earlier_ranks: Callable[[Tensor], Tensor] = torch.zeros_like
+        self.statistics: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether a rank must have all tokens of its sequences, for the sequence-wise loss."""
+        return self.options.has_sequence_loss
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.flatten(0, -2).to(dtype), self.weight.to(dtype))
+            scores = logits.softmax(-1) if self.options.scores == "softmax" else logits.sigmoid()
+            ids = self._choose(scores.detach())
+            weights = scores.gather(1, ids)
+            if self.options.normalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights * self.options.scale
+            if self.training:
+                weights, ids = self._balance(x, logits, scores, weights, ids)
+        return logits, weights, ids
+
+    def record(self, statistics: Tensor) -> None:
+        """Add this rank's statistics of one forward pass, fp64 [2 x num_experts + 2], to those of the step.
+
+        They are: the choices of each expert, those of them that were dropped, and the balance loss and the z-loss, each
+        times the micro-batch's tokens on all ranks. Their sum over ranks is the whole micro-batch's.
+        """
+        if self.statistics is None:
+            self.statistics = torch.zeros_like(statistics)
+        self.statistics += statistics
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Keep the biases in fp32 at least: steps of `bias_rate` would be lost in 16 bits."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype.itemsize < 4:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The experts that have the best scores [t, E], of the best groups if there are several."""
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if self.options.groups_per_token < self.options.groups:
+            of_group = scores.unflatten(1, (self.options.groups, -1))
+            best = of_group.topk(min(2, of_group.shape[2]), dim=-1).values.sum(-1)
+            chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(
+                1, _best(best, self.options.groups_per_token), True
+            )
+            scores = of_group.masked_fill(~chosen.unsqueeze(2), -math.inf).flatten(1)
+        return _best(scores, self.experts_per_token)
+
+    def _balance(
+        self, x: Tensor, logits: Tensor, scores: Tensor, weights: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Drop what exceeds the capacity, add the losses, and record the statistics."""
+        chosen = torch.zeros_like(scores, dtype=torch.int64).scatter_(1, ids, 1)
+        counts = chosen.sum(0)
+        dropped = torch.zeros_like(counts)
+        has_loss = self.options.has_loss
+        total = counts
+        if has_loss or self.options.capacity_factor is not None:
+            total = self.sum_over_ranks(counts)
+        if self.options.capacity_factor is not None:
+            is_dropped = self._exceeds_capacity(chosen, counts, total).gather(1, ids)
+            dropped.scatter_add_(0, ids.flatten(), is_dropped.flatten().long())
+            weights, ids = weights.masked_fill(is_dropped, 0.0), ids.masked_fill(is_dropped, self.num_experts)
+        losses = torch.zeros(2, dtype=torch.float64, device=x.device)
+        if has_loss:
+            tokens = (total.sum() / self.experts_per_token).clamp(min=1).to(scores.dtype)
+            parts = (self._balance_loss(x, scores, chosen, total, tokens), self._z_loss(logits, tokens))
+            weights = _AddLoss.apply(weights, parts[0] + parts[1], self.loss_scale)
+            losses = torch.stack([part.detach() for part in parts]).double() * tokens
+        self.record(torch.cat((counts.double(), dropped.double(), losses)))
+        return weights, ids
+
+    def _balance_loss(self, x: Tensor, scores: Tensor, chosen: Tensor, total: Tensor, tokens: Tensor) -> Tensor:
+        """This rank's part of the balance loss of a micro-batch that has so many tokens."""
+        shares = scores if self.options.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        if self.options.balance == "switch":
+            load = total.to(shares.dtype) / (tokens * self.experts_per_token)
+            return self.options.balance_loss * self.num_experts * (load @ shares.sum(0)) / tokens
+        if not self.needs_whole_sequences:
+            return shares.new_zeros(())
+        if x.dim() != 3:
+            raise ValueError(f"the sequence-wise loss needs [batch, seq, hidden], and x is {list(x.shape)}")
+        length = x.shape[1]
+        load = chosen.unflatten(0, x.shape[:2]).sum(1) * (self.num_experts / (self.experts_per_token * length))
+        mean = shares.unflatten(0, x.shape[:2]).mean(1)
+        return self.options.balance_loss * (load.to(mean.dtype) * mean).sum() * length / tokens
+
+    def _z_loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        if self.options.z_loss == 0:
+            return logits.new_zeros(())
+        return self.options.z_loss * logits.logsumexp(-1).square().sum() / tokens
+
+    def _exceeds_capacity(self, chosen: Tensor, counts: Tensor, total: Tensor) -> Tensor:
+        """Which choices [t, E] an expert has no slot for: chosen [t, E]; counts, total [E], this rank's and all."""
+        assert self.options.capacity_factor is not None
+        factor = Fraction(self.options.capacity_factor).limit_denominator(1 << 20)
+        capacity = -(-(total.sum() * factor.numerator) // (self.num_experts * factor.denominator))
+        return chosen.cumsum(0) + self.sum_over_earlier_ranks(counts) > capacity
+
+
+@dataclass(frozen=True)
+class RoutingStatistics:
+    """What the routers of a model have done in a step, over all its micro-batches and ranks.
+
+    names: of the routers. counts, dropped: fp64 [routers, experts], the choices of each expert, and those of them that
+    found no slot. losses: fp64 [routers, 2], balance loss and z-loss with their coefficients, in the mean over the
+    step's tokens. biases: fp32 [routers, experts] after the update, zeros where there are none.
+    """
+
+    names: tuple[str, ...]
+    counts: Tensor
+    dropped: Tensor
+    losses: Tensor
+    biases: Tensor
+
+
+def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """The model's routers, by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
+
+
+def scale_losses(model: nn.Module, scale: float | Tensor) -> None:
+    """Set what the gradients of the routers' losses are multiplied by, in the forward passes that follow.
+
+    That is the micro-batch's share in the step's loss, times the loss scale if there is one.
+    """
+    for _, router in routers(model):
+        router.loss_scale = scale
+
+
+@torch.no_grad()
+def update_biases(model: nn.Module) -> RoutingStatistics | None:
+    """Update the routers' biases from the tokens since the last call, and return what the routers did. Collective.
+
+    Call it once an optimizer step: b_e += bias_rate x sign(mean load - load of e). None for a model that has no router
+    or has not run.
+    """
+    found = [(name, router) for name, router in routers(model) if router.statistics is not None]
+    if not found:
+        return None
+    first = found[0][1]
+    summed = first.sum_over_ranks(torch.stack([_statistics(router) for _, router in found]))
+    experts = first.num_experts
+    biases = torch.zeros(len(found), experts, device=summed.device)
+    for row, (_, router) in enumerate(found):
+        _statistics(router).zero_()
+        if router.expert_bias is not None:
+            counts = summed[row, :experts]
+            router.expert_bias += router.options.bias_rate * (counts.sum() - experts * counts).sign().to(biases.dtype)
+            biases[row] = router.expert_bias
+    counts, dropped, losses = summed.split((experts, experts, 2), dim=1)
+    tokens = counts.sum(1, keepdim=True) / first.experts_per_token
+    return RoutingStatistics(tuple(name for name, _ in found), counts, dropped, losses / tokens.clamp(min=1), biases)
+
+
+def _statistics(router: Router) -> Tensor:
+    assert router.statistics is not None
+    return router.statistics
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The columns of the best scores of each row, best first; of equal ones the lower first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+class _AddLoss(torch.autograd.Function):
+    """Returns its first argument. The backward pass gives the loss the gradient `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        ones = torch.ones((), dtype=torch.float64, device=gradient.device)
+        return gradient, (ones * ctx.scale).to(ctx.dtype), None

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a mixture of experts on a grid: tensor, expert and data parallelism together (TED; Singh, chapter 7).
+
+The axis `expert` divides the experts, so that tokens travel to their experts' ranks and back (all-to-alls over expert).
+x cuts each expert's inner features, y the hidden ones, as of any other MLP, and the weights' shards are gathered over
+what expert leaves of z. All ranks of x have the same tokens. What becomes of them (`TokenFlow.of`):
+
+    dropped     Each rank of x sends its part of them to the experts; there rows are gathered over x, and products
+                summed by a reduce-scatter (duplicate token dropping, section 7.3.1). At last outputs are gathered over
+                x.
+    repeated    Each rank of x sends all, and products are summed by an all-reduce (TED without dropping).
+    here        No token travels, for one rank has all experts; what x sums are tokens, of which there are fewer.
+    distinct    Each rank of x has its own tokens (sequence sharding): as dropped, without the first and the last step.
+    folded      The ranks of x are among those of expert: each sends its part to whole experts.
+
+The gradient of the hidden features and of the experts' weights is complete, and equal, on ranks that have the same.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stretto.axes import EXPERT
+from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
+from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
+from stretto.parallel.comm.collectives import Pending, all_reduce, collective, gather_rows, own, start_all_reduce
+from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
+from stretto.parallel.layers.weight_shard import WeightShard
+from stretto.parallel.layout import local
+
+T = TypeVar("T")
+
+# What recomputation keeps of each kind of collective of `dispatch` and `combine`, by its name in KEPT_IN.
+_KEPT_AS = {"all_to_all": "exchanged rows", "all_gather": "gathered tokens", "reduce_scatter": "scattered sums"}
+
+
+@dataclass(frozen=True)
+class ExpertProduct:
+    """One of the two products of experts' MLPs: rows [n, in] times each expert's weight [experts here, out, in].
+
+    output_reduce_group sums the output, input_grad_reduce_group the gradient of the rows (None: nothing does). feeds:
+    as what recomputation keeps what the output is sent for, so that it is not made again; None if it is needed.
+    """
+
+    shard: WeightShard
+    output_reduce_group: dist.ProcessGroup | None
+    input_grad_reduce_group: dist.ProcessGroup | None
+    keep_gathered: bool
+    hides_all_reduce: bool
+    feeds: str | None = None
+
+    def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        """The output, summed over ranks. Where nobody will read it, it has any numbers."""
+        is_unread = self.feeds is not None and is_given_back(self.feeds)
+
+        def make() -> Tensor:
+            if is_unread:
+                return rows.new_empty(rows.shape[0], weight.shape[1])
+            product = grouped_matmul(rows, weight, offsets)
+            return product if group is None else all_reduce(own(product), group)
+
+        group = self.output_reduce_group
+        return keep_output("product" if group is None else "summed product", make)
+
+    def make_weight_gradient(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor) -> None:
+        """Make the weight's gradient now, or leave that to whoever has asked to defer it."""
+        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets)
+        deferred = self.shard.gradients.deferred
+        if deferred is None:
+            make()
+        else:
+            deferred.append(make)
+
+    def _reduce_weight_gradient(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor) -> None:
+        self.shard.start_reduction(parameter, grouped_weight_gradient(gradient, rows, offsets))
+
+
+class _Multiply(torch.autograd.Function):
+    """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, parameter: Tensor, offsets: Tensor, plan: ExpertProduct) -> Tensor:
+        weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions)).rows
+        ctx.plan, ctx.parameter = plan, parameter
+        ctx.save_for_backward(rows, offsets, weight if plan.keep_gathered else None)
+        return plan.multiply(rows, weight, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        plan: ExpertProduct = ctx.plan
+        rows, offsets, weight = ctx.saved_tensors
+        gradient, pending = gradient.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            weight = plan.shard.gather(ctx.parameter).rows if weight is None else weight
+            grad_rows = grouped_matmul(gradient, weight.transpose(1, 2), offsets)
+            group = plan.input_grad_reduce_group
+            pending = Pending(grad_rows) if group is None else start_all_reduce(grad_rows, group)
+            if not plan.hides_all_reduce:
+                pending.wait()
+        if is_asked_for(ctx, 1):
+            plan.make_weight_gradient(ctx.parameter, rows, gradient, offsets)
+        return None if pending is None else pending.wait(), None, None, None
+
+
+@dataclass(frozen=True)
+class TokenFlow:
+    """What becomes of the tokens that all ranks of x have. Groups are None where they would have one rank.
+
+    cut_over: the ranks of x, each of which takes its part of the tokens. gather_over: over them rows are gathered after
+    the all-to-all, and scattered before the one back. sum_rows_over, sum_tokens_over: they sum products, before or
+    after they are tokens' again.
+    """
+
+    cut_over: dist.ProcessGroup | None = None
+    gather_over: dist.ProcessGroup | None = None
+    sum_rows_over: dist.ProcessGroup | None = None
+    sum_tokens_over: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, grid: Grid, *, shards_sequence: bool, drops: bool) -> "TokenFlow":
+        """shards_sequence: ranks of x have tokens of their own. drops: whether duplicates are dropped."""
+        x = several(grid.group("x"))
+        if grid.expert_tensor == "fold":
+            return cls(cut_over=None if shards_sequence else x)
+        if shards_sequence:
+            return cls(gather_over=x)
+        if grid.size(EXPERT) == 1:
+            return cls(sum_tokens_over=x)
+        return cls(cut_over=x, gather_over=x) if drops else cls(sum_rows_over=x)
+
+
+def several(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The group; None if it has one rank."""
+    return group if group.size() > 1 else None
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """Where the experts of one module lie, and what becomes of the tokens.
+
+    group: the ranks that divide the experts; None for one rank. over_y: the grid's group. checks_features: whether x
+    or y have several ranks. max_rows: of `stretto.ops.moe.dispatch`.
+    """
+
+    name: str
+    flow: TokenFlow
+    group: dist.ProcessGroup | None
+    over_y: dist.ProcessGroup | None
+    checks_features: bool
+    max_rows: int | None
+
+    def kept_of_output(self) -> str | None:
+        """As what recomputation keeps the first thing that `combine` sends; None if it needs the rows themselves."""
+        if self.max_rows is not None:
+            return None
+        if self.group is not None:
+            return _KEPT_AS["all_to_all"]
+        return None if self.flow.gather_over is None else _KEPT_AS["reduce_scatter"]
+
+
+class ParallelExperts(ShardedModule):
+    """Experts of which each rank has some: hidden [t, h / y], top_k_index [t, k], top_k_weights [t, k] -> [t, h / y].
+
+    Every rank gives its own tokens; those of x and y that share a batch give the same (with sequence sharding, ranks of
+    x give their parts). Parameters have the names of the module that this replaces, and are DTensors of whole shapes. A
+    choice of `num_experts` counts for nothing, if its weight is 0.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        plan: ExpertsPlan,
+        products: Mapping[str, ExpertProduct],
+    ) -> None:
+        """parameters, products: of the first product and the second, by the names of the parameters."""
+        self._up, self._down = products
+        super().__init__(products[self._up].shard.gradients)
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+        self.num_experts: int = parameters[self._up].shape[0]
+        self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]
+        self.plan = plan
+        self.products = dict(products)
+
+    @torch.compiler.disable
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        plan, flow = self.plan, self.plan.flow
+        if plan.checks_features:
+            check_features(hidden, "y", plan.name)
+        if plan.group is not None and plan.max_rows is None and hidden.is_cuda:
+            self._refuse_capture()
+        x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
+        ids, weights, tokens = self._known(top_k_index), top_k_weights, x.shape[0]
+        if plan.over_y is not None:
+            weights = sum_gradient(weights, plan.over_y)
+        if flow.cut_over is not None:
+            x, weights = _CutTokens.apply(x, flow.cut_over), _CutTokens.apply(weights, flow.cut_over)
+            ids = ids[_own_tokens(tokens, flow.cut_over)]
+        if flow.sum_tokens_over is not None:
+            x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
+        limit, gather_over = plan.max_rows, flow.gather_over
+        found = dispatch(x, ids, self.num_experts, plan.group, max_rows=limit, gather_group=gather_over, around=_around)
+        inner = self._multiply(self._up, found.rows, found.offsets)
+        inner = gated_activation(inner, self.act_fn) if self._up == "gate_up_proj" else self.act_fn(inner)
+        y = combine(self._multiply(self._down, inner, found.offsets), found.handle, weights, plan.group, around=_around)
+        if flow.cut_over is not None:
+            y = _GatherTokens.apply(y, tokens, flow.cut_over)
+        if flow.sum_tokens_over is not None:
+            y = _Sum.apply(y, flow.sum_tokens_over)
+        return note_features(y.view(hidden.shape), "y")
+
+    def _multiply(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+        output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])
+        return output
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""
+        numbers = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) % self.num_experts
+        return torch.where(ids == self.num_experts, numbers, ids)
+
+    def _refuse_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{self.plan.name}: a CUDA graph cannot wait for how many rows come from other ranks: give their most, "
+                "parallelize(..., expert_rows=), or choose expert=1"
+            )
+
+    def extra_repr(self) -> str:
+        shapes = [(name, tuple(p.shape), tuple(local(p).shape)) for name, p in self.named_parameters(recurse=False)]
+        return ", ".join(f"{name}={whole} of which {here} here" for name, whole, here in shapes)
+
+
+def _around(kind: str, make: Callable[[], T]) -> T:
+    """Mark and keep what a collective of `dispatch` or `combine` brings."""
+
+    def marked() -> T:
+        with collective(kind):
+            return make()
+
+    return keep_output(_KEPT_AS[kind], marked)
+
+
+def _own_tokens(tokens: int, group: dist.ProcessGroup) -> slice:
+    """This rank's part of so many tokens, as torch.chunk cuts them."""
+    part = -(-tokens // group.size())
+    return slice(min(group.rank() * part, tokens), min((group.rank() + 1) * part, tokens))
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks that have parts of a tensor; they all have its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return keep_output("summed product", lambda: all_reduce(tensor.clone(), group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _CutTokens(torch.autograd.Function):
+    """[t, ...] -> this rank's rows: the gradient is gathered, so that every rank has all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.tokens, ctx.group = whole.shape[0], group
+        return whole[_own_tokens(whole.shape[0], group)].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gather_rows(gradient.contiguous(), ctx.tokens, ctx.group), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """This rank's rows -> [t, ...], the reverse: every rank has the whole gradient, and keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.own = _own_tokens(tokens, group)
+
+        def gather() -> Tensor:
+            rows = gather_rows(part, tokens, group)
+            return rows.clone() if rows._is_view() else rows  # autograd lets nobody write to a Function's view
+
+        return keep_output("gathered tokens", gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[ctx.own].contiguous(), None, None

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a GPT's shape, `[model]`. Imports no torch."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import model_validator
+
+from stretto.suggestions import are_missing
+from stretto.train.config.options import (
+    MAX_LAYERS,
+    MAX_LENGTH,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    PRESETS,
+    CanBeNone,
+    Section,
+    option,
+)
+
+if TYPE_CHECKING:
+    from stretto.models import GPTConfig
+
+MAX_EXPERTS = 1 << 14
+
+
+class ModelConfig(Section):
+    """The model to train: a GPT, by a preset, by its numbers, or by both; or the folder of a Hugging Face model."""
+
+    path: Annotated[str | None, CanBeNone] = option(
+        None, "a Hugging Face folder in place of a GPT's shape: config.json, weights (safetensors), tokenizer; of the "
+        "options below it takes only `model.dropout = 0`",
+    )  # fmt: skip
+    name: Annotated[str | None, CanBeNone] = option(
+        None, "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b"
+    )
+    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1, le=MAX_LAYERS)
+    hidden: Annotated[int | None, CanBeNone] = option(
+        None, "width of a token's vector", unset=PRESETS, ge=1, le=MAX_WIDTH
+    )
+    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads", unset=PRESETS, ge=1, le=MAX_WIDTH)
+    kv_heads: Annotated[int | None, CanBeNone] = option(
+        None, "heads of keys and values; fewer than `model.heads` is grouped-query attention", unset="`model.heads`",
+        ge=1, le=MAX_WIDTH,
+    )  # fmt: skip
+    ffn: Annotated[int | None, CanBeNone] = option(
+        None, "inner width of the MLP", unset="4 x `model.hidden`", ge=1, le=4 * MAX_WIDTH
+    )
+    vocab: Annotated[int | None, CanBeNone] = option(
+        None, "vocabulary size", unit="tokens", unset="the preset's, else the data's", ge=1, le=MAX_VOCAB
+    )
+    max_seq_len: Annotated[int | None, CanBeNone] = option(
+        None, "longest sequence", unit="tokens", unset="the preset's, else `train.seq_len`", ge=1, le=MAX_LENGTH
+    )
+    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(
+        None, "position embedding", unset="`learned`"
+    )
+    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(
+        None, "the MLP's activation", unset="`gelu`"
+    )
+    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(
+        None, "kind of norm", unset="`layernorm`"
+    )
+    bias: Annotated[bool | None, CanBeNone] = option(None, "whether linears and norms have biases", unset="`true`")
+    tie_embeddings: Annotated[bool | None, CanBeNone] = option(
+        None, "whether the output layer shares the embedding's weights", unset="`true`"
+    )
+    dropout: Annotated[float | None, CanBeNone] = option(
+        None, "dropout probability", unset="`0`, or what the folder of `model.path` says", ge=0, lt=1
+    )
+    num_experts: Annotated[int | None, CanBeNone] = option(
+        None, "experts of a block that has a mixture of experts for an MLP ([experts.md](experts.md)); the options "
+        "below belong to it", unset="a dense model", ge=1, le=MAX_EXPERTS,
+    )  # fmt: skip
+    experts_per_token: Annotated[int | None, CanBeNone] = option(
+        None, "experts that each token passes", unset="2", ge=1, le=MAX_EXPERTS
+    )
+    expert_ffn: Annotated[int | None, CanBeNone] = option(
+        None, "inner width of an expert", unset="`model.ffn`", ge=1, le=4 * MAX_WIDTH
+    )
+    shared_ffn: Annotated[int | None, CanBeNone] = option(
+        None, "inner width of an MLP beside the experts that every token passes (shared experts)", ge=1,
+        le=4 * MAX_WIDTH,
+    )  # fmt: skip
+    shared_expert_gate: Annotated[bool | None, CanBeNone] = option(
+        None, "whether a sigmoid of a linear scales the output of the shared experts", unset="`false`"
+    )
+    moe_layers: Annotated[str | list[int] | None, CanBeNone] = option(
+        None, "blocks that have experts: `all`, `every:N` (`every:2`: 1, 3, 5, ...), `from:N` (N and all after it) or "
+        "a list of their numbers, from 0", unset="`all`",
+    )  # fmt: skip
+    router_scores: Annotated[Literal["softmax", "sigmoid"] | None, CanBeNone] = option(
+        None, "how scores are made of the router's logits", unset="`softmax`"
+    )
+    normalize_expert_weights: Annotated[bool | None, CanBeNone] = option(
+        None, "whether the weights of a token's experts are divided by their sum", unset="with several experts a token"
+    )
+    expert_weight_scale: Annotated[float | None, CanBeNone] = option(
+        None, "factor of the weights of a token's experts", unset="`1`", gt=0
+    )
+    expert_groups: Annotated[int | None, CanBeNone] = option(
+        None, "groups of experts, of which a token chooses `model.groups_per_token` first", unset="`1`", ge=1,
+        le=MAX_EXPERTS,
+    )  # fmt: skip
+    groups_per_token: Annotated[int | None, CanBeNone] = option(
+        None, "groups that a token's experts are in", unset="`1`", ge=1, le=MAX_EXPERTS
+    )
+    balance: Annotated[Literal["switch", "sequence", "bias", "none"] | None, CanBeNone] = option(
+        None, "what spreads tokens evenly over experts: the `switch` loss over all tokens of a micro-batch, a loss "
+        "over each `sequence`, or a `bias` for the choice alone, without a loss", unset="`switch`",
+    )  # fmt: skip
+    balance_loss: Annotated[float | None, CanBeNone] = option(
+        None, "coefficient of that loss; with `bias`, of the loss over each sequence beside it",
+        unset="`0.01` for switch, `0.0001` for sequence, `0` for bias", ge=0,
+    )  # fmt: skip
+    bias_rate: Annotated[float | None, CanBeNone] = option(
+        None, "balance bias: how much a bias changes in an optimizer step", unset="`0.001`", ge=0
+    )
+    z_loss: Annotated[float | None, CanBeNone] = option(
+        None, "coefficient of the router's z-loss, which keeps its logits small", unset="`0`", ge=0
+    )
+    capacity_factor: Annotated[float | None, CanBeNone] = option(
+        None, "tokens that an expert takes at most in a training step's micro-batch, as a multiple of its even share; "
+        "others are dropped", unset="no token is dropped", gt=0,
+    )  # fmt: skip
+
+    def to_gpt(self, *, data_vocab: int, seq_len: int) -> "GPTConfig":
+        """Build the model's shape. `data_vocab` and `seq_len` apply where neither the file nor the preset says.
+
+        Raises ValueError when the numbers do not fit together.
+        """
+        from stretto.models import GPTConfig  # torch is imported here and not when a file is read
+
+        given = self._shape()
+        if self.name is not None:
+            return GPTConfig.preset(self.name, **given)
+        return GPTConfig(**{"vocab": data_vocab, "max_seq_len": seq_len} | given)
+
+    def known_vocab(self) -> int | None:
+        """The vocabulary size that the file or the preset sets; None leaves it to the data."""
+        if self.vocab is not None or self.name is None:
+            return self.vocab
+        from stretto.models import GPTConfig
+
+        return GPTConfig.preset(self.name).vocab
+
+    def _shape(self) -> dict[str, Any]:
+        """The options of a GPT that the file sets."""
+        return {name: value for name, value in self if value is not None and name not in ("name", "path")}
+
+    @model_validator(mode="after")
+    def _has_a_shape(self) -> "ModelConfig":
+        if self.path is not None:
+            shape = self._shape() | ({} if self.name is None else {"name": self.name})
+            if self.dropout == 0:
+                del shape["dropout"]
+            if shape:
+                others = ", ".join(f"model.{name}={value!r}" for name, value in shape.items())
+                raise ValueError(
+                    f"model.path is {self.path!r}, whose config.json describes the model, and {others} would change "
+                    "it: leave out one of the two (of dropout, model.dropout=0 would do)"
+                )
+            return self
+        missing = [f"model.{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
+        if self.name is None and missing:
+            raise ValueError(
+                f"{are_missing(missing)}: give model.layers, model.hidden and model.heads, "
+                "or a preset such as model.name='gpt2-small'"
+            )
+        return self

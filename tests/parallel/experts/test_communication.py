@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block of attention and experts sends: with dropped duplicates, and with communication-aware recomputation."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, count_collectives, parallelize
+from stretto.parallel.comm.collectives import running_collective
+from stretto.parallel.comm.counting import CollectiveCall
+from tests.parallel.training import SEED
+
+TOKENS = 128  # of a rank
+LARGE = 4000  # bytes: rows and tokens send more, numbers of rows and routers' weights less
+Counts = Counter[tuple[str, str]]
+
+
+def send(grid: Grid, layers: int, options: dict[str, Any]) -> tuple[Counts, Counts]:
+    """Calls, and bytes of this rank, by kind and axis, of a step of a GPT of so many layers."""
+    torch.manual_seed(SEED)
+    config = GPTConfig(
+        layers=layers, hidden=32, heads=4, vocab=61, max_seq_len=32, num_experts=8, expert_ffn=16, balance="none"
+    )
+    model = parallelize(GPT(config).double(), grid, **options)
+    tokens = torch.randint(61, (TOKENS // 32, 32), generator=torch.Generator().manual_seed(grid.coordinate("batch")))
+    calls, sent = Counts(), Counts()
+
+    def count(call: CollectiveCall) -> None:
+        kind = running_collective() or call.kind  # CPUs reduce-scatter experts' rows by an all-to-all
+        if call.axis in ("x", "expert") and call.bytes_sent > LARGE:
+            calls[kind, call.axis] += 1
+            sent[kind, call.axis] += call.bytes_sent
+
+    with count_collectives(grid, before=count):
+        model(tokens, tokens).backward()
+    return calls, sent
+
+
+def sent_by_a_block(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Counts, Counts]:
+    """What the second of two blocks has sent; the first is the same."""
+    grid = Grid(**sizes)
+    (calls, sent), (calls_of_one, sent_of_one) = (send(grid, layers, options) for layers in (2, 1))
+    calls.subtract(calls_of_one)
+    sent.subtract(sent_of_one)
+    return +calls, +sent
+
+
+TED = {"data": 2, "x": 2, "expert": 2}
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
+def test_a_block_of_ted_has_six_all_to_alls_and_six_all_reduces_and_four_of_each_if_they_are_kept(
+    ranks, recompute, times
+):
+    options = {"drop_duplicates": False, "recompute": recompute}
+    for calls, _ in ranks(4).run(sent_by_a_block, TED, options):
+        assert calls == {("all_to_all", "expert"): times, ("all_reduce", "x"): times}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
+def test_a_block_whose_sequence_is_sharded_has_as_many_reduce_scatters_and_gathers(ranks, recompute, times):
+    options = {"shard_sequence": True, "recompute": recompute}
+    for calls, _ in ranks(4).run(sent_by_a_block, TED, options):
+        assert calls == {(kind, "x"): times for kind in ("reduce_scatter", "all_gather")} | {
+            ("all_to_all", "expert"): times
+        }
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("full", 2), ("communication", 1)])
+def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_that_too(ranks, recompute, passes):
+    for calls, _ in ranks(4).run(sent_by_a_block, TED, {"recompute": recompute}):
+        assert calls == {
+            ("all_to_all", "expert"): 2 * passes + 2,
+            ("all_reduce", "x"): passes + 1,  # of attention alone
+            ("reduce_scatter", "x"): passes + 1,
+            ("all_gather", "x"): passes + 3,  # the last one, of outputs, is no input of anything that is recomputed
+        }
+
+
+def test_where_x_folds_into_expert_nothing_but_tokens_is_gathered_over_it(ranks):
+    sizes = TED | {"expert": 4, "expert_tensor": "fold"}
+    for calls, _ in ranks(4).run(sent_by_a_block, sizes, {"recompute": "communication"}):
+        assert calls == {("all_to_all", "expert"): 4, ("all_reduce", "x"): 2, ("all_gather", "x"): 2}
+
+
+def all_to_all_bytes(found: list[tuple[Counts, Counts]]) -> int:
+    return sum(sent["all_to_all", "expert"] for _, sent in found)
+
+
+def test_dropping_duplicates_divides_the_bytes_of_all_to_alls_by_x_exactly(ranks):
+    kept, dropped = (
+        all_to_all_bytes(ranks(4).run(sent_by_a_block, TED, {"drop_duplicates": drops})) for drops in (False, True)
+    )
+    assert kept == 2 * dropped > 0
+
+
+@pytest.mark.exhaustive
+def test_on_x_of_4_dropping_duplicates_and_keeping_what_was_sent_leave_a_sixth_of_the_bytes(ranks):
+    sizes, run = {"data": 2, "x": 4, "expert": 2}, ranks(8).run
+    ted = {"drop_duplicates": False, "recompute": "full"}
+    both = {"recompute": "communication"}
+    before, after = (all_to_all_bytes(run(sent_by_a_block, sizes, options)) for options in (ted, both))
+    assert before == 6 * after
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("recompute", ["none", "communication"])
+def test_where_x_has_one_rank_dropping_duplicates_sends_nothing_more(ranks, recompute):
+    sizes = {"data": 2, "expert": 2}
+    with_it, without = (
+        ranks(2).run(sent_by_a_block, sizes, {"drop_duplicates": drops, "recompute": recompute})
+        for drops in (True, False)
+    )
+    assert with_it == without
+    assert with_it[0][0] == {("all_to_all", "expert"): 4}
+
+
+def test_experts_of_one_rank_are_summed_over_x_as_any_mlp(ranks):
+    for calls, _ in ranks(2).run(sent_by_a_block, {"x": 2}, {"recompute": "full"}):
+        assert calls == {("all_reduce", "x"): 5}  # what the block adds at last is not recomputed
