@@ -205,6 +205,8 @@ class ParallelExperts(ShardedModule):
         if plan.over_y is not None:
             weights = sum_gradient(weights, plan.over_y)
         if flow.cut_over is not None:
+            if plan.max_rows is not None:
+                self._check_divides(tokens, flow.cut_over.size())
             x, weights = cut_tokens(x, flow.cut_over), cut_tokens(weights, flow.cut_over)
             ids = ids[own_tokens(tokens, flow.cut_over)]
         if flow.sum_tokens_over is not None:
@@ -228,6 +230,15 @@ class ParallelExperts(ShardedModule):
         """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""
         numbers = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) % self.num_experts
         return torch.where(ids == self.num_experts, numbers, ids)
+
+    def _check_divides(self, tokens: int, ranks: int) -> None:
+        """Raise ValueError unless ranks of x get equally many tokens, as they must where nobody waits for numbers."""
+        if tokens % ranks:
+            nearest = max(1, round(tokens / ranks)) * ranks
+            raise ValueError(
+                f"{self.plan.name}: expert_rows is {self.plan.max_rows}, so x={ranks} must divide a rank's {tokens} "
+                f"tokens; {nearest} would do, or expert_rows=None"
+            )
 
     def _refuse_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
