@@ -14,6 +14,7 @@ STYLES = {
     "rowwise": "rowwise",
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "head_norm",
+    "moe_tp_experts": "experts",
 }
 # Styles that gather an output or split a whole input, and their roles where x = y = 1, so that it is whole anyway.
 WHOLE = {"colwise_gather_output": "colwise", "colwise_rep": "colwise", "rowwise_split_input": "rowwise"}

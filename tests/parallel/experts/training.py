@@ -59,15 +59,18 @@ OTHER_CASES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A grid, and options of parallelize. schedule: of the pipeline, where there is one."""
+    """A grid, and options of parallelize. schedule: of the pipeline, if there is one."""
 
     grid: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     case: str = "top-2"
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in self.grid.items() if size != 1]
-        return "-".join([*sizes, *(f"{name}={value}" for name, value in self.options.items()), self.case[:5]])
+        schedule = [self.schedule] * (self.grid.get("pipe", 1) > 1)
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        return "-".join([*sizes, *schedule, *options, self.case[:5]])
 
     @property
     def ranks(self) -> int:
@@ -80,7 +83,7 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
     grid = Grid(**run.grid)
     if grid.size("pipe") > 1:
         case = replace(case, make_model=make_scaled, model_args=(*case.model_args, grid.size("batch") / case.batch))
-        trace, _ = train_by_pipeline(PipelineRun(run.grid, options=run.options), case, precision, grid)
+        trace, _ = train_by_pipeline(PipelineRun(run.grid, run.schedule, options=run.options), case, precision, grid)
         return trace
     model = parallelize(build(case, precision), grid, **run.options)
     parameters = list(model.parameters())
@@ -145,26 +148,23 @@ def expected_of(run: Run) -> Trace:
 
 
 def every_run(ranks: int) -> list[Run]:
-    """Every grid of so many ranks with every expert that it holds, cut and fold, and the options dealt out in turn."""
-    options = [
-        {},
-        {"drop_duplicates": False},
-        {"recompute": "communication"},
-        {"shard_sequence": True, "recompute": "communication"},
-        {"drop_duplicates": False, "recompute": "full", "keep_gathered": False},
-        {"shard_sequence": True, "keep_gathered": False},
-    ]
+    """Every grid of so many ranks with every expert that it holds, cut and fold, with and without dropped duplicates
+    (where x has any) and kept communication; the two models, and other options, are dealt out in turn."""
+    others: list[dict[str, Any]] = [{}, {"shard_sequence": True}, {"keep_gathered": False}]
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    grids: list[dict[str, Any]] = []
+    runs: list[Run] = []
     for pipe, data, x, y, z in product((1, 2), divisors, divisors, divisors, divisors):
         if pipe * data * x * y * z != ranks:
             continue
-        for of_x in dict.fromkeys((1, x)):
-            folds = {"expert_tensor": "fold"} if of_x > 1 else {}
-            experts = [of_x * n for n in divisors if data * z % n == 0 and 8 % (of_x * n) == 0]
-            grids += [{"pipe": pipe, "data": data, "x": x, "y": y, "z": z, "expert": e, **folds} for e in experts]
-    runs = []
-    for number, grid in enumerate(grids):
-        cases = ["top-2" if grid["pipe"] == 1 else "top-2 in micro-batches", "top-1 on alternate layers"]
-        runs += [Run(grid, options[(number + 3 * turn) % len(options)], case) for turn, case in enumerate(cases)]
-    return runs
+        sizes = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z}
+        cases = ["top-2" if pipe == 1 else "top-2 in micro-batches", "top-1 on alternate layers"]
+        experts = [{"expert": n} for n in divisors if data * z % n == 0]
+        experts += [{"expert": x * n, "expert_tensor": "fold"} for n in divisors if data * z % n == 0] if x > 1 else []
+        for grid in experts:
+            is_cut = x > 1 and grid["expert"] > 1 and len(grid) == 1
+            modes = [{"drop_duplicates": drops} for drops in ((True, False) if is_cut else (True,))]
+            for mode, recompute in product(modes, ("none", "communication")):
+                options = {**mode, "recompute": recompute, **others[len(runs) // 2 % len(others)]}
+                case = cases[(len(runs) + len(runs) // 2) % 2]
+                runs.append(Run(sizes | grid, options, case))
+    return [run for run in runs if run.grid["expert"] <= 8]

@@ -16,6 +16,7 @@ from torch import nn
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, group_sizes, layout_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.suggestions import did_you_mean, name_known
 
@@ -242,7 +243,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collection[str]) -> None:
-    unknown = []
+    unknown, names_unknown = [], []
     of_roles = {id(parameter) for name in found for parameter in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules(remove_duplicate=False):
         is_whole = any(part in plain for part in _from_inside(name))
@@ -256,13 +257,22 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collecti
         looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         normalizes = looks_like_norm and not is_whole and not names
         if (owns or drops or normalizes) and name not in found:
+            names_unknown.append(name)
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
     if unknown:
+        routers = {wildcard(name): "router" for name in names_unknown if _is_beside_experts(name, found)}
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         raise UnknownRolesError(
             f"nothing says what these submodules are: {shown}. Stretto does not guess: "
             f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+            + (f"; if it chooses experts, roles={routers}" if routers else "")
         )
+
+
+def _is_beside_experts(name: str, found: Mapping[str, Role]) -> bool:
+    """Whether a submodule is in the module that holds some experts, as routers are."""
+    around = f"{name.rpartition('.')[0]}."
+    return any(role.role == "experts" and other.startswith(around) for other, role in found.items())
 
 
 @dataclass(frozen=True)

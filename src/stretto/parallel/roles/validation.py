@@ -8,7 +8,7 @@ from torch import nn
 
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
+from stretto.parallel.roles.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
     LINEARS,
@@ -165,6 +165,7 @@ def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
         )
     if not callable(getattr(module, "act_fn", None)):
         raise UnknownRolesError(f"{name} has the role 'experts', but no act_fn, a function of a tensor")
+    check_experts(module, name)
     check_divides(experts, sizes.expert, "expert", name, "experts")
     check_divides(inner, sizes.expert_x, "x", name, "inner features of an expert")
     check_divides(hidden, sizes["y"], "y", name, "hidden size")
