@@ -311,6 +311,18 @@ def schedules(count: int) -> dict[str, Any]:
     return {"setting": {"seeds": 200}, "rows": rows}
 
 
+def moe_demo(count: int) -> dict[str, Any]:
+    steps = 2 + 90 * count
+    curve = {
+        "loss": [5 - 3 * step / steps for step in range(steps)],
+        "evaluated": list(range(1, steps + 1, 25)),
+        "evaluation_loss": [5 - 3 * step / steps for step in range(0, steps, 25)],
+    }
+    of_experts = {"blocks": list(range(3 * count)), "load": [[1.5 + block for block in range(3 * count)]] * steps}
+    dense = curve | {"blocks": [], "load": []}
+    return {"curves": {"mixture of experts": curve | of_experts, "dense": dense}, "rows": []}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -327,6 +339,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "embedding.json": embedding,
     "two-level.json": two_level,
     "checkouts.json": checkouts,
+    "moe-demo.json": moe_demo,
     "ddp.json": ddp,
     "offload-buckets.json": offload_buckets,
     "chunks.json": chunks,

@@ -251,11 +251,10 @@ class Builder:
             shard = WeightShard(rows, here, over_z, *parts, dim=dim)
             shard.watch(weight, may_keep=self.keep_gathered and over_z.size() == 1)
             parameters[part] = weight
+            sums, feeds = (over_y, flow.sum_rows_over), None
             if part == "down_proj":
-                sums = flow.sum_rows_over, over_y
-                products[part] = ExpertProduct(shard, *sums, self.keep_gathered, plan.kept_of_output())
-            else:
-                products[part] = ExpertProduct(shard, over_y, flow.sum_rows_over, self.keep_gathered)
+                sums, feeds = (flow.sum_rows_over, over_y), plan.kept_of_output()
+            products[part] = ExpertProduct(shard, *sums, self.keep_gathered, self.overlap.all_reduce, feeds)
         return ParallelExperts(module, parameters, plan, products)
 
     def _sharding(self, role: Role, part: str) -> ParameterSharding:

@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.nn.functional import gelu, silu
 
 from stretto.ops import moe
-from stretto.ops.moe.clearing import _clear_empty, _clear_padding, clear_empty, clear_padding
+from stretto.ops.moe.grouped_matmul import _clear_empty, _clear_padding, clear_empty_experts, clear_padding_rows
 
 SEED = 80
 OFFSETS = {
@@ -45,6 +45,7 @@ def test_each_expert_multiplies_its_rows(numbers):
         for row in range(numbers[expert], numbers[expert + 1]):
             expected[expert] += grad[row][:, None] * rows[row]
     torch.testing.assert_close(grad_weight, expected, rtol=0, atol=1e-13)
+    assert torch.equal(grad_weight, moe.grouped_weight_gradient(grad, rows, as_offsets(numbers)))
     torch.testing.assert_close(grad_rows, multiply(grad, weight.mT, numbers), rtol=0, atol=1e-13)
 
 
@@ -134,7 +135,7 @@ ROWS, WEIGHT = torch.zeros(5, 3), torch.zeros(2, 4, 3)
         (ROWS[:, :2], WEIGHT, as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight \\[experts, b, a\\]"),
         (ROWS, WEIGHT[0], as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight"),
         (ROWS.double(), WEIGHT, as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
-        (ROWS, WEIGHT, as_offsets([0, 5]), "offsets for 2 experts is torch.int32 \\[3\\], not torch.int32 \\[2\\]"),
+        (ROWS, WEIGHT, as_offsets([0, 5]), "offsets for 2 experts is \\[3\\], not \\[2\\]"),
         (ROWS, WEIGHT, as_offsets([0, 2, 5]).long(), "not torch.int64"),
         (ROWS, WEIGHT.to("meta"), as_offsets([0, 2, 5]), "rows is on cpu, weight on meta"),
     ],
@@ -142,6 +143,20 @@ ROWS, WEIGHT = torch.zeros(5, 3), torch.zeros(2, 4, 3)
 def test_wrong_operands_are_refused(rows, weight, offsets, message):
     with pytest.raises(ValueError, match=message):
         moe.grouped_matmul(rows, weight, offsets)
+
+
+@pytest.mark.parametrize(
+    ("grad", "offsets", "message"),
+    [
+        (ROWS[:4], as_offsets([0, 2, 5]), "grad \\[n, b\\] and rows \\[n, a\\], not \\[4, 3\\]"),
+        (ROWS.double(), as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
+        (ROWS, as_offsets([[0, 2, 5]]), "offsets is \\[experts \\+ 1\\]"),
+        (ROWS, as_offsets([0, 2, 5]).long(), "offsets is torch.int32, not torch.int64"),
+    ],
+)
+def test_wrong_operands_of_a_weight_gradient_are_refused(grad, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        moe.grouped_weight_gradient(grad, ROWS, offsets)
 
 
 def test_projections_that_do_not_fit_and_unknown_activations_are_refused():
@@ -159,9 +174,9 @@ def clear():
     found = []
     for offsets in ([0, 30, 30, 37], [0, 0, 0, 0], [0, 20, 40, 40]):
         rows = torch.ones(40, 1030, dtype=torch.bfloat16)
-        clear_padding(rows, as_offsets(offsets))
+        _clear_padding(rows, as_offsets(offsets))
         experts = torch.ones(3, 9, 5000, dtype=torch.bfloat16)
-        clear_empty(experts, as_offsets(offsets))
+        _clear_empty(experts, as_offsets(offsets))
         for one in (rows, experts.flatten(1)):
             assert ((one == 0).all(1) | (one == 1).all(1)).all()
         found.append(((rows == 0).all(1).nonzero().flatten().tolist(), (experts == 0).all(2).all(1).tolist()))
@@ -183,7 +198,7 @@ def test_kernels_that_clear_compile(target):
 
     out, offsets = torch.ones(40, 64, dtype=torch.bfloat16), as_offsets([0, 30, 40])
     for kernel, arguments in (
-        (_clear_padding, (out, offsets, 2, 40, 64, 16, 1024)),
-        (_clear_empty, (out, offsets, 64, 32, 1024)),
+        (clear_padding_rows, (out, offsets, 2, 40, 64, 16, 1024)),
+        (clear_empty_experts, (out, offsets, 64, 32, 1024)),
     ):
         assert "cubin" in compile_kernel(kernel, arguments, {}, target)

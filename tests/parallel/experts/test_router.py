@@ -19,6 +19,7 @@ BIAS = Case(GPT, (gpt(balance="bias", bias_rate=0.01, capacity_factor=0.75),))
 SWITCH = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1, capacity_factor=0.75),))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options", "case"),
     [
@@ -50,6 +51,7 @@ def statistics(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[list[Ten
     return counts, biases, {kind: kinds.count(kind) for kind in set(kinds)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["none", "full", "communication"])
 def test_choices_are_counted_once_over_all_ranks_whatever_is_recomputed(ranks, recompute):
     plain = build(BIAS, EXACT)
@@ -103,6 +105,7 @@ def gate_gradients(sizes: dict[str, int]) -> dict[str, float]:
     return {name: float((gather(ours.grad) - theirs.grad).norm()) for (name, ours), theirs in pairs}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [{}, {"x": 2}, {"y": 2}, {"x": 2, "y": 2}], ids=str)
 def test_a_linear_that_scales_features_has_its_whole_gradient(ranks, sizes):
     count = sizes.get("x", 1) * sizes.get("y", 1)

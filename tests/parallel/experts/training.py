@@ -59,15 +59,18 @@ OTHER_CASES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A grid, and options of parallelize. schedule: of the pipeline, where there is one."""
+    """A grid, and options of parallelize. schedule: of the pipeline, if there is one."""
 
     grid: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     case: str = "top-2"
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in self.grid.items() if size != 1]
-        return "-".join([*sizes, *(f"{name}={value}" for name, value in self.options.items()), self.case[:5]])
+        schedule = [self.schedule] * (self.grid.get("pipe", 1) > 1)
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        return "-".join([*sizes, *schedule, *options, self.case[:5]])
 
     @property
     def ranks(self) -> int:
@@ -80,7 +83,7 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
     grid = Grid(**run.grid)
     if grid.size("pipe") > 1:
         case = replace(case, make_model=make_scaled, model_args=(*case.model_args, grid.size("batch") / case.batch))
-        trace, _ = train_by_pipeline(PipelineRun(run.grid, options=run.options), case, precision, grid)
+        trace, _ = train_by_pipeline(PipelineRun(run.grid, run.schedule, options=run.options), case, precision, grid)
         return trace
     model = parallelize(build(case, precision), grid, **run.options)
     parameters = list(model.parameters())

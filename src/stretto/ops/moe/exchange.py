@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine: tokens travel to their experts' ranks, and the experts' results back (expert parallelism).
 
-Lepikhin et al., GShard, section 3.2. With `gather_group`, Singh et al., A Hybrid Tensor-Expert-Data Parallelism
-Approach (TED), sections 4 and 5: duplicates over tensor-parallel ranks are dropped before the all-to-all, and the rows
-are gathered after it.
+Expert parallelism, as in Singh's dissertation, section 7.1. With `gather_group`, duplicate token dropping, section
+7.3.1: tokens that tensor-parallel ranks have in common travel once, and are gathered after the all-to-all.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from stretto.ops.checks import find_name, require_agreement
 from stretto.ops.moe.fixed_rows import FixedCombine, FixedDispatch, FixedRoute, find_fixed_route
 from stretto.ops.moe.permutation import (
-    Order,
+    CopyOrder,
     copy_tokens,
     multiply_copies,
     require_tokens,
@@ -43,7 +42,7 @@ class DispatchHandle:
 
     num_rows: int
     shape: tuple[int, int]
-    order: Order
+    order: CopyOrder
     route: Route | FixedRoute | None
     group: dist.ProcessGroup | None
 
@@ -86,8 +85,8 @@ def dispatch(
     dispatch on the group, or `check_rows`, raises a ValueError that names the rank and the number of rows it needs.
 
     gather_group: another group, whose ranks have parts of the same experts and other tokens. Its ranks' rows are
-    gathered after the exchange, and `combine` sums over it on the way back (TED, section 5). An expert's rows are then
-    in the order of that group's ranks, source ranks and tokens.
+    gathered after the exchange, and `combine` sums over it on the way back (Singh, section 7.3.1). An expert's rows are
+    then in the order of that group's ranks, source ranks and tokens.
 
     around: called around each collective as around(kind, make), with kind "all_to_all", "all_gather" or
     "reduce_scatter"; returns what make() returns. In the forward pass that of counts is among them, for which make
@@ -201,7 +200,7 @@ class _Dispatch(torch.autograd.Function):
     """Copies of tokens, forward along a route; backward, the copies' gradients return and are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order, route: Route, around: Around) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: CopyOrder, route: Route, around: Around) -> Tensor:
         ctx.order, ctx.route, ctx.around = order, route, around
         k = order.positions.shape[1]
         return route.forward(lambda: x.index_select(0, order.slots // k), around)
@@ -217,7 +216,7 @@ class _Combine(torch.autograd.Function):
     """Rows back along a route, and weighted sums of them; backward, the tokens' gradients go forward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order, route: Route, around: Around) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: CopyOrder, route: Route, around: Around) -> Tensor:
         ctx.order, ctx.route, ctx.around = order, route, around
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         ctx.weights_dtype = weights.dtype

@@ -54,6 +54,7 @@ class ExpertProduct:
     output_reduce_group: dist.ProcessGroup | None
     input_grad_reduce_group: dist.ProcessGroup | None
     keep_gathered: bool
+    hides_all_reduce: bool
     feeds: str | None = None
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -103,6 +104,8 @@ class _Multiply(torch.autograd.Function):
             grad_rows = grouped_matmul(gradient, weight.transpose(1, 2), offsets)
             group = plan.input_grad_reduce_group
             pending = Pending(grad_rows) if group is None else start_all_reduce(grad_rows, group)
+            if not plan.hides_all_reduce:
+                pending.wait()
         if is_asked_for(ctx, 1):
             plan.make_weight_gradient(ctx.parameter, rows, gradient, offsets)
         return None if pending is None else pending.wait(), None, None, None
