@@ -227,7 +227,12 @@ def _plan_or_blocks(
     if blocks is not None:
         if roles or local_attributes:
             raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
-        _refuse_expert(sizes)
+        if sizes.get("expert", 1) > 1:
+            raise ValueError(
+                f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every "
+                "rank: leave blocks= out, and give submodules roles ('experts' and 'router' among them), or choose "
+                "expert=1"
+            )
         return _BlockPlan(tuple(find_blocks(model, blocks)), "blocks= was given")
     sizes = check_sizes(sizes).sizes()
     has_roles = roles is not None or local_attributes is not None or hasattr(model, "parallel_plan")
@@ -235,20 +240,12 @@ def _plan_or_blocks(
         plan = read_plan(model, roles, local_attributes, sizes)
         validate_plan(model, plan, sizes)
     except ValueError as error:
-        is_unsplit = sizes["x"] == sizes["y"] == sizes.get("expert", 1) == 1
-        if has_roles or not (is_unsplit or isinstance(error, UnknownRolesError)):
+        is_unsplit = sizes["x"] == sizes["y"] == 1
+        is_divided = sizes.get("expert", 1) > 1
+        if has_roles or is_divided or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
-        _refuse_expert(sizes, f". Of this one, {error}")
         return _BlockPlan(tuple(find_blocks(model)), str(error))
     return plan
-
-
-def _refuse_expert(sizes: Mapping[str, Any], reason: str = "") -> None:
-    if sizes.get("expert", 1) > 1:
-        raise ValueError(
-            f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every rank: "
-            f"give its submodules roles ('experts' and 'router' among them), or choose expert=1{reason}"
-        )
 
 
 def _shard_by_blocks(
