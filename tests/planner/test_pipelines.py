@@ -74,7 +74,7 @@ def made_up(schedule: ScheduleChoice, pipe: int, count: int, passes: tuple[float
     layout = StageLayout(tuple(range(len(placed) + 1)), placed)
     config = StepConfig(GridSizes(pipe=pipe), 1, schedule=schedule)
     times = StagePasses(*(tuple([time] * len(placed)) for time in each))
-    nothing = PipelineParts(PartTimes(), PartTimes(), PartTimes())
+    nothing = PipelineParts((PartTimes(),), (False,) * len(placed), PartTimes(), PartTimes())
     hops = (HopTimes(latency, 0.0),) * pipe
     return PipelineEstimate(config, count, nothing, layout, tuple(stages_of_ranks(layout, pipe)), times, {}, hops)
 

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of a decoder-only transformer, from which the planner computes everything else."""
 
+from collections.abc import Hashable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from stretto.axes import GridSizes
+from stretto.planner.expert_layers import LatentAttentionLayer, LatentShape, MoeLayer, MoeShape
 from stretto.planner.layers import AttentionLayer, BlockLayer, ExpertsLayer, Linear, MlpLayer, NormLayer
 
 LARGEST = 10**9  # of any count: products of a few stay exact and cheap
+
+
+class BlockKind(NamedTuple):
+    """Blocks of a model that are alike: how many there are, and a model of one of them, without embeddings and head."""
+
+    blocks: int
+    model: "Architecture"
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,11 @@ class Architecture:
     block's norms of hidden features that have weights (where there are none, the last norm has none either), and
     `head_norm_weights` the weights of those of its queries and keys. `has_sinks`: attention has a number for each head.
     `has_plain_attention`: plain operations make its scores. `experts`: how many of width `ffn` the MLP has (0: it is
-    none), of which `active_experts` compute a token. `notes`: what a reader of a plan must know.
+    none), of which `active_experts` compute a token, in a model whose experts z alone shards (GPT-OSS). `notes`: what a
+    reader of a plan must know.
+
+    `moe`: the mixture of experts that blocks have in place of the MLP: all of them, or those that `moe_pattern` has
+    True for. `latent`: its attention is DeepSeek's, of these sizes.
 
     `is_sharded_by_blocks`: `parallelize` finds no roles, and shards the model block by block over z, so that all ranks
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
@@ -56,6 +69,9 @@ class Architecture:
     has_plain_attention: bool = False
     experts: int = 0
     active_experts: int = 0
+    moe: MoeShape | None = None
+    moe_pattern: tuple[bool, ...] = ()
+    latent: LatentShape | None = None
     labels: int | None = None
     has_head_bias: bool = False
     logits: Literal["sliced", "whole", "pooled"] = "sliced"
@@ -77,13 +93,44 @@ class Architecture:
             raise ValueError(f"{self.name}: {self.kv_heads} KV heads do not divide {self.heads} heads")
         if self.experts and not 1 <= self.active_experts <= self.experts:
             raise ValueError(f"{self.name}: a token goes to {self.active_experts} of {self.experts} experts")
+        if self.moe is not None:
+            if not 1 <= self.moe.active <= self.moe.experts:
+                raise ValueError(f"{self.name}: a token goes to {self.moe.active} of {self.moe.experts} experts")
+            if len(self.moe_pattern) not in (0, self.layers):
+                raise ValueError(f"{self.name}: moe_pattern names {len(self.moe_pattern)} of {self.layers} blocks")
+
+    @cached_property
+    def has_moe(self) -> tuple[bool, ...]:
+        """Of each block, whether it has the mixture of experts."""
+        return self.moe_pattern or (self.moe is not None,) * self.layers
+
+    @property
+    def moe_blocks(self) -> int:
+        """How many blocks have it."""
+        return sum(self.has_moe)
+
+    @cached_property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """The blocks, by kind: dense ones, then those with a mixture of experts."""
+        counts = {False: self.layers - self.moe_blocks, True: self.moe_blocks}
+        if not all(counts.values()):
+            is_dense = self.moe is not None and not self.moe_blocks
+            return (BlockKind(self.layers, replace(self, moe=None, moe_pattern=()) if is_dense else self),)
+        return tuple(
+            BlockKind(count, replace(self, layers=1, moe_pattern=(has_moe,), is_first=False, is_last=False))
+            for has_moe, count in counts.items()
+        )
 
     @cached_property
     def block(self) -> tuple[BlockLayer, ...]:
-        """The layers of one block."""
+        """The layers of one block, of a model whose blocks are all alike (`kinds` has such models)."""
+        if len(set(self.has_moe)) > 1:
+            raise AssertionError(f"{self.name} has blocks of several kinds")
         return (
             NormLayer(self.hidden, self.has_plain_norms and self.is_sharded_by_blocks),
-            AttentionLayer(
+            LatentAttentionLayer(self.hidden, self.heads, self.latent, self.has_qkv_bias)
+            if self.latent is not None
+            else AttentionLayer(
                 self.hidden,
                 self.heads,
                 self.kv_heads,
@@ -95,10 +142,21 @@ class Architecture:
                 self.stores_inputs_first,
                 self.has_plain_attention,
             ),
-            MlpLayer(self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first)
-            if not self.experts
-            else ExpertsLayer(self.hidden, self.ffn, self.experts, self.active_experts),
+            self._mlp,
         )
+
+    @property
+    def _mlp(self) -> BlockLayer:
+        if self.moe is not None and self.has_moe[0]:
+            return MoeLayer(self.hidden, self.moe)
+        if self.experts:
+            return ExpertsLayer(self.hidden, self.ffn, self.experts, self.active_experts)
+        return MlpLayer(self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first)
+
+    @cached_property
+    def moe_layer(self) -> MoeLayer | None:
+        """The mixture of experts of one block, of a model whose blocks are all alike; None of dense ones."""
+        return next((layer for layer in self.block if isinstance(layer, MoeLayer)), None)
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
@@ -128,18 +186,23 @@ class Architecture:
     @property
     def linear_weights(self) -> int:
         """Weights of all blocks' linears, without head and biases."""
-        return self.layers * sum(linear.weights for linear in self.linears)
+        return sum(kind.blocks * sum(linear.weights for linear in kind.model.linears) for kind in self.kinds)
 
     @property
     def active_weights(self) -> int:
         """Weights of all blocks that one token is multiplied with: of experts, those of its own alone."""
-        experts = sum(layer.active_weights for layer in self.block if isinstance(layer, ExpertsLayer))
-        return self.linear_weights + self.layers * experts
+        experts = sum(
+            kind.blocks * layer.active_weights
+            for kind in self.kinds
+            for layer in kind.model.block
+            if isinstance(layer, ExpertsLayer | MoeLayer)
+        )
+        return self.linear_weights + experts
 
     @cached_property
     def gathered_tensors(self) -> tuple[int, ...]:
         """Numbers in each of one block's parameters that z alone shards."""
-        return tuple(count for layer in self.block for count in layer.gathered_tensors())
+        return tuple(count for layer in self.kinds[-1].model.block for count in layer.gathered_tensors())
 
     @property
     def gathered_parameters(self) -> int:
@@ -154,14 +217,37 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """All of the model's parameters; tied weights count once."""
-        return self.layers * self.block_parameters + self.outside_parameters
+        return sum(kind.blocks * kind.model.block_parameters for kind in self.kinds) + self.outside_parameters
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of all blocks."""
+        return sum(kind.blocks * sum(kind.model.expert_tensors) for kind in self.kinds)
+
+    @property
+    def expert_tensors(self) -> tuple[int, ...]:
+        """Numbers in each of one block's parameters that ranks of `expert` divide, of a model of like blocks."""
+        return () if self.moe_layer is None else self.moe_layer.expert_tensors()
+
+    @property
+    def whole_parameters(self) -> int:
+        """Parameters of one block that every rank has whole, but for norms: its router."""
+        return 0 if self.moe_layer is None else self.moe_layer.whole_parameters
+
+    @property
+    def latent_norm_weights(self) -> int:
+        """Weights of one block's norms of latent features."""
+        return 0 if self.latent is None else self.latent.q_rank + self.latent.kv_rank
 
     @cached_property
     def block_parameters(self) -> int:
-        """All parameters of one block: weights and biases of its linears, its norms, sinks and experts."""
+        """All parameters of one block: weights and biases of its linears, its norms, sinks and experts. Of a model
+        whose blocks are all alike."""
         linears = sum(linear.weights + linear.outputs * linear.has_bias for linear in self.linears)
-        norms = self.block_norms * self._norm_width + self.head_norm_weights
-        return linears + norms + self.sinks + self.gathered_parameters
+        norms = self.block_norms * self._norm_width + self.head_norm_weights + self.latent_norm_weights
+        return (
+            linears + norms + self.sinks + self.gathered_parameters + self.whole_parameters + sum(self.expert_tensors)
+        )
 
     @cached_property
     def outside_parameters(self) -> int:
@@ -180,9 +266,22 @@ class Architecture:
     def _norm_width(self) -> int:
         return self.hidden * (2 if self.has_norm_bias else 1)
 
-    def stage(self, blocks: int, *, is_first: bool, is_last: bool) -> "Architecture":
-        """A pipeline stage of so many blocks. Tied embeddings are on the first stage and on the last."""
-        return replace(self, layers=blocks, is_first=is_first, is_last=is_last)
+    def stage(self, blocks: int, *, is_first: bool, is_last: bool, moe_blocks: int | None = None) -> "Architecture":
+        """A pipeline stage of so many blocks, `moe_blocks` of them with a mixture of experts (None: all, if the model
+        has any). Tied embeddings are on the first stage and on the last."""
+        dense = 0 if moe_blocks is None else blocks - moe_blocks
+        pattern = (False,) * dense + (True,) * (blocks - dense) if self.moe is not None else ()
+        stage = replace(self, layers=blocks, is_first=is_first, is_last=is_last, moe_pattern=pattern)
+        if self.moe is not None:  # stages share the models of their blocks, and what is known of these
+            counts = (blocks,) if len(self.kinds) == 1 else (dense, blocks - dense)
+            shared = (kind._replace(blocks=count) for kind, count in zip(self.kinds, counts, strict=True) if count)
+            stage.__dict__["kinds"] = tuple(shared)
+        return stage
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What is computed once of a block on each grid, by its name and the sizes that it depends on."""
+        return {}
 
     def copies(self, grid: GridSizes) -> int:
         """How many ranks compute and hold the same: those of x and y, if the model is sharded by blocks."""

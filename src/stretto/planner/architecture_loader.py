@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 from stretto.cluster import check_depth, read_bounded
 from stretto.models.gpt_config import PRESETS, GPTConfig
 from stretto.planner.architecture import Architecture, check_count
+from stretto.planner.expert_layers import MoeShape
 from stretto.planner.hugging_face import from_hugging_face
 from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file
 
@@ -78,7 +79,23 @@ def from_gpt(name: str, config: GPTConfig) -> Architecture:
         is_rotary=config.positions == "rotary",
         takes_sharded_sequence=True,
         positions=config.max_seq_len if config.positions == "learned" else 0,
+        **_experts_of_gpt(config),
     )
+
+
+def _experts_of_gpt(config: GPTConfig) -> dict[str, Any]:
+    if config.num_experts is None:
+        return {}
+    shape = MoeShape(
+        config.num_experts,
+        config.experts_per_token,
+        config.expert_width,
+        config.activation == "swiglu",
+        config.shared_ffn or 0,
+        config.shared_expert_gate,
+    )
+    blocks = set(config.moe_blocks)
+    return {"moe": shape, "moe_pattern": tuple(block in blocks for block in range(config.layers))}
 
 
 def _from_file(path: Path, seq_len: int) -> Architecture:

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts the communication of a step in bytes and seconds (Singh, section 5.1.2, equations 5.1 to 5.7).
 
-Bytes are those that a ring algorithm sends from one rank. Times add up the five kinds of collectives by the axis that
-they run over, which for a rowwise linear is the other one: x and y change roles in every equation.
+Bytes are those that a ring algorithm sends from one rank. Times add up the kinds of collectives by the axis that they
+run over, which for a rowwise linear is the other one: x and y change roles in every equation. What experts send is in
+`expert_cost`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stretto.axes import INNER_TO_OUTER, REPLICAS, GridSizes, axes_of
+from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.layers import Linear
 
-KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data")
+KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data", "all_to_all")
 Rates = Mapping[str, float | None]  # bytes/s, by axis
-AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data"), strict=True))
+AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data", EXPERT), strict=True))
 MEANINGS = {
     "all_gather_z": "gathering weights over z",
     "reduce_scatter_z": "scattering weight gradients over z",
     "all_reduce_y": "sums over y",
     "all_reduce_x": "sums over x",
     "all_reduce_data": "summing gradients over data",
+    "all_to_all": "sending rows to experts and back",
 }
 GROUP_OF = AXIS_OF | {"all_reduce_data": REPLICAS}  # an axis, or a group over several
 
@@ -35,11 +37,13 @@ class Volume:
     all_reduce_y: float = 0.0
     all_reduce_x: float = 0.0
     all_reduce_data: float = 0.0
+    all_to_all: float = 0.0
 
     @property
     def total(self) -> float:
-        """Equation 5.6: their sum."""
-        return self.all_gather_z + self.reduce_scatter_z + self.all_reduce_y + self.all_reduce_x + self.all_reduce_data
+        """Equation 5.6: their sum; and rows of experts."""
+        of_linears = self.all_gather_z + self.reduce_scatter_z + self.all_reduce_y + self.all_reduce_x
+        return of_linears + self.all_reduce_data + self.all_to_all
 
     def __add__(self, other: "Volume") -> "Volume":
         return Volume(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS))
@@ -48,8 +52,9 @@ class Volume:
         return Volume(*(getattr(self, kind) * factor for kind in KINDS))
 
     def by_name(self) -> dict[str, float]:
-        """The five and their total."""
-        return {kind: getattr(self, kind) for kind in KINDS} | {"total": self.total}
+        """Each of them, the last only where it is sent, and their total."""
+        found = {kind: getattr(self, kind) for kind in KINDS if kind != "all_to_all" or self.all_to_all}
+        return found | {"total": self.total}
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class LinearTraffic(WeightTraffic):
 def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraffic:
     """Equations 5.1 to 5.5 for one linear, x and y swapped for a rowwise one. `tokens` (m): those of a data group."""
     k, n = linear.inputs, linear.outputs
-    gx, gy, gz, gdata = grid[linear.output_axis], grid[linear.input_axis], grid.z, grid.replicas
+    gx, gy, gz, gdata = linear.output_shards(grid), linear.input_shards(grid), grid.z, grid.replicas
     return LinearTraffic(
         all_gather=(gz - 1) * k * n / (gx * gy * gz),
         reduce_scatter=(gz - 1) / gz * k * n / (gx * gy),
@@ -102,7 +107,7 @@ def features_traffic(model: Architecture, grid: GridSizes, tokens: float) -> flo
 
 
 def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: int = 1) -> Volume:
-    """Equation 5.6 over all linears of all blocks, in bytes of `element` a number; and experts, which z alone shards.
+    """Equation 5.6 over all linears of all blocks, in bytes of `element` a number; and experts that z alone shards.
 
     A model that is sharded by blocks sends all parameters of a block, over z and data alone.
 
@@ -113,6 +118,14 @@ def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: 
         of_block = Volume(gathers * block.all_gather, block.reduce_scatter, all_reduce_data=block.data)
         return of_block.times(model.layers * element)
     total = Volume()
+    for count, kind in model.kinds:
+        total += _block_volume(kind, grid, tokens, gathers).times(count * element)
+    return total
+
+
+def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: int) -> Volume:
+    """Numbers that one block sends, but for experts that ranks divide."""
+    total = Volume()
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
         sums = {traffic.output_sum_axis: traffic.output, traffic.gradient_sum_axis: traffic.gradient}
@@ -121,7 +134,7 @@ def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: 
         experts = WeightTraffic.of(model.gathered_parameters, grid)
         over_y = 2 * features_traffic(model, grid, tokens)
         total += Volume(gathers * experts.all_gather, experts.reduce_scatter, over_y, 0.0, experts.data)
-    return total.times(model.layers * element)
+    return total
 
 
 def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
@@ -131,19 +144,28 @@ def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
     node's links (a group of `size` reaches size - 1 peers, each by its own link, up to all of a GPU's links). Case 2,
     groups across nodes: equation 5.7. Raises ValueError for a figure that the cluster does not have.
     """
-    size, preceding = grid[axis], grid.preceding(axis)
+    return group_bandwidth(cluster, grid.preceding(axis), grid[axis])
+
+
+def group_bandwidth(cluster: Cluster, preceding: int, size: int) -> float:
+    """`bandwidth` of groups of so many ranks, each so far from the next."""
     if preceding * size > cluster.gpus_per_node:
-        if cluster.inter_node_bandwidth is None:
-            cluster.require("nics_per_node")
-            cluster.require("between_nodes.bandwidth")
-        assert cluster.inter_node_bandwidth is not None
-        return cluster.inter_node_bandwidth / min(cluster.gpus_per_node, preceding)
+        return network_bandwidth(cluster) / min(cluster.gpus_per_node, preceding)
     measured = cluster.measured_in_node_bandwidth(preceding, size)
     if measured is not None:
         return measured
     whole = cluster.require("in_node.bandwidth")
     pair = cluster.in_node.pair_bandwidth
     return whole if pair is None or size == 1 else min(whole, (size - 1) * pair)
+
+
+def network_bandwidth(cluster: Cluster) -> float:
+    """Bytes/s that a node sends to others. Raises ValueError for a cluster that does not say it."""
+    if cluster.inter_node_bandwidth is None:
+        cluster.require("nics_per_node")
+        cluster.require("between_nodes.bandwidth")
+    assert cluster.inter_node_bandwidth is not None
+    return cluster.inter_node_bandwidth
 
 
 def leaves_node(cluster: Cluster, grid: GridSizes, pipe_rank: int) -> bool:
@@ -165,11 +187,7 @@ def message_rate(cluster: Cluster, grid: GridSizes, *, leaves: bool) -> float:
     `in_node_bandwidths`, or the link to one peer. Raises ValueError for a figure that the cluster does not have.
     """
     if leaves:
-        if cluster.inter_node_bandwidth is None:
-            cluster.require("nics_per_node")
-            cluster.require("between_nodes.bandwidth")
-        assert cluster.inter_node_bandwidth is not None
-        return cluster.inter_node_bandwidth / min(cluster.gpus_per_node, grid.stage_ranks)
+        return network_bandwidth(cluster) / min(cluster.gpus_per_node, grid.stage_ranks)
     for size in (grid.pipe, 2):
         measured = cluster.measured_in_node_bandwidth(grid.stage_ranks, size)
         if measured is not None:
@@ -215,5 +233,15 @@ def slowest_rate(rates: Rates, grid: GridSizes, group: str) -> float | None:
 
 
 def seconds(volume: Volume, rates: Rates, grid: GridSizes) -> Volume:
-    """Bytes over the bandwidth of the axis, or group of axes, that they are sent over."""
-    return Volume(*(getattr(volume, kind) / (slowest_rate(rates, grid, GROUP_OF[kind]) or 1.0) for kind in KINDS))
+    """Bytes over the bandwidth of the axis, or group of axes, that they are sent over; without experts' all-to-alls."""
+    rated = [kind for kind in KINDS if AXIS_OF[kind] != EXPERT]
+    return Volume(*(getattr(volume, kind) / (slowest_rate(rates, grid, GROUP_OF[kind]) or 1.0) for kind in rated))
+
+
+def sum_by_axis(times: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by axis; that of experts only where all-to-alls take any."""
+    by_axis = dict.fromkeys(NAMES, 0.0)
+    for kind in KINDS:
+        if time := times.get(kind, 0.0):
+            by_axis[AXIS_OF[kind]] = by_axis.get(AXIS_OF[kind], 0.0) + time
+    return by_axis

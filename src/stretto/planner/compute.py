@@ -11,15 +11,20 @@ from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import has_nvlink_over_z
+from stretto.planner.expert_cost import local_expert_parameters
 from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import gathered_by_copy_engines, local_parameters
 from stretto.planner.optimizer_state import number_bytes, optimizer_seconds
-from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.planner.workload import ELEMENT_BYTES, StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
 MATMUL_EFFICIENCY = 0.75  # of the datasheet's peak, for large products
 ATTENTION_EFFICIENCY = 0.6  # of what matrix products reach, forward and backward pass together
 COPY_EFFICIENCY = 0.87  # of the memory's bandwidth, for a large copy
+# Of a large product's rate, what a grouped one reaches with many rows an expert; and the rows of its tiles.
+# Assumptions, until they are measured: tiles of 128 rows are usual on Hopper.
+GROUPED_EFFICIENCY = 0.9
+TILE_ROWS = 128
 # What element-wise kernels, norms and the optimizer reach of a copy's rate, gaps between them included: with it the
 # step times of every grid of 2 H200s come within 8% of what was measured, and without it they are 5% too short.
 ELEMENT_WISE_EFFICIENCY = 0.8
@@ -29,8 +34,9 @@ ELEMENT_WISE_EFFICIENCY = 0.8
 class Compute:
     """Seconds that a rank computes in a step, without waits: all micro-batches and all blocks together.
 
-    `outputs`, `input_gradients` and `weight_gradients` have one entry for each linear of a block, and are part of
-    `forward` and `backward`: they are the products that collectives overlap with.
+    `outputs`, `input_gradients` and `weight_gradients` have one entry for each linear of a block of each kind, and are
+    part of `forward` and `backward`: they are the products that collectives overlap with. other_weight_gradients: of
+    experts' grouped products.
     """
 
     forward: float
@@ -40,6 +46,7 @@ class Compute:
     weight_gradients: tuple[float, ...]
     head: float
     optimizer: float
+    other_weight_gradients: float = 0.0
 
     @property
     def total(self) -> float:
@@ -86,7 +93,7 @@ class Device:
         if min(m, n, k) < 1:
             return 0.0
         flops = 2.0 * m * n * k
-        element = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[self.dtype]
+        element = ELEMENT_BYTES[self.dtype]
         if measured := self._measured.get(layout):
             return flops / self._interpolate(measured, (math.log(m), math.log(n), math.log(k)))
         return max(flops / self.flops, element * (m * k + k * n + m * n) / self.memory_bandwidth)
@@ -101,6 +108,18 @@ class Device:
             return distances[0][1]
         weights = [(1 / distance, rate) for distance, rate in distances[:4]]
         return math.exp(sum(w * math.log(rate) for w, rate in weights) / sum(w for w, _ in weights))
+
+    def grouped_matmul(self, experts: float, rows: float, n: float, k: float) -> float:
+        """Seconds of as many products [rows, k] x [k, n] as there are experts, made by one kernel.
+
+        The rate of a large product, times GROUPED_EFFICIENCY, times the part of tiles that is filled: of each expert's
+        rows, the last tile is half full on the average. With few rows the weights' bytes count instead.
+        """
+        if min(experts, rows, n, k) <= 0:
+            return 0.0
+        computed = 2.0 * experts * (rows + TILE_ROWS / 2) * n * k
+        num_bytes = ELEMENT_BYTES[self.dtype] * experts * (rows * k + k * n + rows * n)
+        return max(computed / (self.flops * GROUPED_EFFICIENCY), num_bytes / self.memory_bandwidth)
 
     def attention(self, flops: float) -> float:
         """Seconds of attention's own products (scores and their sum), of so many FLOPs."""
@@ -119,38 +138,78 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     micro_batches = config.micro_batches(workload)
     tokens = config.micro_batch * workload.seq_len
     outputs, input_gradients, gradients = [], [], []
+    forward = backward = others = 0.0
+    for count, kind in model.kinds:
+        of_kind = _block_times(workload, kind, config, device)
+        calls = count * micro_batches
+        forward, backward = forward + calls * of_kind.forward, backward + calls * of_kind.backward
+        outputs += [calls * each for each in of_kind.outputs]
+        input_gradients += [calls * each for each in of_kind.input_gradients]
+        gradients += [calls * each for each in of_kind.weight_gradients]
+        others += calls * of_kind.grouped_weight_gradients
+    casts, casts_back = _casts(workload, config, grid)
+    copies, copies_back = _copies(workload, config, device.cluster)
+    state, cluster = config.state, device.cluster
+    # Apart, the shards that a rank has count; beside fp32 parameters, an even part of all.
+    parameters = local_parameters(model, grid) if state.is_apart else _parameters(workload, grid)
+    return Compute(
+        forward=forward + device.traffic((casts + copies) * (1 if config.gathers_once else micro_batches)),
+        backward=backward + device.traffic((casts_back + copies_back) * micro_batches),
+        outputs=tuple(outputs),
+        input_gradients=tuple(input_gradients),
+        weight_gradients=tuple(gradients),
+        other_weight_gradients=others,
+        head=micro_batches * head_seconds(workload, grid, tokens, device),
+        optimizer=optimizer_seconds(workload, state, cluster, parameters, device.traffic),
+    )
+
+
+@dataclass(frozen=True)
+class _BlockTimes:
+    """Seconds of one block for one micro-batch, as `Compute` has them of a step.
+
+    grouped_weight_gradients: of experts' products."""
+
+    forward: float
+    backward: float
+    outputs: tuple[float, ...]
+    input_gradients: tuple[float, ...]
+    weight_gradients: tuple[float, ...]
+    grouped_weight_gradients: float
+
+
+def _block_times(workload: StepWorkload, model: Architecture, config: StepConfig, device: Device) -> _BlockTimes:
+    """The times of one block of a model whose blocks are alike."""
+    grid = model.splitting_sizes(config.grid)
+    tokens = config.micro_batch * workload.seq_len
+    outputs, input_gradients, gradients = [], [], []
     for linear in model.linears:
-        output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]
-        k, n = linear.inputs / input_shards, linear.outputs / output_shards
+        k, n = linear.inputs / linear.input_shards(grid), linear.outputs / linear.output_shards(grid)
         outputs.append(device.matmul(tokens, n, k, "NT"))
         input_gradients.append(device.matmul(tokens, k, n, "NN"))
         gradients.append(device.matmul(n, k, tokens, "TN"))
     scores = device.attention(sum(layer.attention_flops(grid, tokens, workload.seq_len) for layer in model.block))
-    forward_bytes, backward_bytes = _element_wise(workload, grid, config.token_parts)
+    forward_bytes, backward_bytes = _element_wise(workload, model, grid, config.token_parts)
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
     for count, m, n, k in (product for layer in model.block for product in layer.gathered_products(tokens)):
         forward += count * device.matmul(m, n, k, "NN")
         backward += count * (device.matmul(m, k, n, "NT") + device.matmul(k, n, m, "TN"))
-    casts, casts_back = _casts(workload, config, grid)
-    copies, copies_back = _copies(workload, config, device.cluster)
-    layers = model.layers * micro_batches
+    grouped = 0.0
+    if (layer := model.moe_layer) is not None:
+        router = device.matmul(*layer.router_product(grid, tokens, config.token_parts), "NT")
+        forward += router
+        backward += 2 * router
+        for experts, rows, made, taken in layer.expert_products(grid, tokens):
+            product = device.grouped_matmul(experts, rows, made, taken)
+            forward += product
+            backward += device.grouped_matmul(experts, rows, taken, made) + product
+            grouped += product  # the weights' gradients take as long
     recomputation = config.options.recomputation
     if recomputation.is_on:
-        kept = [recomputation.keeps_product(grid[linear.input_axis]) for linear in model.linears]
+        kept = [recomputation.keeps_product(linear.input_shards(grid)) for linear in model.linears]
         backward += forward - sum(output for output, is_kept in zip(outputs, kept, strict=True) if is_kept)
-    state, cluster = config.state, device.cluster
-    # Apart, the shards that a rank has count; beside fp32 parameters, an even part of all.
-    parameters = local_parameters(model, grid) if state.is_apart else _parameters(workload, grid)
-    return Compute(
-        forward=layers * forward + device.traffic((casts + copies) * (1 if config.gathers_once else micro_batches)),
-        backward=layers * backward + device.traffic((casts_back + copies_back) * micro_batches),
-        outputs=tuple(layers * output for output in outputs),
-        input_gradients=tuple(layers * gradient for gradient in input_gradients),
-        weight_gradients=tuple(layers * gradient for gradient in gradients),
-        head=micro_batches * head_seconds(workload, grid, tokens, device),
-        optimizer=optimizer_seconds(workload, state, cluster, parameters, device.traffic),
-    )
+    return _BlockTimes(forward, backward, tuple(outputs), tuple(input_gradients), tuple(gradients), grouped)
 
 
 _PASSES_OVER_SCORES = 12  # reads and writes
@@ -158,23 +217,30 @@ _PASSES_OVER_SCORES = 12  # reads and writes
 
 def _parameters(workload: StepWorkload, grid: GridSizes) -> float:
     model = workload.model
-    experts = 0 if model.is_sharded_by_blocks else model.layers * model.gathered_parameters
-    return (model.parameters - experts) / grid.weight_parts + experts / grid.z
+    gathered = 0 if model.is_sharded_by_blocks else model.layers * model.gathered_parameters
+    divided = model.expert_parameters
+    return (
+        (model.parameters - gathered - divided) / grid.weight_parts
+        + gathered / grid.z
+        + local_expert_parameters(model, grid)
+    )
 
 
-def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+def _element_wise(
+    workload: StepWorkload, model: Architecture, grid: GridSizes, token_parts: int
+) -> tuple[float, float]:
     """Bytes a token that a block's element-wise kernels read and write, in the forward and in the backward pass.
 
     token_parts: over how many ranks those of hidden activations are sharded.
     """
-    of_layers = [layer.element_wise(grid, token_parts) for layer in workload.model.block]
+    of_layers = [layer.element_wise(grid, token_parts) for layer in model.block]
     forward, backward = (sum(numbers) for numbers in zip(*of_layers, strict=True))
     # Scores that are tensors are scaled, masked, joined with the sinks, shifted and normalized, each in a pass.
-    scores = sum(layer.scores(grid) for layer in workload.model.block) * workload.seq_len
+    scores = sum(layer.scores(grid) for layer in model.block) * workload.seq_len
     forward, backward = forward + _PASSES_OVER_SCORES * scores, backward + _PASSES_OVER_SCORES * scores
-    for linear in workload.model.linears:
+    for linear in model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
-            output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]
+            output_shards, input_shards = linear.output_shards(grid), linear.input_shards(grid)
             outputs = linear.outputs / output_shards / (token_parts if linear.is_rowwise else 1)
             backward += outputs
             forward += 3 * outputs if input_shards > 1 else 0
@@ -255,7 +321,7 @@ def _shapes(model: Architecture, batch: int, seq_len: int, gpus: int) -> Iterato
             continue
         grid = model.splitting_sizes(whole_grid)
         tokens = batch // grid.batch_parts * seq_len
-        for linear in model.linears:
-            output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]
+        for linear in (linear for kind in model.kinds for linear in kind.model.linears):
+            output_shards, input_shards = linear.output_shards(grid), linear.input_shards(grid)
             k, n = linear.inputs // input_shards, linear.outputs // output_shards
             yield from ((tokens, n, k), (tokens, k, n), (n, k, tokens))

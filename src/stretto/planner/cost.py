@@ -7,16 +7,15 @@
 `full` adds what they leave out: computation, embedding, head and norms, a start-up latency a message, and overlap.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from stretto.axes import NAMES, REPLICAS, GridSizes, axes_of
-from stretto.cluster import Cluster, MeasuredCollective
+from stretto.axes import EXPERT, REPLICAS, GridSizes
+from stretto.cluster import Cluster
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
+from stretto.planner.collective_times import chunked_sums, collective_seconds, group_seconds, message_latency
 from stretto.planner.communication import (
-    AXIS_OF,
     KINDS,
     MEANINGS,
     LinearTraffic,
@@ -27,20 +26,28 @@ from stretto.planner.communication import (
     features_traffic,
     linear_traffic,
     seconds,
-    slowest_rate,
+    sum_by_axis,
 )
 from stretto.planner.compute import Compute, Device, compute
+from stretto.planner.expert_cost import (
+    HOST_READ,
+    all_to_all_seconds,
+    expert_messages,
+    expert_seconds,
+    expert_volume,
+    group_of_replicas,
+    group_of_shards,
+    ranks_in_node,
+    weight_traffic,
+)
 from stretto.planner.layers import Linear
 from stretto.planner.memory import local_parameters
-from stretto.planner.optimizer_state import exposed_sums, gradient_chunks, number_bytes, steps_in_chunks
+from stretto.planner.optimizer_state import exposed_sums, gradient_chunks, steps_in_chunks
 from stretto.planner.workload import StepConfig, StepWorkload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
-# Seconds that a hop of a ring takes to start, where the cluster does not say.
-IN_NODE_LATENCY = 3e-6
-BETWEEN_NODES_LATENCY = 6e-6
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,40 @@ class Cost:
         return sum(self.terms.values())
 
 
-def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost:
-    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data.
+def paper_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates) -> Cost:
+    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data; and what experts
+    send (section 7.3), at the same bandwidths.
 
     rates: the grid's `bandwidths`.
     """
     grid = config.grid
     gathers = 1 if config.options.keep_gathered else 2
     volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
-    times = seconds(volume, rates, grid)
-    terms = {name: getattr(times, kind) for kind, name in MEANINGS.items()}
-    return Cost(terms, rates, times, sum_by_axis(times.by_name()))
+    times = seconds(volume, rates, grid) + paper_expert_seconds(workload, config, cluster, gathers)
+    return Cost(paper_terms(times), rates, times, sum_by_axis(times.by_name()))
+
+
+def paper_terms(times: Volume) -> dict[str, float]:
+    """The parts of a step of the paper's model, by name; all-to-alls only where there are any."""
+    return {name: times.by_name()[kind] for kind, name in MEANINGS.items() if kind in times.by_name()}
+
+
+def paper_expert_seconds(workload: StepWorkload, config: StepConfig, cluster: Cluster, gathers: int) -> Volume:
+    """Seconds of what experts send: two all-to-alls in the forward pass and two in the backward pass, and two again
+    where activations are checkpointed without keeping what collectives bring (section 7.3.2)."""
+    model, grid, options = workload.model, config.grid, config.options
+    if model.moe is None:
+        return Volume()
+    volume = expert_volume(
+        model,
+        grid,
+        workload.tokens / grid.batch_parts,
+        PAPER_ELEMENT,
+        forward_passes=2 if options.recomputation.exchanges_again else 1,
+        drops_duplicates=config.drops_duplicates,
+        gathers=gathers,
+    )
+    return expert_seconds(volume, grid, cluster)
 
 
 def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device, rates: Rates) -> Cost:
@@ -106,6 +136,8 @@ def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, devi
     terms = {"computation": work.total - work.optimizer, "the optimizer": work.optimizer}
     terms |= {f"exposed communication over {axis}": time for axis, time in exposed.items()}
     terms["slower computation beside communication"] = slowdown * (communication.total - sum(exposed.values()))
+    if reads := step.host_reads:
+        terms["waits of the host for counts of rows"] = reads
     return Cost(terms, step.rates, communication, exposed, work)
 
 
@@ -128,7 +160,6 @@ class StepCommunication:
         self.workload, self.config, self.cluster, self.work, self.rates = workload, config, cluster, work, rates
         grid, model = config.grid, workload.model
         self.micro_batches = config.micro_batches(workload)
-        self.calls = model.layers * self.micro_batches  # of what a block does once in a micro-batch
         # How often a weight's gradient goes over z in a step.
         self.scatters = 1 if config.options.accumulate_unsharded else self.micro_batches
         tokens = workload.tokens / grid.replicas / self.micro_batches
@@ -141,38 +172,49 @@ class StepCommunication:
         self.gathers = 1 + recomputation.is_on + (not config.options.keep_gathered and not keeps_block)
         if config.gathers_once:
             self.gathers = 1
-        self._traffics = (
-            []
-            if model.is_sharded_by_blocks
-            else [(linear, linear_traffic(linear, grid, tokens)) for linear in model.linears]
-        )
+        # Of each kind of blocks, how many there are in a step and what each of its linears sends.
+        self._traffics: list[tuple[int, Linear, LinearTraffic]] = []
+        if not model.is_sharded_by_blocks:
+            self._traffics = [
+                (kind.blocks * self.micro_batches, linear, linear_traffic(linear, grid, tokens))
+                for kind in model.kinds
+                for linear in kind.model.linears
+            ]
 
     @cached_property
     def _of_weights(self) -> tuple[int, float, float, float]:
-        """In how many messages a block's weights are sent, and the seconds of one all-gather and one reduce-scatter
+        """In how many messages all blocks' weights are sent, and the seconds of one all-gather and one reduce-scatter
         over z, and of one all-reduce over data, of all of them."""
         model, grid = self.workload.model, self.config.grid
-        # A message for each linear and one for a block's experts, or one for all of its parameters.
-        messages: list[WeightTraffic] = [traffic for _, traffic in self._traffics]
-        if together := model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters:
-            messages.append(WeightTraffic.of(together, grid))
-        gathers, scatters, reductions = (sum(times) for times in zip(*map(self._weights, messages), strict=True))
-        return len(messages), gathers, scatters, reductions
+        numbers, times = 0, (0.0, 0.0, 0.0)
+        for count, kind in model.kinds:
+            # A message for each linear and one for a block's experts, or one for all of its parameters.
+            messages: list[WeightTraffic] = []
+            if not model.is_sharded_by_blocks:
+                messages += [linear_traffic(linear, grid, 0.0) for linear in kind.linears]
+            if together := kind.block_parameters if model.is_sharded_by_blocks else kind.gathered_parameters:
+                messages.append(WeightTraffic.of(together, grid))
+            sent = [self._weights(each) for each in messages]
+            if kind.expert_tensors:
+                sent.append(self._expert_weights(weight_traffic(kind, grid)))
+            numbers += count * len(sent)
+            times = tuple(time + count * sum(each) for time, each in zip(times, zip(*sent, strict=True), strict=True))
+        return numbers, *times
 
     @property
     def messages(self) -> int:
-        """In how many messages a block's weights are sent."""
+        """In how many messages all blocks' weights are sent."""
         return self._of_weights[0]
 
     @property
     def all_gather(self) -> float:
         """Seconds of gathering all blocks' weights over z, for forward passes alone if it is done again."""
-        return (self.workload.model.layers if self.config.gathers_once else self.calls) * self._of_weights[1]
+        return (1 if self.config.gathers_once else self.micro_batches) * self._of_weights[1]
 
     @property
     def reduce_scatter(self) -> float:
         """Seconds of all reduce-scatters over z of blocks' gradients."""
-        return self.workload.model.layers * self.scatters * self._of_weights[2]
+        return self.scatters * self._of_weights[2]
 
     @cached_property
     def _of_data(self) -> tuple[int, float]:
@@ -180,12 +222,10 @@ class StepCommunication:
         all gradients."""
         workload, config, model = self.workload, self.config, self.workload.model
         if not config.state.is_apart:
-            return model.layers, model.layers * self._of_weights[3]
-        grid, parameters = config.grid, local_parameters(model, model.splitting_sizes(config.grid))
+            return model.layers, self._of_weights[3]
+        parameters = local_parameters(model, model.splitting_sizes(config.grid))
         reductions = gradient_chunks(config.state, parameters)
-        chunk = parameters / reductions * number_bytes(workload, config.state).gradient
-        sent = 2 * (grid.replicas - 1) / grid.replicas * chunk
-        return reductions, reductions * self.collective("all_reduce", REPLICAS, sent)
+        return reductions, chunked_sums(workload, config, self.cluster, self.rates, parameters, reductions)
 
     @property
     def reductions(self) -> int:
@@ -203,13 +243,15 @@ class StepCommunication:
         config, model = self.config, self.workload.model
         tokens = self.workload.tokens / config.grid.replicas / self.micro_batches
         sums: list[_Sum] = []
-        for place, (linear, traffic) in enumerate(self._traffics):
+        for place, (calls, linear, traffic) in enumerate(self._traffics):
             if config.token_parts > 1:
-                sums += self._sharded_sums(place, linear, traffic)
+                sums += self._sharded_sums(place, calls, linear, traffic)
             else:
-                sums += self._whole_sums(place, linear, traffic, tokens)
+                sums += self._whole_sums(place, calls, linear, traffic, tokens)
         if model.gathered_parameters and not model.is_sharded_by_blocks:
             sums += self._features_of_experts(tokens)
+        if model.moe is not None:
+            sums += self._rows_of_experts()
         return sums
 
     def _weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
@@ -221,19 +263,31 @@ class StepCommunication:
             self.collective("all_reduce", REPLICAS, traffic.data * element),
         )
 
-    def _whole_sums(self, place: int, linear: Linear, traffic: LinearTraffic, tokens: float) -> Iterator[_Sum]:
+    def _expert_weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
+        """The same of experts, over expert_z and expert_data."""
+        element, grid = self.workload.element, self.config.grid
+        shards, replicas = group_of_shards(grid), group_of_replicas(grid)
+        return (
+            group_seconds("all_gather", shards, traffic.all_gather * element, self.cluster),
+            group_seconds("reduce_scatter", shards, traffic.reduce_scatter * element, self.cluster),
+            group_seconds("all_reduce", replicas, traffic.data * element, self.cluster),
+        )
+
+    def _whole_sums(
+        self, place: int, calls: int, linear: Linear, traffic: LinearTraffic, tokens: float
+    ) -> Iterator[_Sum]:
         """Partial sums of the output, of large ones half under the product of the other half, and of the input's
         gradient, under the weight's."""
         element, passes = self.workload.element, self.forward_sums
         parts = 2 if _is_halved(linear, self.config.grid, tokens * element) else 1
         each = self.collective("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
-        time = self.calls * passes * parts * each
+        time = calls * passes * parts * each
         hidden = min(time, passes * self.work.outputs[place]) / 2 if parts == 2 else 0.0
         yield _Sum(traffic.output_sum_axis, time, hidden, is_forward=True)
-        time = self.calls * self.collective("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
+        time = calls * self.collective("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
         yield _Sum(traffic.gradient_sum_axis, time, min(time, self.work.weight_gradients[place]), is_forward=False)
 
-    def _sharded_sums(self, place: int, linear: Linear, traffic: LinearTraffic) -> Iterator[_Sum]:
+    def _sharded_sums(self, place: int, calls: int, linear: Linear, traffic: LinearTraffic) -> Iterator[_Sum]:
         """With tokens sharded over x: the halves of x's all-reduces, each within a product, and y's sums, waited for.
 
         A rowwise linear scatters its output and gathers its gradient; a colwise one gathers its input, if the linear
@@ -241,17 +295,17 @@ class StepCommunication:
         """
         element, work, sums = self.workload.element, self.work, self.forward_sums
         passes = sums if linear.is_rowwise else self.forward_exchanges
-        gathers_input = place == 0 or self.workload.model.linears[place - 1].is_rowwise
+        gathers_input = place == 0 or self._traffics[place - 1][1].is_rowwise
         if linear.is_rowwise:
             of_x, of_y, kinds = traffic.output, traffic.gradient, ("reduce_scatter", "all_gather")
         else:
             of_x, of_y, kinds = traffic.gradient, traffic.output, ("all_gather", "reduce_scatter")
-        forward, backward = (self.calls * self.collective(kind, "x", of_x / 2 * element) for kind in kinds)
+        forward, backward = (calls * self.collective(kind, "x", of_x / 2 * element) for kind in kinds)
         if linear.is_rowwise or gathers_input:
             yield self._within(passes * forward, passes * work.outputs[place], is_forward=True)
         yield self._within(backward, work.input_gradients[place], is_forward=False)
         is_output = not linear.is_rowwise
-        time = self.calls * (sums if is_output else 1) * self.collective("all_reduce", "y", of_y * element)
+        time = calls * (sums if is_output else 1) * self.collective("all_reduce", "y", of_y * element)
         yield _Sum("y", time, 0.0, is_forward=is_output)
 
     def _features_of_experts(self, tokens: float) -> Iterator[_Sum]:
@@ -259,8 +313,35 @@ class StepCommunication:
         num_bytes = features_traffic(self.workload.model, self.config.grid, tokens) * self.workload.element
         again = 2 if self.config.options.recomputation.is_on else 1  # no mode keeps them
         for passes, is_forward in ((again, True), (1, False)):
-            time = self.calls * passes * self.collective("all_gather", "y", num_bytes)
-            yield _Sum("y", time, 0.0, is_forward)
+            time = self.workload.model.layers * self.micro_batches * passes
+            yield _Sum("y", time * self.collective("all_gather", "y", num_bytes), 0.0, is_forward)
+
+    def _rows_of_experts(self) -> Iterator[_Sum]:
+        """What experts send of their rows, all of it waited for."""
+        config, element = self.config, self.workload.element
+        tokens = config.micro_batch * self.workload.seq_len
+        leaves = config.grid.expert > ranks_in_node(config.grid, self.cluster.gpus_per_node)
+        latency = message_latency(self.cluster, leaves=leaves)
+        for count, kind in self.workload.model.kinds:
+            if (layer := kind.moe_layer) is None:
+                continue
+            for message in expert_messages(
+                layer, config.grid, tokens, config.token_parts, drops_duplicates=config.drops_duplicates
+            ):
+                num_bytes = message.numbers * element
+                if message.kind == "all_to_all":
+                    each = all_to_all_seconds(num_bytes, config.grid, self.cluster, latency)
+                else:
+                    each = self.collective(message.kind, message.axis, num_bytes)
+                passes = self.forward_exchanges if message.is_forward else 1
+                yield _Sum(message.axis, count * self.micro_batches * passes * each, 0.0, message.is_forward)
+
+    @property
+    def host_reads(self) -> float:
+        """Seconds in which the host waits for counts of rows: of each forward pass of experts on several ranks."""
+        if self.config.grid.expert == 1 or self.config.options.expert_rows is not None:
+            return 0.0
+        return self.workload.model.moe_blocks * self.micro_batches * self.forward_exchanges * HOST_READ
 
     def _within(self, time: float, product: float, *, is_forward: bool) -> _Sum:
         """What goes over x within a product, tile by tile: the first or last rank's part is waited for.
@@ -279,7 +360,7 @@ class StepCommunication:
     def exposed(self) -> dict[str, float]:
         """What is left when the next weight is gathered under this linear, sums hide as each can, and weights'
         gradients travel under the rest of the backward pass."""
-        work, parts = self.work, self.calls * self.messages
+        work, parts = self.work, self.micro_batches * self.messages
         sums = [(each.axis, each.time - each.hidden) for each in self.sums]
         room = work.backward - sum(each.hidden for each in self.sums if not each.is_forward)
         gathered_forward = self.left_over(self.all_gather, work.forward, parts)
@@ -310,10 +391,10 @@ class StepCommunication:
         return max(time - room, time / parts) if time else 0.0
 
     def _volume(self, gather: float, scatter: float, data: float, sums: list[tuple[str, float]]) -> Volume:
-        over = {"x": 0.0, "y": 0.0}
+        over = {"x": 0.0, "y": 0.0, EXPERT: 0.0}
         for axis, time in sums:
             over[axis] += time
-        return Volume(gather, scatter, over["y"], over["x"], data) + self.outside_blocks
+        return Volume(gather, scatter, over["y"], over["x"], data, over[EXPERT]) + self.outside_blocks
 
     @cached_property
     def outside_blocks(self) -> Volume:
@@ -360,59 +441,8 @@ class StepCommunication:
         return collective_seconds(kind, group, num_bytes, self.cluster, self.config.grid, self.rates)
 
 
-def collective_seconds(
-    kind: str, group: str, num_bytes: float, cluster: Cluster, grid: GridSizes, rates: Rates
-) -> float:
-    """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth.
-
-    group: an axis, or a group of ranks over several axes.
-    """
-    over = axes_of(group)
-    size = grid.over(over)
-    if size == 1:
-        return 0.0
-    preceding = grid.preceding(over[-1])
-    if preceding * size > cluster.gpus_per_node:
-        latency = message_latency(cluster, leaves=True)
-    elif measured := cluster.measured_transfers(kind, preceding, size):
-        return _interpolate(measured, num_bytes)
-    else:
-        latency = message_latency(cluster, leaves=False)
-    rate = slowest_rate(rates, grid, group)
-    assert rate is not None
-    trips = 2 if kind == "all_reduce" else 1  # around the ring
-    return trips * (size - 1) * latency + num_bytes / rate
-
-
-def message_latency(cluster: Cluster, *, leaves: bool) -> float:
-    """Seconds that a message takes to start, within a node or between two."""
-    if leaves:
-        return cluster.between_nodes.latency or BETWEEN_NODES_LATENCY
-    return cluster.in_node.latency or IN_NODE_LATENCY
-
-
 def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
     """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
-    over, into = grid[linear.output_axis], grid[linear.input_axis]
+    over, into = linear.output_shards(grid), linear.input_shards(grid)
     is_large = token_bytes / grid.z * linear.outputs / over >= HALVED_BYTES
     return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
-
-
-def _interpolate(measured: Sequence[MeasuredCollective], num_bytes: float) -> float:
-    """Seconds of a message among measured ones: linear between two of them, by bandwidth beyond the largest."""
-    sizes = [row.bytes for row in measured]
-    above = bisect_left(sizes, num_bytes)
-    if above == 0:
-        return measured[0].seconds
-    if above == len(measured):
-        return measured[-1].seconds * num_bytes / sizes[-1]
-    low, high = measured[above - 1], measured[above]
-    part = (num_bytes - low.bytes) / (high.bytes - low.bytes)
-    return low.seconds + part * (high.seconds - low.seconds)
-
-
-def sum_by_axis(times: Mapping[str, float]) -> dict[str, float]:
-    by_axis = dict.fromkeys(NAMES, 0.0)
-    for kind in KINDS:
-        by_axis[AXIS_OF[kind]] += times[kind]
-    return by_axis

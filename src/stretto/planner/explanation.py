@@ -3,10 +3,12 @@
 
 from collections.abc import Mapping
 
+from stretto.axes import EXPERT
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.communication import AXIS_OF, KINDS, MEANINGS
 from stretto.planner.cost import Cost
+from stretto.planner.expert_cost import ranks_in_node
 from stretto.planner.optimizer_state import (
     USABLE_OF_HOST,
     Formula,
@@ -74,7 +76,10 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
         longest = f"messages between stages ({_seconds(sent[most])})"
         return f"the fastest that fits{how}; what takes longest to send is {longest}"
     axis = AXIS_OF[most]
-    inside = config.grid.preceding(axis) * config.grid[axis] <= cluster.gpus_per_node
+    if axis == EXPERT:
+        inside = ranks_in_node(config.grid, cluster.gpus_per_node) == config.grid.expert
+    else:
+        inside = config.grid.preceding(axis) * config.grid[axis] <= cluster.gpus_per_node
     return (
         f"the fastest that fits{how}; what takes longest to send is {MEANINGS[most]}, "
         f"{'inside' if inside else 'across'} nodes ({_seconds(sent[most])})"

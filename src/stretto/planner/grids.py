@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterator
 
-from stretto.axes import STAGE_AXES, GridSizes
+from stretto.axes import STAGE_AXES, ExpertTensor, GridSizes
 from stretto.planner.architecture import Architecture
 
 
@@ -22,6 +22,29 @@ def every_grid(ranks: int) -> Iterator[GridSizes]:
 def grids_of_stages(ranks: int, pipe: int) -> Iterator[GridSizes]:
     """Every factorization of `ranks` with so many pipeline stages."""
     return (GridSizes(pipe=pipe, **sizes) for sizes in _factorize(ranks // pipe, STAGE_AXES))
+
+
+def list_expert_grids(
+    model: Architecture, grid: GridSizes, expert: int | None = None, expert_tensor: ExpertTensor | None = None
+) -> list[GridSizes]:
+    """A grid with every number of ranks that may divide a model's experts, and each use of x; alone for dense models.
+
+    expert, expert_tensor: fixed where given.
+    """
+    if model.moe is None or model.is_sharded_by_blocks:
+        return [grid]
+    found = []
+    for tensor in (expert_tensor,) if expert_tensor is not None else ("cut", "fold"):
+        folds = tensor == "fold" and grid.x > 1
+        if tensor == "fold" and not folds and expert_tensor is None:
+            continue
+        ranks = grid.data * grid.z * (grid.x if folds else 1)
+        sizes = [expert] if expert is not None else divisors(math.gcd(model.moe.experts, ranks))
+        for size in sizes:
+            if folds and size % grid.x and expert is None:
+                continue
+            found.append(GridSizes(**dict(grid), expert=size, expert_tensor=tensor))
+    return found or [grid]
 
 
 def _factorize(ranks: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
@@ -45,8 +68,8 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
         return None
     if model.hidden % grid.y:
         return f"y={grid.y} does not divide the hidden size {model.hidden}"
-    for linear in model.linears:
-        cut, by_input = grid[linear.output_axis], grid[linear.input_axis]
+    for linear in (linear for kind in model.kinds for linear in kind.model.linears):
+        cut, by_input = linear.output_shards(grid), linear.input_shards(grid)
         if linear.units % cut:
             what = {model.kv_heads: "KV heads", model.heads: "heads"}.get(linear.units, f"features of {linear.name}")
             return f"{linear.output_axis}={cut} does not divide {linear.units} {what}"
@@ -55,7 +78,27 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
         rows = linear.inputs // by_input if linear.stores_inputs_first else linear.outputs // cut
         if rows % grid.z:
             return f"z={grid.z} does not divide the {rows} rows of {linear.name} that a rank has"
+    if model.moe is not None and (why := why_no_experts(model, grid)):
+        return why
     for count, what in ((model.vocab, "a vocabulary"), (model.labels, "a head")):
         if count and -(-count // grid.x) * (grid.x - 1) >= count:
             return f"{what} of {count} leaves some of x={grid.x} ranks without any of it"
+    return None
+
+
+def why_no_experts(model: Architecture, grid: GridSizes) -> str | None:
+    """The first rule of experts that the grid breaks, with what would do; None if it can run."""
+    assert model.moe is not None
+    experts, ffn = model.moe.experts, model.moe.ffn
+    try:
+        shards = grid.expert_z
+    except ValueError as error:
+        return str(error)
+    if experts % grid.expert:
+        near = max(n for n in divisors(experts) if n <= grid.expert)
+        return f"expert={grid.expert} does not divide {experts} experts; {near} would do"
+    if ffn % grid.expert_x:
+        return f"x={grid.x} does not divide the inner width of an expert, {ffn}"
+    if experts // grid.expert % shards:
+        return f"expert_z={shards} does not divide the {experts // grid.expert} experts of a rank"
     return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.planner.architecture import Architecture, check_count
+from stretto.planner.hugging_face_experts import EXPERT_KEYS, read_experts, read_latent
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
 
 _FUSED_MLP = {"layers.*.mlp.gate_up_proj": "colwise_gather_output", "layers.*.mlp.down_proj": "rowwise_split_input"}
@@ -29,8 +30,9 @@ class _Family:
     one head ("head") or all of them ("all", or as the entry of this name says). `defaults`: what transformers takes
     where a configuration is silent.
 
-    `has_experts`: the MLP is a router and experts, whose every rank of x and y computes all. `has_sinks`: its
-    attention has a sink for each head, and is made of plain operations.
+    `has_experts`: the MLP is a router and experts, whose every rank of x and y computes all. `divides_experts`: some
+    blocks have a router and experts that ranks divide among them (`read_experts`). `has_sinks`: its attention has a
+    sink for each head, and is made of plain operations.
 
     For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
     is not taken (`refusal`), what a plan does not count (`note`), and whether logits change between head and loss.
@@ -48,6 +50,7 @@ class _Family:
     note: str = ""
     changes_logits: bool = False
     has_experts: bool = False
+    divides_experts: bool = False
     has_sinks: bool = False
 
 
@@ -112,6 +115,31 @@ _GATED["gpt_oss"] = _Family(
     has_experts=True,
     has_sinks=True,
 )
+_GATED |= {
+    "mixtral": _Family("Mixtral", defaults={"num_key_value_heads": 8}, divides_experts=True),
+    "qwen2_moe": _Family(
+        "Qwen2Moe",
+        "qkv_bias",
+        defaults={"num_key_value_heads": 16, "qkv_bias": True, "intermediate_size": 5632},
+        divides_experts=True,
+    ),
+    "qwen3_moe": _Family(
+        "Qwen3Moe",
+        "attention_bias",
+        "attention_bias",
+        head_norms="head",
+        defaults={"num_key_value_heads": 4, "intermediate_size": 6144},
+        divides_experts=True,
+    ),
+    "olmoe": _Family("Olmoe", "attention_bias", "attention_bias", head_norms="all", divides_experts=True),
+    "deepseek_v3": _Family(
+        "DeepseekV3",
+        "attention_bias",
+        "attention_bias",
+        defaults={"intermediate_size": 18432},
+        divides_experts=True,
+    ),
+}
 FAMILIES = {"gpt2": _GPT2, **_GATED}
 
 
@@ -148,9 +176,13 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     What `parallelize` has against the model stands in the architecture's `notes`.
     """
     kind = config.get("model_type")
-    has_experts = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    if has_experts and not (isinstance(kind, str) and kind in FAMILIES and FAMILIES[kind].has_experts):
-        raise ValueError(f"{name}: a mixture of experts cannot be planned yet")
+    has_experts = any(config.get(key) for key in EXPERT_KEYS)
+    known = [each for each, of in FAMILIES.items() if of.has_experts or of.divides_experts]
+    if has_experts and kind not in known:
+        raise ValueError(
+            f"{name}: model_type is {kind!r}, whose mixture of experts is not known to the planner; known: "
+            + ", ".join(known)
+        )
     if config.get("per_layer_config"):
         raise ValueError(f"{name}: layers of different sizes (per_layer_config) cannot be planned yet")
     if config.get("add_cross_attention"):
@@ -165,6 +197,10 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     config = {**family.defaults, **config}
     class_name, head = _head_of(name, family, config, classes)
     refusals = tuple(_refusals(family, head, config))
+    if refusals and family.divides_experts:
+        raise ValueError(
+            f"{name}: a mixture of experts that parallelize shards block by block cannot be planned: {refusals[0]}"
+        )
     return Architecture(
         name=name,
         **(_gpt2_sizes if family is _GPT2 else _gated_sizes)(name, family, config),
@@ -173,7 +209,7 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
         logits="whole" if head is _LANGUAGE_MODEL and family.changes_logits else head.logits,
         is_sharded_by_blocks=bool(refusals),
         refuses_copies=refusal_of_attention_dropout(config) is not None,
-        notes=tuple(_notes(class_name, family, head, refusals)),
+        notes=tuple(_notes(class_name, family, head, refusals, config)),
     )
 
 
@@ -220,10 +256,16 @@ def _labels(head: _Head, config: Mapping[str, Any], name: str) -> int | None:
     return _count(config, "num_labels", name, 2 if names is None else len(names))
 
 
-def _notes(class_name: str, family: _Family, head: _Head, refusals: Sequence[str]) -> Iterator[str]:
+def _notes(
+    class_name: str, family: _Family, head: _Head, refusals: Sequence[str], config: Mapping[str, Any]
+) -> Iterator[str]:
     """What stands between this model and `parallelize`, and what the plan takes for granted."""
     if head is _NO_HEAD:
         yield f"{class_name} has no head: what your code puts there is not counted"
+    if config.get("num_nextn_predict_layers") and family.divides_experts:
+        yield f"{class_name}: its extra prediction layer (num_nextn_predict_layers) is not counted"
+    if config.get("clip_qkv"):
+        yield f"{class_name}: the time of clipping queries, keys and values (clip_qkv) is not counted"
     for refusal in refusals:
         yield (
             f"parallelize does not split {class_name} over x and y, but shards it block by block over z, and the plan "
@@ -243,6 +285,13 @@ def _notes(class_name: str, family: _Family, head: _Head, refusals: Sequence[str
         )
 
 
+def _is_read_into_bf16(config: Mapping[str, Any]) -> bool:
+    """Whether the files of a quantized model are read into whole weights: DeepSeek's, in blocks of fp8 with scales."""
+    quantization = config["quantization_config"]
+    is_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+    return is_fp8 and config.get("model_type") == "deepseek_v3"
+
+
 def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterator[str]:
     """Why `parallelize` finds no roles for a model as it is, on every grid."""
     if refusal := refusal_of_attention_dropout(config):
@@ -254,7 +303,7 @@ def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterat
         yield family.refusal
     if family.head_norms == "use_qk_norm" and config.get("use_qk_norm"):
         yield "nothing says what q_norm and k_norm are, whose weights differ from head to head"
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and not _is_read_into_bf16(config):
         yield "quantization_config makes linears of other classes, where roles take exactly nn.Linear"
     if family.has_experts and config.get("output_router_logits"):
         yield "output_router_logits adds a load-balancing loss of a rank's own rows, wherever data x z > 1"
@@ -284,7 +333,12 @@ def _gpt2_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[s
 def _gated_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _count(config, "hidden_size", name), _count(config, "num_attention_heads", name)
     kv_heads = _count(config, "num_key_value_heads", name, heads)
-    head_dim = _count(config, "head_dim", name) if config.get("head_dim") else _divide(hidden, heads, name)
+    kind = config["model_type"]
+    latent = read_latent(name, kind, config)
+    if latent:
+        kv_heads, head_dim = latent["kv_heads"], latent["head_dim"]
+    else:
+        head_dim = _count(config, "head_dim", name) if config.get("head_dim") else _divide(hidden, heads, name)
     match family.head_norms:
         case "head":
             head_norm_weights = 2 * head_dim
@@ -313,6 +367,8 @@ def _gated_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[
         "head_norm_weights": head_norm_weights,
         "has_sinks": family.has_sinks,
         "has_plain_attention": family.has_sinks,
+        **(read_experts(name, kind, config) if family.divides_experts else {}),
+        **latent,
         "experts": _count(config, "num_local_experts", name) if family.has_experts else 0,
         "active_experts": _count(config, "num_experts_per_tok", name) if family.has_experts else 0,
     }

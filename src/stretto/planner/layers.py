@@ -8,7 +8,8 @@ follows from these. To plan another kind of layer, add a class here, and change 
 - `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
   weights and biases, and those that `gathered_tensors` gives: those of norms (`block_norms`, `head_norm_weights`),
   attention sinks, embeddings and head are counted by name;
-- `communication` and `cost`, if the layer sends anything but its linears' collectives (experts' all-to-all, say).
+- `communication` and `cost`, if the layer sends anything but its linears' collectives (as `MoeLayer`, in
+  `expert_layers`, does: `expert_cost`).
 """
 
 from abc import ABC, abstractmethod
@@ -28,6 +29,9 @@ class Linear:
     A rowwise one ("transposed" in the paper) sums its output over x and its input's gradient over y. `units`: into how
     many parts at most the outputs may be cut: heads, or the outputs themselves. z cuts what x or y leaves of the
     weight's first dim: of its outputs, or of its inputs if they are stored first.
+
+    keeps_outputs_whole: no axis cuts the outputs, which all ranks of it compute alike. takes_whole_inputs: the inputs
+    are such, and no axis cuts them.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Linear:
     has_bias: bool
     units: int
     stores_inputs_first: bool = False
+    keeps_outputs_whole: bool = False
+    takes_whole_inputs: bool = False
 
     @property
     def output_axis(self) -> str:
@@ -48,10 +54,22 @@ class Linear:
         """The axis that cuts the inputs, over which the output's partial sums are added."""
         return "x" if self.is_rowwise else "y"
 
+    def output_shards(self, grid: GridSizes) -> int:
+        """Into how many parts a grid cuts the outputs."""
+        return 1 if self.keeps_outputs_whole else grid[self.output_axis]
+
+    def input_shards(self, grid: GridSizes) -> int:
+        """Into how many parts a grid cuts the inputs."""
+        return 1 if self.takes_whole_inputs else grid[self.input_axis]
+
     @property
     def weights(self) -> int:
         """How many numbers the weight has."""
         return self.inputs * self.outputs
+
+    def local_weights(self, grid: GridSizes) -> float:
+        """Numbers of the weight that x and y leave to a rank, whole over z."""
+        return self.weights / (self.output_shards(grid) * self.input_shards(grid))
 
 
 class BlockLayer(ABC):
@@ -228,7 +246,7 @@ class MlpLayer(BlockLayer):
 
 @dataclass(frozen=True)
 class ExpertsLayer(BlockLayer):
-    """A router and gated experts, `active` of which each token goes to; every rank of x and y computes all of it."""
+    """GPT-OSS's router and gated experts, `active` of which each token goes to: every rank of x and y computes all."""
 
     hidden: int
     ffn: int

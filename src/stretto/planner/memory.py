@@ -8,55 +8,65 @@ recomputation, a block that is computed again stands beside what is kept of all 
 are given at the worst moment, so that their sum is the peak of what is allocated.
 """
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from stretto.axes import GridSizes
 from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT, Recomputation
 from stretto.planner.architecture import Architecture
-from stretto.planner.grids import divisors
+from stretto.planner.capacity import peak
+from stretto.planner.expert_cost import local_expert_parameters
+from stretto.planner.expert_layers import expert_parts
 from stretto.planner.layers import STATISTIC
 from stretto.planner.optimizer_state import number_bytes, parameters_and_optimizer, take_over
 from stretto.planner.workload import StepConfig, StepWorkload
-
-# By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
-# (results/memory).
-RESERVED = 1.02
-# Of a GPU's memory, what a plan that fits may take: the rest is for what these factors are off by.
-USABLE = 0.95
-_OUTSIDE = 1.4e9  # bytes that a process takes beside the allocator (results/memory): CUDA's context and kernels' code
-_MOST_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
     """Parameters that one rank holds."""
     if model.is_sharded_by_blocks:
         return model.parameters / grid.z
-    cut = grid.weight_parts
-    weights = model.linear_weights / cut
     embedding = -(-model.embedding_rows // grid.x) * model.hidden / grid.y / grid.z
     outputs = -(-model.head_outputs // grid.x)
     head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
-    biases = sum(linear.outputs / grid[linear.output_axis] for linear in model.linears if linear.has_bias)
-    norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
-    others = model.gathered_parameters / grid.z + model.sinks / grid.x
+    blocks = sum(kind.blocks * _local_parameters_of_a_block(kind.model, grid) for kind in model.kinds)
     positions = model.position_rows * model.hidden / grid.y
-    return weights + embedding + head + model.layers * (biases + others) + norms + positions
+    return blocks + embedding + head + model.norm_parameters / grid.y + positions + local_expert_parameters(model, grid)
+
+
+def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
+    """Those of one block of a model whose blocks are alike, but for norms of hidden features, and routed experts."""
+    if (key := ("parameters", grid.x, grid.y, grid.z)) in model.memo:
+        known: float = model.memo[key]
+        return known
+    weights = sum(linear.local_weights(grid) for linear in model.linears) / grid.z
+    biases = sum(linear.outputs / linear.output_shards(grid) for linear in model.linears if linear.has_bias)
+    whole = model.head_norm_weights + model.latent_norm_weights + model.whole_parameters
+    model.memo[key] = weights + biases + whole + model.gathered_parameters / grid.z + model.sinks / grid.x
+    return _local_parameters_of_a_block(model, grid)
 
 
 def activations_of_a_block(workload: StepWorkload, grid: GridSizes, token_parts: int = 1) -> tuple[float, float, float]:
     """Numbers a token that one block keeps for its backward pass, how many of them are its input, and the most that its
-    backward pass holds beyond them.
+    backward pass holds beyond them. Of blocks of several kinds, those of the one that keeps most.
 
     token_parts: over how many ranks of x activations between blocks are sharded.
     """
-    model = workload.model
-    scores = [layer.scores(grid) * workload.seq_len for layer in model.block]
+    kinds = [_activations(kind.model, workload.seq_len, grid, token_parts) for kind in workload.model.kinds]
+    return max(kinds)
+
+
+def _activations(model: Architecture, seq_len: int, grid: GridSizes, token_parts: int) -> tuple[float, float, float]:
+    key = "activations", seq_len, grid.x, grid.y, grid.expert, grid.expert_x, token_parts
+    if key in model.memo:
+        known: tuple[float, float, float] = model.memo[key]
+        return known
+    scores = [layer.scores(grid) * seq_len for layer in model.block]
     kept = sum(layer.kept(grid, token_parts) for layer in model.block) + sum(scores)
     # Gradients of plain attention's scores, before and after the softmax, and what one is made from.
     growth = max(layer.growth(grid) + 3 * score for layer, score in zip(model.block, scores, strict=True))
-    return kept, model.hidden / grid.y / token_parts, growth
+    model.memo[key] = kept, model.hidden / grid.y / token_parts, growth
+    return _activations(model, seq_len, grid, token_parts)
 
 
 @dataclass(frozen=True)
@@ -80,23 +90,39 @@ def recomputed_blocks(
 
     none: all that its layers keep, A. full: its input, I. every:k: I of one in k. host: I in host memory, and on the
     GPU that of two blocks, one in use and one on its way. products: I, and every linear's output. communication: I, the
-    output of every linear that is summed over ranks, what is gathered of sharded tokens, and two fp32 statistics of
-    each norm over y. Of what is kept, outputs that A has too are not there twice.
+    output of every linear that is summed over ranks, what is gathered of sharded tokens, two fp32 statistics of each
+    norm over y, and what collectives bring of experts' rows. Of what is kept, outputs that A has too are not there
+    twice.
     """
     model = workload.model
     kept, own_input, _ = activations_of_a_block(workload, grid, token_parts)
     layers, together = model.layers, recomputation.blocks
     match recomputation.kind:
         case "none":
-            return RecomputedBlocks(layers * kept, 0.0, 0.0, 1)
+            of_kinds = (
+                kind.blocks * _activations(kind.model, workload.seq_len, grid, token_parts)[0] for kind in model.kinds
+            )
+            return RecomputedBlocks(sum(of_kinds), 0.0, 0.0, 1)
         case "every":
             return RecomputedBlocks(-(-layers // together) * own_input, 0.0, together * kept, together)
         case "host":
             return RecomputedBlocks(min(2, layers) * own_input, layers * own_input, kept, 1)
+    kept_between = again = 0.0
+    for count, kind in model.kinds:
+        of_kind, of_kind_again = _kept_of_a_block(workload, kind, grid, recomputation, token_parts)
+        kept_between, again = kept_between + count * of_kind, max(again, of_kind_again)
+    return RecomputedBlocks(kept_between, 0.0, again, 1)
+
+
+def _kept_of_a_block(
+    workload: StepWorkload, model: Architecture, grid: GridSizes, recomputation: Recomputation, token_parts: int
+) -> tuple[float, float]:
+    """What "products" or "communication" keeps of a block between the passes, and what stands beside it again."""
+    kept, own_input, _ = _activations(model, workload.seq_len, grid, token_parts)
     only_summed = recomputation.kind == "communication"
-    linears = [linear for linear in model.linears if recomputation.keeps_product(grid[linear.input_axis])]
+    linears = [linear for linear in model.linears if recomputation.keeps_product(linear.input_shards(grid))]
     colwise, rowwise = (
-        sum(linear.outputs / grid[linear.output_axis] for linear in linears if linear.is_rowwise == is_rowwise)
+        sum(linear.outputs / linear.output_shards(grid) for linear in linears if linear.is_rowwise == is_rowwise)
         for is_rowwise in (False, True)
     )
     exchanged = 0.0
@@ -104,8 +130,11 @@ def recomputed_blocks(
         exchanged += 2 * model.hidden / grid.y
     if only_summed and grid.y > 1:
         exchanged += 2 * 2 * STATISTIC / token_parts
-    of_block = own_input + colwise + rowwise / token_parts + exchanged
-    return RecomputedBlocks(layers * of_block, 0.0, kept - colwise - exchanged, 1)
+    exchanged_again = exchanged
+    if only_summed and (layer := model.moe_layer) is not None:
+        of_rows, of_rows_again = layer.exchanged(grid, token_parts)
+        exchanged, exchanged_again = exchanged + of_rows, exchanged_again + of_rows_again
+    return own_input + colwise + rowwise / token_parts + exchanged, kept - colwise - exchanged_again
 
 
 def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_weight: bool) -> float:
@@ -160,10 +189,12 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     of_number = number_bytes(workload, config.state)
     fixed = parameters_and_optimizer(workload, config.state, parameters)
     tokens = config.micro_batch * workload.seq_len
-    of_linears = sum(linear.weights for linear in model.linears) / (grid.x * grid.y)
-    largest_linear = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
+    sizes = [_whole_weights(kind.model, grid) for kind in model.kinds]
+    # Of the largest block, and of all of them.
+    of_linears, largest_linear = max(each.linears for each in sizes), max(each.largest for each in sizes)
     experts = model.gathered_parameters
-    block_weights, largest = of_linears + experts, max(largest_linear, experts)
+    block_weights, largest = max(each.all for each in sizes), max(largest_linear, experts)
+    all_weights = sum(kind.blocks * each.all for kind, each in zip(model.kinds, sizes, strict=True))
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < of_number.weight
     kept, own_input, growth = activations_of_a_block(workload, grid, config.token_parts)
@@ -177,7 +208,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     table = -(-model.embedding_rows // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gathered_in_backward = (
-        block_weights * (model.layers if keeps_gathered_weights else blocks.blocks)
+        (all_weights if keeps_gathered_weights else block_weights * blocks.blocks)
         if config.options.keep_gathered
         else gathered_at_once
     )
@@ -185,10 +216,10 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     ring = (SCATTERS_IN_FLIGHT + 1) * largest_linear * workload.element if uses_copy_engines else 0.0
     activations = blocks.between * tokens
     keeps_gathered = config.options.keep_gathered and not recomputes
-    gathered = model.layers * block_weights if keeps_gathered else gathered_at_once
+    gathered = all_weights if keeps_gathered else gathered_at_once
     keeps_head_weight = keeps_gathered_weights or (config.gathers_once and is_copied)
     if config.gathers_once:  # and kept to the end of the step
-        gathered = gathered_in_backward = model.layers * block_weights + table
+        gathered = gathered_in_backward = all_weights + table
     # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
     parts = config.token_parts
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens * model.is_last
@@ -198,14 +229,14 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     accumulates = config.micro_batches(workload) > 1 or config.state.is_apart
     unsharded = 0.0
     if accumulates and config.options.accumulate_unsharded and grid.z > 1:
-        unsharded = (model.layers * block_weights + table + head * model.has_own_head) * workload.master
+        unsharded = (all_weights + table + head * model.has_own_head) * workload.master
     earlier = gradients + unsharded if accumulates else 0.0
     of_head = head / grid.z * of_number.gradient
-    widest = max(layer.widest(grid) for layer in model.block) * tokens
+    widest = max(layer.widest(grid) for kind in model.kinds for layer in kind.model.block) * tokens
     growth *= tokens
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become; experts' message has been sent before the next one is made.
-    on_their_way = SCATTERS_IN_FLIGHT / len(model.linears) * of_linears
+    on_their_way = SCATTERS_IN_FLIGHT / max(each.tensors for each in sizes) * of_linears
     scattered = on_their_way * (1 + 1 / grid.z) + experts / grid.z if grid.z > 1 else 0.0
     # State apart has its gradients summed where they lie.
     bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_apart else 0.0
@@ -265,6 +296,29 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             }
         )
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
+
+
+class _WholeWeights(NamedTuple):
+    """Numbers of one block's weights as a rank computes with them, whole over z: of its linears and divided experts,
+    the largest of these, how many there are; and of all that is gathered."""
+
+    linears: float
+    largest: float
+    tensors: int
+    all: float
+
+
+def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
+    key = "weights", grid.x, grid.y, grid.expert, grid.expert_x
+    if key in model.memo:
+        known: _WholeWeights = model.memo[key]
+        return known
+    divided = grid.expert * expert_parts(grid)
+    tensors = [linear.local_weights(grid) for linear in model.linears]
+    tensors += [count / divided for count in model.expert_tensors]
+    whole = sum(tensors)
+    model.memo[key] = _WholeWeights(whole, max(tensors), len(tensors), whole + model.gathered_parameters)
+    return _whole_weights(model, grid)
 
 
 def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:
@@ -369,49 +423,9 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     return parameters_and_optimizer(workload, config.state, parameters) | max(moments, key=peak)
 
 
-def peak(components: Mapping[str, float]) -> float:
-    """Bytes in all."""
-    return sum(components.values())
-
-
-def reserved(allocated: float) -> float:
-    """Bytes that torch's allocator takes from the device if so many are allocated at the peak."""
-    return RESERVED * allocated
-
-
-def outside_of_allocator(capacity: float) -> float:
-    """Bytes of a device of so many that a process takes beside the allocator."""
-    return min(_OUTSIDE, _MOST_OUTSIDE * capacity)
-
-
-def most_allocated(capacity: float) -> float:
-    """Bytes that may be allocated at the peak of a plan that fits a device of so many."""
-    return (USABLE * capacity - outside_of_allocator(capacity)) / RESERVED
-
-
 def kept_activations(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
     """Bytes of what all blocks keep between the passes of a micro-batch, and how many of them are in host memory."""
     grid = workload.model.splitting_sizes(config.grid)
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
     num_bytes = config.micro_batch * workload.seq_len * workload.element
     return (blocks.on_host or blocks.between) * num_bytes, blocks.on_host * num_bytes
-
-
-def largest_micro_batch(
-    workload: StepWorkload, config: StepConfig, limit: float, *, has_nvlink: bool = False
-) -> int | None:
-    """The largest micro-batch at which the config stays within `limit` bytes (by `memory`); None if none does."""
-    candidates = [
-        size
-        for size in divisors(workload.batch // config.grid.batch_parts)
-        if size * workload.seq_len % config.token_parts == 0
-    ]
-
-    def is_too_large(micro_batch: int) -> bool:
-        return peak(memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
-
-    # Alone among them, a rank's whole part is no accumulation, which may keep more than it saves.
-    if candidates and not is_too_large(candidates[-1]):
-        return candidates[-1]
-    fitting = bisect_left(candidates[:-1], True, key=is_too_large)
-    return candidates[fitting - 1] if fitting else None

@@ -13,11 +13,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from stretto.axes import NAMES
+from stretto.axes import EXPERT, NAMES
 from stretto.cluster import Cluster
-from stretto.planner.communication import MEANINGS, Rates, Volume, blocks_volume, message_numbers, seconds
+from stretto.planner.communication import Rates, Volume, blocks_volume, message_numbers, seconds, sum_by_axis
 from stretto.planner.compute import MATMUL_EFFICIENCY, Compute, Device
-from stretto.planner.cost import PAPER_ELEMENT, Cost, PipelineCost, sum_by_axis
+from stretto.planner.cost import PAPER_ELEMENT, Cost, PipelineCost, paper_expert_seconds, paper_terms
 from stretto.planner.stage_times import (
     HopTimes,
     PartTimes,
@@ -102,13 +102,11 @@ def estimate(
     parts = parts or measure_parts(workload, config, device.cluster, device, rates)
     placed = place_stages(schedule, pipe)
     cuts = config.options.stages.cuts
-    whole = (
-        (0, *cuts, workload.model.layers) if cuts is not None else cut_blocks(parts, workload.model.layers, len(placed))
-    )
-    layout = StageLayout(whole, placed)
+    whole = (0, *cuts, workload.model.layers) if cuts is not None else cut_blocks(parts, len(placed))
+    layout = StageLayout(whole, placed, workload.model.has_moe)
     ranks = tuple(stages_of_ranks(layout, pipe))
     last = len(placed) - 1
-    kinds = [RankStages((layout.blocks(stage),), stage == 0, stage == last) for stage in range(len(placed))]
+    kinds = [layout.stages((stage,), is_first=stage == 0, is_last=stage == last) for stage in range(len(placed))]
     known = {kind: times_of_rank(parts, kind) for kind in set(kinds)}
     stages = [known[kind] for kind in kinds]
     passes = StagePasses(
@@ -119,7 +117,7 @@ def estimate(
     known_edges = {} if known_edges is None else known_edges
     edges = {}
     for kind in dict.fromkeys(ranks):
-        together = kind._replace(blocks=(sum(kind.blocks),))
+        together = kind.together
         if together not in known_edges:
             known_edges[together] = edges_of_rank(workload, config, device, rates, parts, together)
         edges[kind] = known_edges[together]
@@ -244,13 +242,19 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     exposed["z"] = count * (most.z_forward + most.z_backward) + gather + share * ends[last].scatter
     exposed["data"] = share * ends[last].data
     exposed["pipe"] = phase - alone + share * ends[last].tie
+    if waits := count * (most.expert_forward + most.expert_backward):
+        exposed[EXPERT] = waits
     bubble = alone - count * most.whole
     sent_messages = (2 if pipe > 2 else 1) * len(busiest.blocks) * count
     hop = max((each.whole for each in plan.messages[: max(1, pipe - 1)]), default=0.0)
     terms = {"computation": computed, "the optimizer": optimizer, "pipeline bubbles": bubble}
     terms |= {f"exposed communication over {axis}": time for axis, time in exposed.items()}
     terms["slower computation beside communication"] = count * (most.slower_forward + most.slower_backward)
-    sent = Volume(most.sent_gather, most.sent_scatter, most.sent_y, most.sent_x, plan.edges[busiest].data_sent)
+    if reads := count * (most.host_forward + most.host_backward):
+        terms["waits of the host for counts of rows"] = reads
+    sent = Volume(
+        most.sent_gather, most.sent_scatter, most.sent_y, most.sent_x, plan.edges[busiest].data_sent, most.sent_expert
+    )
     work = Compute(
         count * most.forward, count * (most.backward_input + most.backward_weight), (), (), (), 0.0, optimizer
     )
@@ -267,12 +271,13 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
 def estimate_evenly(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> PipelineEstimate:
     """Stages of equally many blocks, of which no time is predicted, as the paper has them."""
     assert config.schedule is not None
-    nothing, pipe = PipelineParts(PartTimes(), PartTimes(), PartTimes()), config.grid.pipe
+    pattern, pipe = workload.model.has_moe, config.grid.pipe
+    nothing = PipelineParts((PartTimes(),), pattern, PartTimes(), PartTimes())
     placed = place_stages(config.schedule, pipe)
     cuts = config.options.stages.cuts
     layers = workload.model.layers
-    whole = (0, *cuts, layers) if cuts is not None else cut_blocks(nothing, layers, len(placed))
-    layout = StageLayout(whole, placed)
+    whole = (0, *cuts, layers) if cuts is not None else cut_blocks(nothing, len(placed))
+    layout = StageLayout(whole, placed, pattern)
     ranks = tuple(stages_of_ranks(layout, pipe))
     zeros = (0.0,) * len(placed)
     edges = dict.fromkeys(ranks, StepEdges(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
@@ -295,12 +300,12 @@ def paper_pipeline_cost(workload: StepWorkload, plan: PipelineEstimate, cluster:
     """
     config, pipe = plan.config, plan.config.grid.pipe
     grid, model = config.grid, workload.model
-    blocks = max(sum(stages.blocks) for stages in plan.ranks)
+    blocks, moe_blocks = max((sum(stages.blocks), sum(stages.moe_blocks)) for stages in plan.ranks)
     gathers = 1 if config.options.keep_gathered else 2
-    stage = model.stage(blocks, is_first=False, is_last=False)
-    volume = blocks_volume(stage, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
-    times = seconds(volume, rates, grid)
-    terms = {name: getattr(times, kind) for kind, name in MEANINGS.items()}
+    stage = workload.stage(blocks, is_first=False, is_last=False, moe_blocks=moe_blocks)
+    volume = blocks_volume(stage.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
+    times = seconds(volume, rates, grid) + paper_expert_seconds(stage, config, cluster, gathers)
+    terms = paper_terms(times)
     rate = getattr(cluster.gpu.empirical_flops, workload.dtype) or MATMUL_EFFICIENCY * cluster.require(
         f"gpu.peak_flops.{workload.dtype}"
     )

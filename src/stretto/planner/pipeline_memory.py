@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from stretto.axes import GridSizes
 from stretto.planner.architecture import Architecture
+from stretto.planner.capacity import peak
 from stretto.planner.communication import message_numbers
 from stretto.planner.grids import divisors
-from stretto.planner.memory import local_parameters, peak, recomputed_blocks, step_memory
+from stretto.planner.memory import local_parameters, recomputed_blocks, step_memory
 from stretto.planner.optimizer_state import take_over
 from stretto.planner.stage_times import RankStages, stage_workload
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
@@ -66,12 +67,17 @@ def count_deferred(schedule: ScheduleChoice, rank: int, micro_batches: int) -> i
 
 def deferred_numbers(model: Architecture, grid: GridSizes) -> float:
     """Numbers a token that one block keeps for its weights' gradients alone: inputs of linears, and the gradients of
-    their outputs. Linears one after another that split their outputs take the same input."""
+    their outputs. Linears one after another that split their outputs take the same input. Of blocks of several kinds,
+    those of the one that keeps most."""
+    if model.moe is not None and model.kinds[0].model is not model:
+        return max(deferred_numbers(kind.model, grid) for kind in model.kinds)
     kept, takes_same = 0.0, False
+    if (layer := model.moe_layer) is not None:
+        kept += layer.deferred(grid)
     for linear in model.linears:
-        kept += linear.outputs / grid[linear.output_axis]
+        kept += linear.outputs / linear.output_shards(grid)
         if linear.is_rowwise or not takes_same:
-            kept += linear.inputs / grid[linear.input_axis]
+            kept += linear.inputs / linear.input_shards(grid)
         takes_same = not linear.is_rowwise
     return kept
 
@@ -87,7 +93,12 @@ def most_local_parameters(model: Architecture, grid: GridSizes) -> float:
     if grid.pipe == 1:
         return local_parameters(model, grid)
     blocks = -(-model.layers // grid.pipe)
-    ends = (model.stage(blocks, is_first=is_first, is_last=not is_first) for is_first in (True, False))
+    moe = model.has_moe
+    ends = [
+        model.stage(blocks, is_first=True, is_last=False, moe_blocks=sum(moe[:blocks])),
+        model.stage(blocks, is_first=False, is_last=True, moe_blocks=sum(moe[-blocks:])),
+        model.stage(blocks, is_first=False, is_last=False, moe_blocks=min(blocks, sum(moe))),
+    ]
     return max(local_parameters(end, grid) for end in ends)
 
 
@@ -141,12 +152,12 @@ def stage_memory(workload: StepWorkload, config: StepConfig, stages: RankStages)
     tokens = config.micro_batch * workload.seq_len
     of_stages = [
         recomputed_blocks(
-            workload.stage(blocks, is_first=False, is_last=False),
+            workload.stage(blocks, is_first=False, is_last=False, moe_blocks=moe_blocks),
             grid,
             config.options.recomputation,
             config.token_parts,
         )
-        for blocks in stages.blocks
+        for blocks, moe_blocks in zip(stages.blocks, stages.moe_blocks or [None] * len(stages.blocks), strict=True)
     ]
     num_bytes = tokens * workload.element
     in_step = dict(step_memory(own, config))

@@ -5,6 +5,7 @@ Closed forms rank all of them (`pipeline_cost.phase_time`). Of many grids, those
 without bubbles, messages and waits, is slower than what was found already.
 """
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,12 +14,16 @@ from typing import NamedTuple
 from stretto.axes import NAMES, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions
+from stretto.planner.best_candidates import BestTimes, best_of_each_grid
+from stretto.planner.capacity import peak
 from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
 from stretto.planner.compute import Device, compute
 from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, Cost
+from stretto.planner.expert_cost import expert_seconds, expert_volume, local_expert_parameters
+from stretto.planner.expert_search import choose_expert_grids
 from stretto.planner.grid_plan import Candidate, check_finite, rounded
 from stretto.planner.grids import divisors, grids_of_stages, why_impossible
-from stretto.planner.memory import local_parameters, peak
+from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
 from stretto.planner.pipeline_cost import (
     PipelineEstimate,
@@ -30,13 +35,14 @@ from stretto.planner.pipeline_cost import (
 )
 from stretto.planner.pipeline_memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
 from stretto.planner.pipeline_space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
-from stretto.planner.search_space import SearchSpace, StepChoice
-from stretto.planner.stage_times import RankStages, StepEdges, measure_parts, place_stages
+from stretto.planner.search_space import SearchSpace, StepChoice, set_imbalance
+from stretto.planner.stage_times import RankStages, StageLayout, StepEdges, measure_parts, place_stages
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
 MOST_LISTED = 200
 REPLAYED = 10
+LISTED_WITH_EXPERTS = 4
 
 
 class _Timed(NamedTuple):
@@ -64,7 +70,8 @@ class PipelineSearch:
     ) -> None:
         self.workload, self.cluster, self.device = workload, cluster, device
         self.space, self.pipelines, self.limit, self.micro_batch = space, pipelines, limit, micro_batch
-        self._computed: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+        self._computed: dict[tuple[int, int, int, str, int, int, bool], tuple[float, float]] = {}
+        self._balanced = replace(workload, model=set_imbalance(workload.model, 1.0))
         self._sent: dict[GridSizes, tuple[float, float, float]] = {}
         self._rates: dict[GridSizes, Rates] = {}
 
@@ -75,34 +82,62 @@ class PipelineSearch:
         """
         model, batch = self.workload.model, self.workload.batch
         grids = [grid for pipe in self.pipelines.pipes if pipe > 1 for grid in grids_of_stages(ranks, pipe)]
-        if len(grids) <= MOST_LISTED:
+        if len(grids) <= MOST_LISTED and model.moe is None:
             return [candidate for grid in grids if (candidate := self.search_grid(grid)) is not None], []
         possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
-        bounds = sorted((self.bound(grid), place) for place, grid in enumerate(possible))
         best: list[Candidate] = []
-        times = sorted(each.cost.step_time for each in found if each.fits)[:REPLAYED]
-        for bound, place in bounds:
-            most = times[-1] if len(times) == REPLAYED else float("inf")
-            if bound > most or (math.isinf(bound) and (best or found)):
+        times = BestTimes(self.listed, found)
+        for bound, grid in self.in_order(possible, times):
+            if math.isinf(bound) and (best or found):
                 break
-            candidate = self.search_grid(possible[place], most=most)
+            candidate = self.search_grid(grid, most=times.most)
             if candidate is not None and (candidate.fits or not best):
                 best.append(candidate)
-            if candidate is not None and candidate.fits:
-                times = sorted([*times, candidate.cost.step_time])[:REPLAYED]
+            if candidate is not None:
+                times.note(candidate)
+        best = best_of_each_grid(best)
         left = len(grids) - len(best)
         note = (
             f"{left:,} of {len(grids):,} grids with pipeline stages were left out: they cannot run, do not fit, or "
-            "take longer than the tenth plan"
+            f"take longer than plan {self.listed}"
         )
         return best, [note] if left else []
 
-    def bound(self, grid: GridSizes) -> float:
+    @property
+    def listed(self) -> int:
+        """Of many grids, how many plans are listed at least: grids that are slower than so many are left out."""
+        return REPLAYED if self.workload.model.moe is None else LISTED_WITH_EXPERTS
+
+    def in_order(self, grids: Sequence[GridSizes], times: "BestTimes") -> Iterator[tuple[float, GridSizes]]:
+        """Grids that can run, each with the ways to divide experts that are worth to be predicted, by what they take at
+        least; until that is longer than the last of `times`."""
+        model = self.workload.model
+        waiting = [(self.bound(grid, model.moe is not None), place, False) for place, grid in enumerate(grids)]
+        heapq.heapify(waiting)
+        known = list(grids)
+        while waiting and waiting[0][0] <= times.most:
+            bound, place, is_way = heapq.heappop(waiting)
+            if is_way or model.moe is None:
+                yield bound, known[place]
+                continue
+            for way, impossible in choose_expert_grids(self.workload, self.cluster, self.space, known[place]):
+                if impossible is None:
+                    heapq.heappush(waiting, (self.bound(way), len(known), True))
+                    known.append(way)
+
+    def bound(self, grid: GridSizes, of_any_way: bool = False) -> float:
         """Seconds that a step takes at least: computation without any bubble, and the optimizer; infinite for a grid
-        whose parameters alone do not fit."""
+        whose parameters alone do not fit.
+
+        of_any_way: whatever number of its ranks divides the experts.
+        """
         workload, model = self.workload, self.workload.model
         sizes = model.splitting_sizes(grid)
         parameters = local_parameters(model, sizes) / grid.pipe
+        if of_any_way:
+            parameters -= (
+                local_expert_parameters(model, sizes) - model.expert_parameters / sizes.stage_ranks
+            ) / grid.pipe
         states = self.space.states
         least = min(number_bytes(workload, state).weight + number_bytes(workload, state).gradient for state in states)
         kept = min(number_bytes(workload, state).state if state.location != "host" else 0 for state in states)
@@ -116,24 +151,42 @@ class PipelineSearch:
         local = workload.batch // grid.batch_parts
         options = ExecutionOptions(recompute=self.space.recomputes[0])
         bubble = (grid.pipe - 1) / self._most_virtual_stages / local
-        return self._least_phase(grid, local, options) * (1 + bubble) + optimizer
+        return self._least_phase(grid, local, options, of_any_way) * (1 + bubble) + optimizer
 
-    def _least_phase(self, grid: GridSizes, size: int, options: ExecutionOptions) -> float:
+    def _least_phase(self, grid: GridSizes, size: int, options: ExecutionOptions, of_any_way: bool = False) -> float:
         """Seconds that forward and backward passes of a rank's stages take at least, with micro-batches of a size."""
         assert self.device is not None
         workload, sizes = self.workload, self.workload.model.splitting_sizes(grid)
-        count = workload.batch // grid.batch_parts // size
-        key = sizes.x, sizes.y, size, options.recompute
+        count_of_batches = workload.batch // grid.batch_parts // size
+        alone, of_balanced = _alone(sizes), workload
+        if of_any_way:
+            assert workload.model.moe is not None
+            alone = _alone(
+                GridSizes(x=sizes.x, y=sizes.y, data=workload.model.moe.experts, expert=workload.model.moe.experts)
+            )
+            of_balanced = self._balanced
+        key = sizes.x, sizes.y, size, options.recompute, alone.expert, alone.expert_x, of_any_way
         if key not in self._computed:
-            config = StepConfig(GridSizes(x=sizes.x, y=sizes.y), size, ExecutionOptions(recompute=options.recompute))
-            block = replace(workload, batch=size).stage(1, is_first=False, is_last=False)
-            work = compute(block, config, self.device)
-            self._computed[key] = work.forward * workload.model.layers, work.backward * workload.model.layers
+            forward_time = backward_time = 0.0
+            for count, kind in workload.model.kinds:
+                config = StepConfig(alone, size, ExecutionOptions(recompute=options.recompute))
+                of_all = replace(of_balanced, batch=size * alone.batch_parts)
+                block = of_all.stage(1, is_first=False, is_last=False, moe_blocks=min(1, kind.moe_blocks))
+                work = compute(block, config, self.device)
+                forward_time += count * work.forward
+                backward_time += count * work.backward
+            self._computed[key] = forward_time, backward_time
+        if of_any_way:
+            return count_of_batches * sum(self._computed[key]) / grid.pipe
         if grid not in self._sent:
             volume = blocks_volume(workload.model, sizes, workload.tokens / grid.replicas, workload.element)
             sent = seconds(volume, self._rates_of(grid), grid)
             sums = self._least_waits * (sent.all_reduce_x + sent.all_reduce_y)
-            self._sent[grid] = sums, sent.all_gather_z, sent.reduce_scatter_z
+            of_experts = self._least_of_experts(sizes)
+            gather = sent.all_gather_z + of_experts.all_gather_z
+            scatter = sent.reduce_scatter_z + of_experts.reduce_scatter_z
+            rows = of_experts.all_reduce_x + of_experts.all_reduce_y + of_experts.all_to_all
+            self._sent[grid] = sums + rows, gather, scatter
         forward, backward = self._computed[key]
         sums, gather, scatter = self._sent[grid]
         # What each micro-batch sends over z hides at most in its own passes.
@@ -142,7 +195,15 @@ class PipelineSearch:
         again = 0.0 if options.keep_gathered else times * gather
         over_z = again + (0.0 if options.accumulate_unsharded else scatter)
         passes = max(forward, 0.0 if options.keep_gathered else gather) + max(backward, over_z)
-        return (count * passes + sums) / grid.pipe
+        return (count_of_batches * passes + sums) / grid.pipe
+
+    def _least_of_experts(self, grid: GridSizes) -> Volume:
+        """Seconds of what experts send in a step, but for start-ups and what is sent again."""
+        workload = self.workload
+        if workload.model.moe is None:
+            return Volume()
+        volume = expert_volume(workload.model, grid, workload.tokens / grid.batch_parts, workload.element)
+        return expert_seconds(volume, grid, self.cluster)
 
     def _rates_of(self, grid: GridSizes) -> Rates:
         if grid not in self._rates:
@@ -184,6 +245,9 @@ class PipelineSearch:
         settled: list[StepChoice] = []
         frugal: tuple[float, StepConfig] | None = None
         for choice in self._list_choices(grid):
+            # Experts' weights are many, and gathering them with each pass is for those that fit in no other way.
+            if self.workload.model.moe is not None and best is not None and not choice.options.keep_gathered:
+                continue
             if any(choice.repeats_as_much_as(other) for other in settled):
                 continue
             is_settled, worse = False, 0
@@ -217,8 +281,13 @@ class PipelineSearch:
 
     def _least_memory(self, config: StepConfig) -> float:
         """Bytes that the first rank needs at least, with as many live micro-batches as any schedule keeps there."""
-        blocks, pipe = self.workload.model.layers // config.grid.pipe, config.grid.pipe
-        first = stage_memory(self.workload, config, RankStages((blocks,), is_first=True, is_last=False))
+        blocks, pipe, moe = (
+            self.workload.model.layers // config.grid.pipe,
+            config.grid.pipe,
+            self.workload.model.has_moe,
+        )
+        stages = StageLayout((0, blocks), (0,), moe).stages((0,), is_first=True, is_last=False)
+        first = stage_memory(self.workload, config, stages)
         live = min(config.micro_batches(self.workload), self.pipelines.limit or pipe)
         return peak(first.in_step) + (live - 1) * sum(first.between)
 
@@ -276,7 +345,7 @@ class PipelineSearch:
             return [_Timed(0.0, estimate_evenly(workload, replace(config, schedule=first), self.cluster))]
         rates = self._rates_of(config.grid)
         parts = measure_parts(workload, config, self.cluster, self.device, rates)
-        whole = workload.model.layers * parts.block.whole + parts.first.whole + parts.last.whole
+        whole = parts.all_blocks.whole + parts.first.whole + parts.last.whole
         if (count + (pipe - 1) / self._most_virtual_stages) * whole / pipe > most:
             return []
         known: dict[tuple[int, ...], tuple[PipelineEstimate, float]] = {}
@@ -304,6 +373,14 @@ class PipelineSearch:
         host = host_memory(self.workload, config, self.cluster, 0.0, 0.0)
         cost = Cost({"computation": 0.0}, bandwidths(self.cluster, grid), Volume(), dict.fromkeys(NAMES, 0.0))
         return Candidate(config, cost, {"parameters": 0.0}, host, False, why, 1)
+
+
+def _alone(grid: GridSizes) -> GridSizes:
+    """The smallest grid whose ranks compute the same as those of another."""
+    if grid.expert == 1:
+        return GridSizes(x=grid.x, y=grid.y)
+    data = grid.expert // (grid.x // grid.expert_x)
+    return GridSizes(data=data, x=grid.x, y=grid.y, expert=grid.expert, expert_tensor=grid.expert_tensor)
 
 
 def make_candidate(

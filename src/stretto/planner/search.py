@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
-from stretto.axes import GridSizes
+from stretto.axes import GridSizes, check_sizes
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.best_candidates import BestTimes, best_of_each_grid
+from stretto.planner.capacity import most_allocated
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
+from stretto.planner.expert_search import choose_expert_grids
 from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
 from stretto.planner.grids import divisors, every_grid, why_impossible
-from stretto.planner.memory import most_allocated
 from stretto.planner.optimizer_state import check_state
 from stretto.planner.pipeline_search import PipelineSearch, judge_pipeline, replay_first
 from stretto.planner.pipeline_space import PipelineSpace, check_schedule_options, make_pipeline_space
@@ -25,14 +27,16 @@ from stretto.planner.search_space import (
     CostModel,
     PredictKeywords,
     SearchKeywords,
-    SearchSpace,
     make_search_space,
+    set_imbalance,
 )
 from stretto.planner.workload import MESSAGE_DRIVEN, Dtype, ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import ServeFirst
 from stretto.schedules.generators import V_SHAPED
 
 MAX_GPUS = 1 << 20
+# Of more grids of a model with experts than this, those whose bound is slower than the tenth plan are left out.
+MOST_WITH_EXPERTS = 100
 
 
 def plan(
@@ -55,7 +59,8 @@ def plan(
     cost: "full" predicts whole steps: computation and communication, with latency and what overlap hides. "paper"
         counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: fixed where given, otherwise searched.
-    search: recompute, keep_gathered, shard_sequence, overlaps, state, memory, clips, and pipelines (`SearchKeywords`).
+    search: recompute, keep_gathered, shard_sequence, overlaps, state, memory, clips, experts and pipelines
+        (`SearchKeywords`).
 
     Returns a plan for every factorization; the impossible ones, last, say why. Of more than 200 grids with several
     pipeline stages, those are left out that cannot be among the first ten: a note says how many. Raises ValueError for
@@ -63,7 +68,8 @@ def plan(
     batch.
     """
     machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
-    architecture = read_architecture(model, seq_len)
+    asked: dict[str, Any] = {**search}
+    architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     _check_cost(cost)
     ranks = _check_gpus(machine, gpus)
@@ -73,19 +79,18 @@ def plan(
     except ValueError as error:
         raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
     limit = most_allocated(machine.require("gpu.memory"))
-    asked: dict[str, Any] = {**search}
     of_pipelines = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS}
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
     space = make_search_space(workload, machine, cost, **asked)
     _check_sharding(True in space.shardings, architecture, cost)
 
     candidates, left_out = list[Candidate](), list[str]()
+    searched = PipelineSearch(workload, machine, device, space, pipelines, limit, micro_batch)
     if 1 in pipelines.pipes:
-        candidates += _search_grids(workload, machine, device, space, limit, micro_batch, ranks)
+        candidates, left_out = _search_grids(searched, ranks)
     if pipelines.pipes != (1,):
-        searched = PipelineSearch(workload, machine, device, space, pipelines, limit, micro_batch)
-        found, left_out = searched.search_all(ranks, candidates)
-        candidates += found
+        found, more_left_out = searched.search_all(ranks, candidates)
+        candidates, left_out = candidates + found, left_out + more_left_out
     if all(candidate.impossible is not None for candidate in candidates):
         most, shards = machine.gpus or MAX_GPUS, False not in space.shardings
         reasons = [candidate.impossible for candidate in candidates]
@@ -96,29 +101,58 @@ def plan(
     return [to_plan(workload, each, candidates[0], machine, limit, notes) for each in candidates]
 
 
-def _search_grids(
-    workload: StepWorkload,
-    cluster: Cluster,
-    device: Device | None,
-    space: SearchSpace,
-    limit: float,
-    micro_batch: int | None,
-    ranks: int,
-) -> list[Candidate]:
-    """The best candidate of each grid without pipeline stages."""
-    candidates = []
-    for grid in every_grid(ranks):
-        impossible, rates = why_impossible(workload.model, grid, workload.batch), bandwidths(cluster, grid)
-        judged: list[Candidate] = []
-        for choice in space.list_choices(grid):
-            if space.skips_slower and any(candidate.settles(choice, workload) for candidate in judged):
-                continue
-            config = StepConfig(grid, 1, choice.options, choice.state, space.clips)
-            judged.append(judge(workload, config, cluster, device, rates, limit, micro_batch, impossible))
-            if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
-                break
-        candidates.append(min(judged, key=lambda candidate: candidate.rank_on_its_grid))
-    return candidates
+def _search_grids(searched: PipelineSearch, ranks: int) -> tuple[list[Candidate], list[str]]:
+    """The best candidate of each grid without pipeline stages, and notes on those that were left out: of many grids
+    with ways to divide experts, the slow ones."""
+    workload, grids = searched.workload, list(every_grid(ranks))
+    if workload.model.moe is None or len(grids) <= MOST_WITH_EXPERTS:
+        found = []
+        for grid in grids:
+            ways = choose_expert_grids(workload, searched.cluster, searched.space, grid)
+            of_grid = [each for way, impossible in ways for each in _judge_choices(searched, way, impossible)]
+            found.append(min(of_grid, key=lambda candidate: candidate.rank_on_its_grid))
+        return found, []
+    possible = [grid for grid in grids if why_impossible(workload.model, grid, workload.batch) is None]
+    times, found = BestTimes(searched.listed), []
+    for bound, grid in searched.in_order(possible, times):
+        if math.isinf(bound) and found:
+            break
+        best = min(_judge_choices(searched, grid, None), key=lambda candidate: candidate.rank_on_its_grid)
+        times.note(best)
+        found.append(best)
+    found = best_of_each_grid(found)
+    if not found:  # none is possible
+        return [
+            candidate for grid in grids[:1] for candidate in _judge_choices(searched, grid, _why(workload, grids))
+        ], []
+    left = len(grids) - len(found)
+    note = (
+        f"{left:,} of {len(grids):,} grids without pipeline stages were left out: they cannot run, do not fit, or take "
+        f"longer than plan {searched.listed}"
+    )
+    return found, [note] if left else []
+
+
+def _why(workload: StepWorkload, grids: Sequence[GridSizes]) -> str:
+    """Why none of these grids is possible."""
+    reasons = (why_impossible(workload.model, grid, workload.batch) for grid in grids)
+    return "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3])
+
+
+def _judge_choices(searched: PipelineSearch, grid: GridSizes, impossible: str | None) -> list[Candidate]:
+    """A candidate for each choice of the search's space on a grid."""
+    workload, cluster, space = searched.workload, searched.cluster, searched.space
+    rates, judged = bandwidths(cluster, grid), list[Candidate]()
+    for choice in space.list_choices(grid):
+        if space.skips_slower and any(candidate.settles(choice, workload) for candidate in judged):
+            continue
+        config = StepConfig(grid, 1, choice.options, choice.state, space.clips)
+        judged.append(
+            judge(workload, config, cluster, searched.device, rates, searched.limit, searched.micro_batch, impossible)
+        )
+        if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
+            break
+    return judged
 
 
 def predict(
@@ -145,15 +179,16 @@ def predict(
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
-    workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype=dtype, optimizer=optimizer)
     asked: dict[str, Any] = {**changes}
+    architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
+    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
     options = _change(options or ExecutionOptions(), **asked)
     _check_sharding(options.shard_sequence, workload.model, cost)
     options.recomputation.check_blocks(workload.model.layers)
     state = state or StateOptions()
     check_state(workload, options, state)
-    sizes = GridSizes(**grid)
+    sizes = check_sizes(grid)
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
@@ -286,7 +321,8 @@ def _possible_numbers(workload: StepWorkload, micro_batch: int | None, shards: b
     """Every number of GPUs that some grid can be made of: with z=1, for data parts the batch without further rules."""
     model, batch = workload.model, workload.batch
     parts = [n for n in divisors(batch) if micro_batch is None or batch // n % micro_batch == 0]
-    cut_by_x = math.gcd(*(linear.inputs if linear.is_rowwise else linear.units for linear in model.linears))
+    linears = [linear for kind in model.kinds for linear in kind.model.linears if not linear.keeps_outputs_whole]
+    cut_by_x = math.gcd(*(linear.inputs if linear.is_rowwise else linear.units for linear in linears))
     numbers: set[int] = set()
     for x, y in itertools.product(divisors(cut_by_x), divisors(model.hidden)):
         if why_impossible(model, GridSizes(x=x, y=y), batch) is None:

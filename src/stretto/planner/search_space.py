@@ -2,10 +2,10 @@
 """The options among which `plan` searches: those of execution, and where optimizer state lies."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypedDict
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypedDict, get_args
 
-from stretto.axes import GridSizes
+from stretto.axes import ExpertTensor, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import (
     ExecutionKeywords,
@@ -15,6 +15,8 @@ from stretto.execution import (
     StateOptions,
     resolve_recompute,
 )
+from stretto.planner.architecture import Architecture
+from stretto.planner.grids import divisors, list_expert_grids
 from stretto.planner.memory import activations_of_a_block
 from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
@@ -37,6 +39,10 @@ class SearchKeywords(TypedDict, total=False):
     memory: "auto" searches modes of recomputation where `recompute` is not given ("host" is none of them, since the
         time of its copies is not predicted), and all locations of optimizer state where `state` is not given, for the
         fastest choice that fits GPU and host.
+    expert: ranks that divide a model's experts (default: searched, among all that fold out of data, then z).
+    expert_tensor: what ranks of x do to experts, "cut" or "fold" (default: searched).
+    imbalance: rows of the busiest rank of experts over the mean (default: `expert_layers.IMBALANCE`).
+    drop_duplicates: whether ranks of x that cut experts send each its own part of the tokens (default: True).
     clips: whether gradients are clipped (default: True), which keeps optimizer steps of state apart from beginning
         before all gradients are summed.
     pipe: ranks of the axis of pipeline stages, or "auto" to search them (default: 1).
@@ -53,6 +59,10 @@ class SearchKeywords(TypedDict, total=False):
     state: StateOptions | None
     memory: Literal["auto"] | None
     clips: bool
+    expert: int | None
+    expert_tensor: ExpertTensor | None
+    imbalance: float | None
+    drop_duplicates: bool
     pipe: int | Literal["auto"] | None
     schedule: str | None
     virtual_stages: int | None
@@ -69,11 +79,13 @@ class PredictKeywords(ExecutionKeywords, total=False):
 
     schedule, virtual_stages, extra_warm_up, limit, serve_first: of a grid with several pipeline stages, as `Pipeline`
         takes them (default: 1f1b).
+    imbalance: as of `SearchKeywords`.
     overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
     """
 
     overlaps: bool
     copy_engines: bool
+    imbalance: float | None
     schedule: str
     virtual_stages: int
     extra_warm_up: int
@@ -104,7 +116,8 @@ class SearchSpace:
 
     recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
     accumulate_unsharded: of all choices. skips_slower: whether to skip choices that only add work to one
-    that takes all of a rank's part of the batch at once. notes: what was not tried, and why.
+    that takes all of a rank's part of the batch at once. notes: what was not tried, and why. expert, expert_tensor: of
+    all grids; None tries all. drops_duplicates: of all choices.
     """
 
     recomputes: Sequence[str]
@@ -116,6 +129,13 @@ class SearchSpace:
     clips: bool = True
     skips_slower: bool = False
     notes: tuple[str, ...] = ()
+    expert: int | None = None
+    expert_tensor: ExpertTensor | None = None
+    drops_duplicates: bool = True
+
+    def list_grids(self, model: Architecture, grid: GridSizes) -> list[GridSizes]:
+        """A grid with each way to divide the model's experts that is tried."""
+        return list_expert_grids(model, grid, self.expert, self.expert_tensor)
 
     def list_choices(self, grid: GridSizes) -> Iterator[StepChoice]:
         """All choices on a grid, what computes least first."""
@@ -123,7 +143,12 @@ class SearchSpace:
             for mode in self.recomputes:
                 for shards in self.shardings if grid.x > 1 else [False]:
                     options = ExecutionOptions(
-                        Overlap.parse(self.overlaps), keep, mode, shards, accumulate_unsharded=self.accumulate_unsharded
+                        Overlap.parse(self.overlaps),
+                        keep,
+                        mode,
+                        shards,
+                        accumulate_unsharded=self.accumulate_unsharded,
+                        drop_duplicates=self.drops_duplicates,
                     )
                     yield from (StepChoice(options, state) for state in self.states)
 
@@ -142,10 +167,14 @@ def make_search_space(
     overlaps: bool = True,
     accumulate_unsharded: bool = False,
     clips: bool = True,
+    expert: int | None = None,
+    expert_tensor: ExpertTensor | None = None,
+    drop_duplicates: bool = True,
 ) -> SearchSpace:
     """The space that `SearchKeywords` mean. Raises ValueError for those that contradict each other or the model."""
     if memory not in (None, "auto"):
         raise ValueError(f"memory is {memory!r}, but must be 'auto' or None")
+    _check_experts(workload.model, expert, expert_tensor)
     layers = workload.model.layers
     given = (
         None if recompute is checkpoint_activations is None else resolve_recompute(recompute, checkpoint_activations)
@@ -178,7 +207,37 @@ def make_search_space(
         clips,
         skips_slower=memory == "auto",
         notes=tuple(notes),
+        expert=expert,
+        expert_tensor=expert_tensor,
+        drops_duplicates=drop_duplicates,
     )
+
+
+def _check_experts(model: Architecture, expert: int | None, expert_tensor: str | None) -> None:
+    """Raise ValueError for a number of ranks that cannot divide the model's experts, with one that can."""
+    if expert_tensor not in (None, *get_args(ExpertTensor)):
+        raise ValueError(f"expert_tensor is {expert_tensor!r}, but must be one of {', '.join(get_args(ExpertTensor))}")
+    if expert is None:
+        return
+    if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
+        raise ValueError(f"expert is {expert!r}, but must be a whole number, at least 1")
+    if model.moe is None and expert > 1:
+        raise ValueError(f"expert is {expert}, but {model.name} has no experts that ranks divide; expert=1 would do")
+    if model.moe is not None and model.moe.experts % expert:
+        near = min(divisors(model.moe.experts), key=lambda n: (abs(n - expert), n))
+        raise ValueError(f"expert is {expert}, which does not divide {model.moe.experts} experts; {near} would do")
+
+
+def set_imbalance(model: Architecture, imbalance: float | None) -> Architecture:
+    """The model with this imbalance of experts. ValueError for one below 1, which no mean is below."""
+    if imbalance is None or model.moe is None:
+        return model
+    if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not 1 <= imbalance <= model.moe.experts:
+        raise ValueError(
+            f"imbalance is {imbalance!r}, but rows of the busiest rank over the mean are from 1 to the number of "
+            f"experts, {model.moe.experts}"
+        )
+    return replace(model, moe=replace(model.moe, imbalance=float(imbalance)))
 
 
 def _find_states(

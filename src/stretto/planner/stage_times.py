@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts what a pipeline stage takes for one micro-batch, and once a step, from the times of its parts.
 
-A stage's parts are its blocks, the embeddings of the first stage, and the head and the loss of the last. All of a
-model's blocks are alike, so a stage's times are its number of blocks times one block's, and those of what else it has.
+A stage's parts are its blocks, the embeddings of the first stage, and the head and the loss of the last. A model's
+blocks are all alike, or of two kinds, dense and with a mixture of experts: a stage's times are its numbers of blocks
+times one block's, and those of what else it has.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from stretto.axes import REPLICAS
+from stretto.axes import EXPERT
 from stretto.cluster import Cluster
+from stretto.planner.collective_times import chunked_sums, message_latency
 from stretto.planner.communication import Rates, leaves_node, message_numbers, message_rate
 from stretto.planner.compute import Device, compute, head_seconds
-from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, StepCommunication, collective_seconds, message_latency
+from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, StepCommunication
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import (
     exposed_sums,
@@ -33,7 +37,8 @@ class PartTimes(NamedTuple):
     forward, backward_input, backward_weight: computation. x, y, z: how long the forward, and the backward pass waits
     for collectives over an axis. slower: what computation beside hidden collectives loses, in each pass. gather,
     scatter, data: of a step, collectives over z and data of the part's weights. room: of the last backward pass, what
-    can hide them. sent_z, sent_y, sent_x: of a step, all that is sent over these axes.
+    can hide them. sent_gather, sent_scatter, sent_y, sent_x, sent_expert: of a step, all that is sent over these axes.
+    expert, host: how long passes wait for experts' all-to-alls, and for counts of rows.
     """
 
     forward: float = 0.0
@@ -55,6 +60,11 @@ class PartTimes(NamedTuple):
     sent_scatter: float = 0.0
     sent_y: float = 0.0
     sent_x: float = 0.0
+    expert_forward: float = 0.0
+    expert_backward: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+    sent_expert: float = 0.0
 
     def times(self, count: float) -> "PartTimes":
         """Of so many such parts."""
@@ -67,12 +77,14 @@ class PartTimes(NamedTuple):
     @property
     def whole_forward(self) -> float:
         """A forward pass, with its waits."""
-        return self.forward + self.x_forward + self.y_forward + self.z_forward + self.slower_forward
+        waits = self.x_forward + self.y_forward + self.z_forward + self.expert_forward + self.host_forward
+        return self.forward + waits + self.slower_forward
 
     @property
     def whole_input(self) -> float:
         """A backward pass without the weights' gradients, with its waits."""
-        return self.backward_input + self.x_backward + self.y_backward + self.z_backward + self.slower_backward
+        waits = self.x_backward + self.y_backward + self.z_backward + self.expert_backward + self.host_backward
+        return self.backward_input + waits + self.slower_backward
 
     @property
     def whole(self) -> float:
@@ -81,30 +93,68 @@ class PartTimes(NamedTuple):
 
 
 class PipelineParts(NamedTuple):
-    """The times of a model's parts on one grid, with one micro-batch."""
+    """The times of a model's parts on one grid, with one micro-batch.
 
-    block: PartTimes
+    block: of each kind of blocks, as `Architecture.kinds` has them. pattern: of each block, whether it has a mixture of
+    experts.
+    """
+
+    kinds: tuple[PartTimes, ...]
+    pattern: tuple[bool, ...]
     first: PartTimes
     last: PartTimes
 
+    def block(self, *, has_moe: bool) -> PartTimes:
+        """The times of a block."""
+        return self.kinds[-1 if has_moe else 0]
+
+    def blocks(self, count: int, moe_blocks: int) -> PartTimes:
+        """The times of so many blocks together, so many of them with a mixture of experts."""
+        if len(self.kinds) == 1:
+            return self.kinds[0].times(count)
+        return self.kinds[0].times(count - moe_blocks).plus(self.kinds[1].times(moe_blocks))
+
+    @property
+    def all_blocks(self) -> PartTimes:
+        """The times of all blocks of the model together."""
+        return self.blocks(len(self.pattern), sum(self.pattern))
+
+
+class RankStages(NamedTuple):
+    """The stages of one rank: the blocks of each, whether they have the embeddings, or the head, and how many blocks of
+    each have a mixture of experts."""
+
+    blocks: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+    moe_blocks: tuple[int, ...] = ()
+
+    @property
+    def together(self) -> "RankStages":
+        """One stage of all blocks."""
+        moe_blocks = (sum(self.moe_blocks),) if self.moe_blocks else ()
+        return self._replace(blocks=(sum(self.blocks),), moe_blocks=moe_blocks)
+
 
 class StageLayout(NamedTuple):
-    """Which blocks each stage has, and which rank of pipe has each stage."""
+    """Which blocks each stage has, and which rank of pipe has each stage. pattern: as of `PipelineParts`."""
 
     cuts: tuple[int, ...]
     ranks: tuple[int, ...]
+    pattern: tuple[bool, ...] = ()
 
     def blocks(self, stage: int) -> int:
         """How many blocks a stage has."""
         return self.cuts[stage + 1] - self.cuts[stage]
 
+    def moe_blocks(self, stage: int) -> int:
+        """How many of them have a mixture of experts."""
+        return sum(self.pattern[self.cuts[stage] : self.cuts[stage + 1]])
 
-class RankStages(NamedTuple):
-    """The stages of one rank: the blocks of each, and whether they have the embeddings, or the head."""
-
-    blocks: tuple[int, ...]
-    is_first: bool
-    is_last: bool
+    def stages(self, numbers: Sequence[int], *, is_first: bool, is_last: bool) -> RankStages:
+        """Stages of one rank; without `moe_blocks` where the model has no mixture of experts."""
+        moe_blocks = tuple(map(self.moe_blocks, numbers)) if any(self.pattern) else ()
+        return RankStages(tuple(map(self.blocks, numbers)), is_first, is_last, moe_blocks)
 
 
 def measure_parts(
@@ -112,12 +162,32 @@ def measure_parts(
 ) -> PipelineParts:
     """Predict the times of a block, and of what the first and the last stage have besides."""
     model, count = workload.model, config.micro_batches(workload)
-    inner = stage_workload(workload, RankStages((1,), is_first=False, is_last=False))
-    work = compute(inner, config, device)
-    block = StepCommunication(inner, config, cluster, work, rates)
+    kinds, of_norms = [], 0.0
+    for kind in model.kinds:
+        has_moe = kind.model.moe_blocks > 0
+        inner = workload.stage(1, is_first=False, is_last=False, moe_blocks=int(has_moe))
+        work = compute(inner, config, device)
+        block = StepCommunication(inner, config, cluster, work, rates)
+        kinds.append(_block_times(block, config, cluster))
+        of_norms = block.outside_blocks.all_reduce_y
+    head = head_seconds(workload, model.splitting_sizes(config.grid), config.micro_batch * workload.seq_len, device)
+    # A loss in slices computes its gradients with them, in the forward pass.
+    in_forward = 1.0 if model.logits == "sliced" else 1 / 3
+    own = PartTimes(forward=in_forward * head, backward_input=(1 - in_forward) * head)
+    ends = []
+    for is_first in (True, False):
+        end = workload.stage(1, is_first=is_first, is_last=not is_first)
+        step = StepCommunication(end, config, cluster, work, rates)
+        ends.append(_end_times(step, of_norms, count, own if not is_first else PartTimes()))
+    return PipelineParts(tuple(kinds), model.has_moe, *ends)
+
+
+def _block_times(block: StepCommunication, config: StepConfig, cluster: Cluster) -> PartTimes:
+    """The times of one block, of which the step consists."""
+    work, count = block.work, block.micro_batches
     hides, slowdown = config.options.overlap.hides_any, cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
-    waits = dict.fromkeys(("x_forward", "x_backward", "y_forward", "y_backward", "z_forward", "z_backward"), 0.0)
-    sent = {"x": 0.0, "y": 0.0}
+    waits = {f"{axis}_{name}": 0.0 for axis in ("x", "y", "z", EXPERT) for name in ("forward", "backward")}
+    sent = {"x": 0.0, "y": 0.0, EXPERT: 0.0}
     hidden = [0.0, 0.0]  # in the forward and in the backward pass
     for each in block.sums:
         of_pass, name = (0, "forward") if each.is_forward else (1, "backward")
@@ -139,8 +209,9 @@ def measure_parts(
     waits["z_backward"] += left_backward
     hidden[0] += gather - left_forward
     hidden[1] += again + scattered - left_backward
-    weight = sum(work.weight_gradients) / count
-    of_block = PartTimes(
+    weight = (sum(work.weight_gradients) + work.other_weight_gradients) / count
+    reads, again_too = block.host_reads / count, block.forward_exchanges > 1
+    return PartTimes(
         forward=work.forward / count,
         backward_input=work.backward / count - weight,
         backward_weight=weight,
@@ -155,17 +226,10 @@ def measure_parts(
         sent_scatter=block.reduce_scatter,
         sent_y=sent["y"] + norms.all_reduce_y,
         sent_x=sent["x"],
+        host_forward=reads / 2 if again_too else reads,
+        host_backward=reads / 2 if again_too else 0.0,
+        sent_expert=sent[EXPERT],
     )
-    head = head_seconds(workload, model.splitting_sizes(config.grid), config.micro_batch * workload.seq_len, device)
-    # A loss in slices computes its gradients with them, in the forward pass.
-    in_forward = 1.0 if model.logits == "sliced" else 1 / 3
-    own = PartTimes(forward=in_forward * head, backward_input=(1 - in_forward) * head)
-    ends = []
-    for is_first in (True, False):
-        end = RankStages((1,), is_first=is_first, is_last=not is_first)
-        step = StepCommunication(stage_workload(workload, end), config, cluster, work, rates)
-        ends.append(_end_times(step, norms.all_reduce_y, count, own if not is_first else PartTimes()))
-    return PipelineParts(of_block, *ends)
 
 
 def _end_times(step: StepCommunication, of_norms: float, count: int, own: PartTimes) -> PartTimes:
@@ -194,7 +258,9 @@ def _end_times(step: StepCommunication, of_norms: float, count: int, own: PartTi
 
 def stage_workload(workload: StepWorkload, stages: RankStages) -> StepWorkload:
     """The workload of one rank's stages, all of them together."""
-    return workload.stage(sum(stages.blocks), is_first=stages.is_first, is_last=stages.is_last)
+    together = stages.together
+    moe_blocks = together.moe_blocks[0] if stages.moe_blocks else None
+    return workload.stage(together.blocks[0], is_first=stages.is_first, is_last=stages.is_last, moe_blocks=moe_blocks)
 
 
 # Which blocks each stage has.
@@ -206,33 +272,36 @@ def place_stages(schedule: ScheduleChoice, pipe: int) -> tuple[int, ...]:
     return place_in_v(pipe) if schedule.name in V_SHAPED else place_in_loops(pipe, schedule.virtual_stages)
 
 
-def cut_blocks(parts: PipelineParts, layers: int, stages: int) -> tuple[int, ...]:
+def cut_blocks(parts: PipelineParts, stages: int) -> tuple[int, ...]:
     """Cut a model's blocks into stages by the predicted time of forward and backward passes."""
-    block = parts.block.whole
+    block = parts.kinds[-1].whole
     if not block:
-        return _cut(layers, stages, 0.0, 0.0)
+        return _cut(parts.pattern, stages, 1.0, 0.0, 0.0)
     # In twentieths of a block, so that most cuts of a search are known already.
-    first, last = (round(20 * part.whole / block) / 20 for part in (parts.first, parts.last))
-    return _cut(layers, stages, first, last)
+    dense, first, last = (round(20 * part.whole / block) / 20 for part in (parts.kinds[0], parts.first, parts.last))
+    return _cut(parts.pattern, stages, dense, first, last)
 
 
 @lru_cache(maxsize=4096)
-def _cut(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    return partition([1.0] * layers, stages, first, last)
+def _cut(pattern: tuple[bool, ...], stages: int, dense: float, first: float, last: float) -> tuple[int, ...]:
+    """dense: a dense block's time over that of one with experts; 1 where blocks are alike."""
+    return partition([1.0 if has_moe else dense for has_moe in pattern], stages, first, last)
 
 
 def stages_of_ranks(layout: StageLayout, pipe: int) -> list[RankStages]:
     """The stages of each rank."""
     of_ranks: list[list[int]] = [[] for _ in range(pipe)]
     for stage, rank in enumerate(layout.ranks):
-        of_ranks[rank].append(layout.blocks(stage))
+        of_ranks[rank].append(stage)
     ends = layout.ranks[0], layout.ranks[-1]
-    return [RankStages(tuple(blocks), rank == ends[0], rank == ends[1]) for rank, blocks in enumerate(of_ranks)]
+    return [
+        layout.stages(stages, is_first=rank == ends[0], is_last=rank == ends[1]) for rank, stages in enumerate(of_ranks)
+    ]
 
 
 def times_of_rank(parts: PipelineParts, stages: RankStages) -> PartTimes:
     """The times of all stages of a rank together."""
-    times = parts.block.times(sum(stages.blocks))
+    times = parts.blocks(sum(stages.blocks), sum(stages.moe_blocks))
     times = times.plus(parts.first) if stages.is_first else times
     return times.plus(parts.last) if stages.is_last else times
 
@@ -267,25 +336,24 @@ def edges_of_rank(
     parameters = local_parameters(own.model, grid)
     optimizer = optimizer_seconds(workload, config.state, cluster, parameters, device.traffic)
     blocks, hides = sum(stages.blocks), config.options.overlap.hides_any
-    ends = times_of_rank(parts, stages._replace(blocks=(0,)))
+    ends = times_of_rank(parts, stages._replace(blocks=(0,), moe_blocks=(0,)))
     reductions, data = blocks, times.data
     if config.state.is_apart:
         reductions = gradient_chunks(config.state, parameters)
-        chunk = parameters / reductions * number_bytes(workload, config.state).gradient
-        sent = 2 * (grid.replicas - 1) / grid.replicas * chunk
-        data = reductions * collective_seconds("all_reduce", REPLICAS, sent, cluster, config.grid, rates)
+        sizes = replace(config, grid=grid)
+        data = chunked_sums(own, sizes, cluster, rates, parameters, reductions)
     gather, scatter, left = times.gather, times.scatter, data
     # Gradients of embeddings that both ends have are summed last, and all of a rank's with them.
     is_tied = _is_tied(workload) and (stages.is_first != stages.is_last)
     if hides:
-        first = parts.block.gather
-        gather = ends.gather + max(first, blocks * (first - parts.block.whole_forward))
+        of_blocks = parts.blocks(blocks, sum(stages.moe_blocks))
+        gather = ends.gather + max(of_blocks.gather / blocks, of_blocks.gather - of_blocks.whole_forward)
     if hides and not is_tied:
-        of_blocks = scatter - ends.scatter
+        scattered = scatter - ends.scatter
         room = times.room
-        if of_blocks:
-            scatter = ends.scatter + max(of_blocks - room, of_blocks / blocks)
-            room = max(0.0, room - of_blocks)
+        if scattered:
+            scatter = ends.scatter + max(scattered - room, scattered / blocks)
+            room = max(0.0, room - scattered)
         of_ends = ends.data if not config.state.is_apart else 0.0
         left = of_ends + (max(data - of_ends - room, data / reductions) if data else 0.0)
     if steps_in_chunks(workload, config):

@@ -71,16 +71,16 @@ class StepWorkload(NumberTypes):
         """Tokens of the global batch."""
         return self.batch * self.seq_len
 
-    def stage(self, blocks: int, *, is_first: bool, is_last: bool) -> "StepWorkload":
+    def stage(self, blocks: int, *, is_first: bool, is_last: bool, moe_blocks: int | None = None) -> "StepWorkload":
         """The workload of a pipeline stage of so many blocks (`Architecture.stage`)."""
-        key = blocks, is_first, is_last
+        key = blocks, is_first, is_last, moe_blocks
         if key not in self._stages:
-            model = self.model.stage(blocks, is_first=is_first, is_last=is_last)
+            model = self.model.stage(blocks, is_first=is_first, is_last=is_last, moe_blocks=moe_blocks)
             self._stages[key] = replace(self, model=model)
         return self._stages[key]
 
     @cached_property
-    def _stages(self) -> dict[tuple[int, bool, bool], "StepWorkload"]:
+    def _stages(self) -> dict[tuple[int, bool, bool, int | None], "StepWorkload"]:
         return {}
 
 
@@ -132,6 +132,11 @@ class StepConfig:
     state: StateOptions = field(default_factory=StateOptions)
     clips: bool = True
     schedule: ScheduleChoice | None = None
+
+    @property
+    def drops_duplicates(self) -> bool:
+        """Whether ranks of x that cut experts send each its own part of the tokens (Singh, section 7.3.1)."""
+        return self.options.drop_duplicates
 
     @property
     def gathers_once(self) -> bool:

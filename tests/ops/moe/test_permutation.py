@@ -52,6 +52,16 @@ def test_a_sum_of_bf16_rows_is_rounded_once_and_takes_fp32_weights():
     torch.testing.assert_close(weights.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_gradient_of_bf16_copies_is_rounded_once():
+    layer = make_layer(SEED, 50, 8, 8)
+    x = layer.x.bfloat16().requires_grad_()
+    rows, _, positions = moe.permute(x, layer.ids, 8)
+    grad = draw(SEED, *rows.shape).bfloat16()
+    rows.backward(grad)
+    exact = grad.double()[positions].sum(1)
+    assert ((x.grad.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
+
+
 def test_ids_may_be_int32_and_an_expert_may_be_chosen_twice():
     ids = torch.tensor([[1, 1], [0, 1]], dtype=torch.int32)
     rows, offsets, positions = moe.permute(torch.tensor([[1.0], [2.0]]), ids, 2)

@@ -84,6 +84,8 @@ def refusals() -> list[str]:
         found.append(str(error.value))
     model = parallelize(GPT(gpt(layers=1, balance="none")), grid, expert_rows=8)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with pytest.raises(ValueError, match="expert_rows is 8, so x=2 must divide a rank's 15 tokens; 16 would do"):
+        model(tokens[:1, :15])
     model(tokens)
     with pytest.raises(ValueError, match="needs") as error:
         model(tokens)

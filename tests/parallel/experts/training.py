@@ -148,26 +148,23 @@ def expected_of(run: Run) -> Trace:
 
 
 def every_run(ranks: int) -> list[Run]:
-    """Every grid of so many ranks with every expert that it holds, cut and fold, and the options dealt out in turn."""
-    options = [
-        {},
-        {"drop_duplicates": False},
-        {"recompute": "communication"},
-        {"shard_sequence": True, "recompute": "communication"},
-        {"drop_duplicates": False, "recompute": "full", "keep_gathered": False},
-        {"shard_sequence": True, "keep_gathered": False},
-    ]
+    """Every grid of so many ranks with every expert that it holds, cut and fold, with and without dropped duplicates
+    (where x has any) and kept communication; the two models, and other options, are dealt out in turn."""
+    others: list[dict[str, Any]] = [{}, {"shard_sequence": True}, {"keep_gathered": False}]
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    grids: list[dict[str, Any]] = []
+    runs: list[Run] = []
     for pipe, data, x, y, z in product((1, 2), divisors, divisors, divisors, divisors):
         if pipe * data * x * y * z != ranks:
             continue
-        for of_x in dict.fromkeys((1, x)):
-            folds = {"expert_tensor": "fold"} if of_x > 1 else {}
-            experts = [of_x * n for n in divisors if data * z % n == 0 and 8 % (of_x * n) == 0]
-            grids += [{"pipe": pipe, "data": data, "x": x, "y": y, "z": z, "expert": e, **folds} for e in experts]
-    runs = []
-    for number, grid in enumerate(grids):
-        cases = ["top-2" if grid["pipe"] == 1 else "top-2 in micro-batches", "top-1 on alternate layers"]
-        runs += [Run(grid, options[(number + 3 * turn) % len(options)], case) for turn, case in enumerate(cases)]
-    return runs
+        sizes = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z}
+        cases = ["top-2" if pipe == 1 else "top-2 in micro-batches", "top-1 on alternate layers"]
+        experts = [{"expert": n} for n in divisors if data * z % n == 0]
+        experts += [{"expert": x * n, "expert_tensor": "fold"} for n in divisors if data * z % n == 0] if x > 1 else []
+        for grid in experts:
+            is_cut = x > 1 and grid["expert"] > 1 and len(grid) == 1
+            modes = [{"drop_duplicates": drops} for drops in ((True, False) if is_cut else (True,))]
+            for mode, recompute in product(modes, ("none", "communication")):
+                options = {**mode, "recompute": recompute, **others[len(runs) // 2 % len(others)]}
+                case = cases[(len(runs) + len(runs) // 2) % 2]
+                runs.append(Run(sizes | grid, options, case))
+    return [run for run in runs if run.grid["expert"] <= 8]

@@ -16,7 +16,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
 from stretto.models.gpt_config import GPTConfig
 from stretto.report.run import read_metrics, read_run
-from stretto.train.config import TrainConfig, load_config
+from stretto.train.config import TrainConfig, config_to_toml, load_config
 from stretto.train.preflight import preflight
 from stretto.train.trainer import train
 
@@ -46,7 +46,9 @@ def bench_moe_demo(setting: MoeDemoSetting, out: Path) -> dict[str, Any]:
             config = preflight(configure(name, setting, Path(folder) / name.replace(" ", "-")))
             assert isinstance(config, TrainConfig)
             print(f"{name}: {config.ranks} ranks, {config.grid}", flush=True)
-            run_ranks(config.ranks, _train, config)
+            config.out.mkdir(parents=True, exist_ok=True)
+            (config.out / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+            run_ranks(config.ranks, train, config)
             row, curves[name] = _read(config, name)
             rows.append(row)
     print_table("A mixture of experts beside a dense model of its active size", COLUMNS, rows)
@@ -61,11 +63,6 @@ def configure(name: str, setting: MoeDemoSetting, out: Path) -> TrainConfig:
         config = load_config(file, [*options, *(WITHOUT_EXPERTS if name == DENSE else [])])
     assert isinstance(config, TrainConfig)
     return config
-
-
-def _train(config: TrainConfig) -> None:
-    config.out.mkdir(parents=True, exist_ok=True)
-    train(config, display="lines")
 
 
 def _read(config: TrainConfig, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

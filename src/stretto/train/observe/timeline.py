@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stretto.axes import EXPERT, INNER_TO_OUTER
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, INNER_TO_OUTER
 
 Interval = tuple[float, float]  # start and end; half-open, so that neighbours do not overlap
 Intervals = tuple[Interval, ...]
@@ -35,6 +35,7 @@ OTHER = "other"  # communication over more than one axis, such as the gradient's
 TO_DEVICE, TO_HOST = HOST_COPIES = ("host to device", "device to host")
 BUBBLE = "bubble"  # of a pipeline: the rank waits for a message that was not sent yet
 AXES = (*INNER_TO_OUTER, EXPERT)
+ROW_OF = {EXPERT_DATA: "data", EXPERT_Z: "z"}  # what experts' parameters send over what expert leaves of an axis
 ROWS = (COMPUTE, EXPERTS, *AXES, OTHER, *HOST_COPIES, BUBBLE)
 # Copy engines communicate only over z; these kernels start their copies, wait for them, and sum what they brought.
 COPY_ENGINE_AXIS = "z"
@@ -316,6 +317,7 @@ def is_by_copy_engine(event: Mapping[str, Any], copying: Collection[Any]) -> boo
 def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:
     described = str(about.get("Process Group Description", "")).removeprefix("mesh_")
     axis = groups.get(str(about.get("Process Group Name")), described)
+    axis = ROW_OF.get(axis, axis)
     return axis if axis in AXES else OTHER
 
 
@@ -351,7 +353,7 @@ def _axes_of_threads(events: Iterable[Mapping[str, Any]], gloo: Iterable[Mapping
         if event["name"].startswith(GROUP_MARK) and event.get("cat") == "user_annotation"
     }
     return {
-        event["tid"]: axis
+        event["tid"]: ROW_OF.get(axis, axis)
         for axis, (start, end) in marks.items()
         for event in gloo
         if start <= _interval(event)[0] < end
