@@ -240,3 +240,9 @@ def test_the_options_of_experts_are_checked_before_a_run(tmp_path: Path) -> None
         preflight(runs.configure(tmp_path / "run", "model.z_loss=0.1"))
     blocks = runs.configure(tmp_path / "run", *SMALL, "model.moe_layers=[0, 1]")
     assert blocks.model.to_gpt(data_vocab=256, seq_len=16).moe_blocks == (0, 1)
+
+
+def test_a_router_may_have_no_balance_at_all(tmp_path: Path) -> None:
+    config = runs.configure(tmp_path / "run", *SMALL, "model.balance=none")
+    assert config.model.to_gpt(data_vocab=256, seq_len=16).balance == "none"
+    assert runs.configure(tmp_path / "run", *SMALL).model.to_gpt(data_vocab=256, seq_len=16).balance == "switch"
