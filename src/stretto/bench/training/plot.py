@@ -289,5 +289,5 @@ def plot_moe_demo(result: Path, picture: Path) -> None:
         drawn.subtitle = describe_origin(data)
         drawn.caption = (
             "Pale: the loss of each step's batch. Load: tokens of a block's fullest expert, as a multiple of the mean "
-            "expert's; 1 is even."
+            "expert's; 1 is even. Of long runs a running mean is drawn."
         )
