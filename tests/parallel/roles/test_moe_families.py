@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stretto.axes import NAMES
 from stretto.parallel import Grid, Pipeline, gather, parallelize, validate
-from stretto.train.checkpoint.model_tensors import saved_tensors
+from stretto.train.checkpoint.metadata import saved_tensors
 from tests.parallel import moe_families
 from tests.parallel.moe_families import FAMILIES, VOCAB, build
 from tests.parallel.training import IGNORED, my_rows
