@@ -42,7 +42,7 @@ from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 # Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
 MOST_LISTED = 200
 REPLAYED = 10
-LISTED_WITH_EXPERTS = 4
+LISTED_WITH_EXPERTS = 3
 
 
 class _Timed(NamedTuple):
