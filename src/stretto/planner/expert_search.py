@@ -10,7 +10,7 @@ from stretto.planner.workload import StepWorkload
 
 # Of each grid, so many ways to divide experts are predicted as a whole: those that send for the shortest time, and the
 # one that holds fewest of the experts' weights at once.
-MOST_WAYS = 2
+MOST_WAYS = 3
 
 
 def choose_expert_grids(
