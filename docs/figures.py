@@ -101,6 +101,38 @@ def draw_grid(path: Path) -> None:
         )
 
 
+def draw_ranks(axes: Axes, title: str, held: dict[tuple[int, int], tuple[str, str]]) -> None:
+    """A row for each rank of data and a column for each of x: what the rank holds, and its colour."""
+    for (data, x), (text, colour) in held.items():
+        draw_box(axes, x, -data - 1, (1, 1), colour, text)
+    rows = 1 + max(data for data, _ in held)
+    hide_frame(axes)
+    axes.set(xlim=(0, 2), ylim=(-rows, 0), title=title)
+    axes.set_xticks((0.5, 1.5), ("x=0", "x=1"))
+    axes.set_yticks([-data - 0.5 for data in range(rows)], [f"data={data}" for data in range(rows)])
+    axes.tick_params(length=0)
+
+
+def draw_experts(path: Path) -> None:
+    """Which rank of data=4, x=2, expert=2 holds what of a block with four experts."""
+    places = [(data, x) for data in range(4) for x in range(2)]
+    of_x, of_experts = (SKY, ORANGE), {(0, 0): SKY, (0, 1): ORANGE, (1, 0): GREEN, (1, 1): PURPLE}
+    with drawing(path, 9, 3) as picture:
+        left, right = picture.panels(1, 2)[0]
+        dense = {(data, x): (f"heads of x={x}", tint(of_x[x])) for data, x in places}
+        draw_ranks(left, "attention, and all else that is no expert:\nfour copies, over data", dense)
+        experts = {
+            (data, x): (f"experts {'0, 1' if data % 2 == 0 else '2, 3'}:\npart {x}", tint(of_experts[data % 2, x]))
+            for data, x in places
+        }
+        draw_ranks(right, "experts: divided over expert=2, two copies,\nover what is left of data", experts)
+        picture.title = "A block with four experts on eight ranks: data=4, x=2, expert=2"
+        picture.caption = (
+            "Boxes of one colour hold the same numbers, and sum their gradients. Tokens travel between the two rows of "
+            "a pair, data=0 and 1, or 2 and 3, to the ranks that have their experts, and back."
+        )
+
+
 def draw_blocks(axes: Axes, title: str, held: list[list[int]]) -> None:
     """A row a rank: the blocks in its memory, in order; a gap between nodes."""
     colours = (tint(SKY), SKY, tint(ORANGE), ORANGE, tint(GREEN), GREEN)
@@ -312,6 +344,7 @@ def main() -> None:
     for trace in sys.argv[1:]:
         take_timeline(Path(trace))
     draw_grid(FOLDER / "grid.png")
+    draw_experts(FOLDER / "experts.png")
     draw_two_level(FOLDER / "two-level.png")
     draw_fused_kernel(FOLDER / "fused-kernel.png")
     draw_channels(FOLDER / "channels.png")

@@ -163,6 +163,7 @@ def test_the_commands_work_from_a_wheel_in_an_empty_folder(installed: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["ring.xml"]
 
 
+@pytest.mark.exhaustive
 def test_a_short_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     variables = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     server = PythonServer(["stretto.cli.demo", "stretto.report", "stretto.train.launch.rank"], variables)
@@ -187,9 +188,10 @@ def test_the_whole_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tm
     assert {"config.toml", "metrics.jsonl", "summary.md"} <= {path.name for path in (tmp_path / "runs/demo").iterdir()}
 
 
-def test_the_demos_configuration_is_the_packages() -> None:
-    ours = (ROOT / "configs" / "demo.toml").read_text()
-    assert ours == (ROOT / "src" / "stretto" / "cli" / "demo.toml").read_text(), "copy src/stretto/cli/demo.toml here"
+def test_configurations_that_the_package_has_are_those_of_the_repository() -> None:
+    for name, folder in (("demo.toml", "cli"), ("moe.toml", "bench/experts")):
+        packaged = ROOT / "src" / "stretto" / folder / name
+        assert (ROOT / "configs" / name).read_text() == packaged.read_text(), f"copy {packaged} to configs"
     assert not [path for path in (ROOT / "configs").iterdir() if path.is_symlink()]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which Hugging Face models `parallelize` accepts: rules for their tensor-parallel plans and configurations.
 
-`parallelize` applies them to models, and the planner to a config.json. Plain data, without imports of torch or
-transformers, since whether a model can be trained is asked before the model exists.
+`parallelize` applies them to models, the planner and `stretto train` to a config.json. Plain data, without imports of
+torch or transformers, since whether a model can be trained is asked before the model exists.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,13 @@ STYLES = {
     "rowwise": "rowwise",
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "head_norm",
+    "moe_tp_experts": "experts",
 }
 # Styles that gather an output or split a whole input, and their roles where x = y = 1, so that it is whole anyway.
 WHOLE = {"colwise_gather_output": "colwise", "colwise_rep": "colwise", "rowwise_split_input": "rowwise"}
 # The one head that needs no role from the user.
 LANGUAGE_MODEL_HEAD = "lm_head"
+FP8_BLOCK = 128  # rows and columns that share a scale, as DeepSeek-V3 and most fp8 files after it were published
 
 
 def refusal_of_style(owner: str, prefix: str, tp_plan: Mapping[str, str]) -> str | None:
@@ -52,3 +54,20 @@ def refusal_of_attention_dropout(options: Mapping[str, Any]) -> str | None:
                 f"head would draw differently. Set {option}=0.0"
             )
     return None
+
+
+def refusal_of_quantization(options: Mapping[str, Any]) -> str | None:
+    """Why a configuration whose weights are quantized is refused; None if they are not, or in fp8 by blocks."""
+    quantization = options.get("quantization_config")
+    if quantization is None:
+        return None
+    found = quantization if isinstance(quantization, Mapping) else {}
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method == "fp8" and list(block or ()) == [FP8_BLOCK, FP8_BLOCK]:
+        return None
+    of_blocks = "" if method != "fp8" else f" with weight_block_size={block!r}"
+    return (
+        f"config.quantization_config says that the weights are quantized by {method!r}{of_blocks}, which is not read; "
+        f"fp8 with weight_block_size=[{FP8_BLOCK}, {FP8_BLOCK}] is. Load the model with transformers, call its "
+        "dequantize(), and write it with save_pretrained"
+    )

@@ -18,6 +18,7 @@ from stretto.bench.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_o
 from stretto.bench.training.settings import ChunksSetting, OffloadSetting
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
+from stretto.report.expert_plot import RoutingHistory, plot_experts
 from stretto.report.pipeline import plot_pipeline
 from stretto.report.schedule import plot_schedule
 from stretto.report.style import PEER, SERIES, STRETTO, drawing, group_bars, name_bars
@@ -311,6 +312,18 @@ def schedules(count: int) -> dict[str, Any]:
     return {"setting": {"seeds": 200}, "rows": rows}
 
 
+def moe_demo(count: int) -> dict[str, Any]:
+    steps = 2 + 90 * count
+    curve = {
+        "loss": [5 - 3 * step / steps for step in range(steps)],
+        "evaluated": list(range(1, steps + 1, 25)),
+        "evaluation_loss": [5 - 3 * step / steps for step in range(0, steps, 25)],
+    }
+    of_experts = {"blocks": list(range(3 * count)), "load": [[1.5 + block for block in range(3 * count)]] * steps}
+    dense = curve | {"blocks": [], "load": []}
+    return {"curves": {"mixture of experts": curve | of_experts, "dense": dense}, "rows": []}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -327,6 +340,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "embedding.json": embedding,
     "two-level.json": two_level,
     "checkouts.json": checkouts,
+    "moe-demo.json": moe_demo,
     "ddp.json": ddp,
     "offload-buckets.json": offload_buckets,
     "chunks.json": chunks,
@@ -511,3 +525,20 @@ def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, mon
     bench_offload(OffloadSetting(), tmp_path)
     bench_offload(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
     assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
+
+
+@pytest.mark.parametrize(("blocks", "steps"), [(1, 1), (3, 40), (12, 250)])
+def test_loads_of_experts_are_drawn_for_each_block_and_drops_and_biases_where_there_are_any(
+    tmp_path: Path, drawn: list[Figure], blocks: int, steps: int
+) -> None:
+    loads = [[1 + block + 1 / (step + 1) for block in range(blocks)] for step in range(steps)]
+    some, none = [[3] * blocks] * steps, [[0] * blocks] * steps
+    for dropped, biases, panels in ((none, none, 1), (some, none, 2), (some, [[0.1] * blocks] * steps, 3)):
+        history = RoutingHistory(range(blocks), range(1, steps + 1), loads, dropped, biases)
+        plot_experts(history, tmp_path / "experts.png")
+        assert find_faults(drawn[-1]) == []
+        assert len(drawn[-1].axes) == panels
+    names = {line.get_label() for line in drawn[-1].axes[0].lines if not line.get_label().startswith("_")}
+    assert names == (
+        {f"block {n}" for n in range(blocks)} if blocks < 6 else {"mean of the blocks", "highest of a block"}
+    )

@@ -105,3 +105,25 @@ def test_a_running_mean_keeps_lines_straight_and_both_ends() -> None:
     np.testing.assert_allclose(running_mean(line), line)
     noise = np.tile([1.0, -1.0], 500)
     assert np.abs(running_mean(noise)[20:-20]).max() < 0.1
+
+
+def test_a_mixture_of_experts_has_its_load_in_the_summary_and_a_picture(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "run", [5.0, 4.0])
+    config = (out / "config.toml").read_text()
+    (out / "config.toml").write_text(
+        config.replace("layers = 2", "layers = 4\nnum_experts = 4\nmoe_layers = 'every:2'")
+    )
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"expert_load": [1.5, 2.25], "dropped_tokens": [3, 1000], "bias_range": [0.0, 0.012]}
+        line |= {"balance_loss": 0.02, "z_loss": 0.001}
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(out)
+    text = (out / "summary.md").read_text()
+    for words in ("![load by step and block](experts.png)", "| 1 | 1.50 | 3 | 0 |", "| 3 | 2.25 | 1,000 | 0.012 |"):
+        assert words in text
+    assert "2,006 choices of an expert were dropped" in text
+    assert "balance 0.02, z 0.001" in text
+    assert png_size(out / "experts.png")[0] >= 1000
+    write_report(write_run(tmp_path / "dense", [5.0]))
+    assert "## Experts" not in (tmp_path / "dense" / "summary.md").read_text()

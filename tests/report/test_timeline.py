@@ -62,6 +62,45 @@ def test_waits_of_a_pipeline_are_bubbles_and_messages() -> None:
     assert timeline.summary()["bubble"] == pytest.approx(18e-3)
 
 
+def operator(name: str, start: float, end: float, number: int, **about: Any) -> dict[str, Any]:
+    """An operator of the host. number: its id, which its kernels have too."""
+    return event("cpu_op", name, start, end, **{"External id": number} | about)
+
+
+def kernel_of(number: int, start: float, end: float) -> dict[str, Any]:
+    return event("kernel", "sm90_gemm_bf16", start, end, thread=20, **{"External id": number})
+
+
+# An attention, experts and their backward passes: experts' node has the sequence number of their operator, 5.
+WITH_EXPERTS = [
+    event("user_annotation", "stretto experts", 10, 20),
+    operator("aten::mm", 2, 8, 1, **{"Sequence number": 4}),
+    operator("aten::mm", 12, 18, 2, **{"Sequence number": 5}),
+    operator("autograd::engine::evaluate_function: MmBackward0", 30, 50, 3, **{"Sequence number": 5}),
+    operator("aten::mm", 32, 48, 4),
+    operator("autograd::engine::evaluate_function: MmBackward0", 50, 60, 5, **{"Sequence number": 4}),
+    operator("aten::mm", 52, 58, 6),
+]
+
+
+def test_what_experts_compute_is_a_row_of_its_own_forward_and_backward() -> None:
+    on_cpu = read_timeline(cpu_trace(*WITH_EXPERTS))
+    kernels = [kernel_of(number, 60 + number, 61 + number) for number in (1, 2, 4, 6)]
+    on_gpu = read_timeline(gpu_trace(*WITH_EXPERTS, *kernels))
+    assert on_cpu.rows[:2] == on_gpu.rows[:2] == ("compute", "experts")
+    assert (on_cpu.compute, on_cpu.experts) == pytest.approx((0.034, 0.022))
+    assert (on_gpu.compute, on_gpu.experts) == pytest.approx((0.004, 0.002))
+    assert on_gpu.summary()["experts"] == pytest.approx(0.002)
+    assert "experts" not in read_timeline(gpu_trace(product(0, 10))).rows
+
+
+def test_what_experts_send_has_rows_of_the_axes_that_it_is_sent_over() -> None:
+    groups = {"1": "expert", "2": "expert_data", "3": "expert_z"}
+    trace = gpu_trace(*(nccl(name, 10 * number, 10 * number + 5) for number, name in enumerate(groups)))
+    timeline = read_timeline(trace | {"stretto": ABOUT | {"groups": groups}})
+    assert milliseconds(timeline.communication) == {"expert": 5, "data": 5, "z": 5}
+
+
 def test_a_collective_is_exposed_where_no_computation_runs() -> None:
     timeline = read_timeline(gpu_trace(product(0, 30), nccl("7", 20, 50), product(45, 100)))
     assert milliseconds(timeline.communication) == {"x": 30}

@@ -36,6 +36,7 @@ _PLOTS = {
     "two-level.json": "two_level.plot:plot_two_level",
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
+    "moe-demo.json": "experts.plot:plot_moe_demo",
 }
 
 
@@ -57,7 +58,9 @@ def draw_result(result: Path) -> Path | None:
 
 
 def redraw(folder: Path) -> list[Path]:
-    """Draw every result in a folder and its subfolders again, and the loss of every run. Returns the pictures' paths.
+    """Draw every result in a folder and its subfolders again, and the loss (and experts' load) of every run.
+
+    Returns the pictures' paths.
 
     A run (a folder with config.toml and metrics.jsonl) is drawn beside the run in its subfolder `one-rank`, as the
     demo's is. Raises ValueError if there is no such folder, nothing in it to draw, or nothing to draw with.
@@ -70,10 +73,12 @@ def redraw(folder: Path) -> list[Path]:
     for config in sorted(folder.rglob("config.toml")):
         out = config.parent
         if (out / "metrics.jsonl").is_file() and out.name != "one-rank":
-            from stretto.report.run import draw_loss, read_run
+            from stretto.report.run import draw_experts, draw_loss, read_run
 
-            beside = out / "one-rank"
-            pictures.append(draw_loss(read_run(out), read_run(beside) if beside.is_dir() else None))
+            run, beside = read_run(out), out / "one-rank"
+            pictures.append(draw_loss(run, read_run(beside) if beside.is_dir() else None))
+            if (picture := draw_experts(run)) is not None:
+                pictures.append(picture)
     if not pictures:
         raise ValueError(f"{folder} has no result of a bench that has a picture ({', '.join(_PLOTS)}), and no run")
     return pictures

@@ -18,6 +18,7 @@ import typer
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
+from stretto.bench.experts.settings import MoeDemoSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
@@ -372,6 +373,14 @@ def recompute(setting: RecomputeSetting, out: Path) -> Any:
     from stretto.bench.training.recompute import bench_recompute
 
     return bench_recompute(setting, out)
+
+
+@_command("moe-demo", MoeDemoSetting)
+def moe_demo(setting: MoeDemoSetting, out: Path) -> Any:
+    """A mixture of experts on 4 processes of the CPU, beside a dense model of its active size: losses and load."""
+    from stretto.bench.experts.demo import bench_moe_demo
+
+    return bench_moe_demo(setting, out)
 
 
 @_command("ddp", DdpSetting, needs=Needs.ONE_GPU)

@@ -8,10 +8,12 @@ each optimizer step.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import record_function
 
 from stretto.models.gpt_config import GPTConfig
 from stretto.models.router import Router, RouterOptions, RoutingStatistics, routers, scale_losses, update_biases
@@ -27,6 +29,9 @@ __all__ = [
     "scale_losses",
     "update_biases",
 ]
+
+
+EXPERTS_MARK = "stretto experts"  # in traces, around what experts do
 
 
 class Experts(nn.Module):
@@ -121,5 +126,6 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, ids = self.router(x)
-        y = self.experts(x.flatten(0, -2), ids, weights).view(x.shape)
+        with record_function(EXPERTS_MARK) if torch.autograd._profiler_enabled() else nullcontext():
+            y = self.experts(x.flatten(0, -2), ids, weights).view(x.shape)
         return y if self.shared is None else y + self.shared(x)

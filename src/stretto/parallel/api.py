@@ -25,6 +25,7 @@ from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
 from stretto.parallel.layers.router import route_whole_features
+from stretto.parallel.layers.router_loss import balance_over_batch
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.meta import MetaInitializer
@@ -109,6 +110,8 @@ def parallelize(
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
+    if options.shard_sequence and isinstance(plan, ShardingPlan):
+        check_takes_sharded_sequence(model, plan)
     if options.recomputation.is_on:
         check_blocks(model, options.recompute)
     initializer = MetaInitializer(model, grid.device, seed)
@@ -144,10 +147,6 @@ def _shard_by_roles(
             "mean over the global batch, whose gradients are summed"
         )
     grid.gradients.add("sum")
-    if options.shard_sequence:
-        check_takes_sharded_sequence(model, plan)
-        if plan.replicated:
-            raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
@@ -237,19 +236,19 @@ def _plan_or_blocks(
         plan = read_plan(model, roles, local_attributes, sizes)
         validate_plan(model, plan, sizes)
     except ValueError as error:
-        is_unsplit = sizes["x"] == sizes["y"] == 1
+        is_unsplit = sizes["x"] == sizes["y"] == sizes.get("expert", 1) == 1
         if has_roles or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
-        _refuse_expert(sizes)
+        _refuse_expert(sizes, f". Of this one, {error}")
         return _BlockPlan(tuple(find_blocks(model)), str(error))
     return plan
 
 
-def _refuse_expert(sizes: Mapping[str, Any]) -> None:
+def _refuse_expert(sizes: Mapping[str, Any], reason: str = "") -> None:
     if sizes.get("expert", 1) > 1:
         raise ValueError(
             f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every rank: "
-            "give its submodules roles ('experts' and 'router' among them), or choose expert=1"
+            f"give its submodules roles ('experts' and 'router' among them), or choose expert=1{reason}"
         )
 
 
@@ -289,6 +288,8 @@ def _shard_by_blocks(
     sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
+    if huggingface.is_pretrained_model(model) and grid.size("pipe") > 1:
+        balance_over_batch(model, grid, averages=True)
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         _take_means_over_batch(model, means, only_with_labels=True)
@@ -387,6 +388,7 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
             _take_means_over_batch(model, MeansOverBatch(grid), only_with_labels=False)
             return
         is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
+        balance_over_batch(model, grid)
         if grid.size(LOSS) > 1:
             huggingface.refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):

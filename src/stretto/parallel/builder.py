@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stretto.axes import EXPERT, EXPERT_Z
 from stretto.execution import Overlap
+from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
     CopyEngineAllGather,
     CopyEngineGatherer,
@@ -25,7 +26,7 @@ from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.experts import ExpertProduct, ExpertsPlan, ParallelExperts, TokenFlow, several
 from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
+from stretto.parallel.layers.linear import CompressingLinear, LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layers.plain_parts import warn_of_whole_parts
@@ -38,12 +39,12 @@ from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import embedding_scale, norm_kind
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
+    LINEARS,
     ParameterSharding,
     Role,
     ShardingPlan,
     experts_sharding,
     gathered_sharding,
-    linear_axes,
     sharding_of,
 )
 
@@ -148,7 +149,7 @@ class Builder:
 
     def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         match role.role:
-            case "colwise" | "rowwise" | "head":
+            case kind if kind in LINEARS:
                 return self._linear(name, module, role)
             case "embedding" | "positions":
                 return self._embedding(name, module, role)
@@ -164,10 +165,12 @@ class Builder:
 
     def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         grid, source = self.grid, self.initializer.real(name, module)
-        output_axis, input_axis = linear_axes(role)
+        output_axis, input_axis = LINEARS[role.role]
+        if self.tokens is not None and None in (output_axis, input_axis):
+            raise ValueError(f"shard_sequence: {name} has the role {role.role!r}, which takes whole sequences")
         is_transposed = huggingface.is_conv1d(module)
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
-        rows = sharding.splits[0] if not is_transposed else sharding.splits[1]
+        rows = next((split for split in sharding.splits if split.dim == 0 and split.axis != "z"), None)
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient
         weight, shard = self._weight(module, source, sharding, rows, may_keep=self.keep_gathered, ring=ring)
         bias = None
@@ -178,8 +181,9 @@ class Builder:
             shard,
             input_axis=input_axis,
             output_axis=output_axis,
-            output_reduce_group=grid.group(input_axis),
-            input_grad_reduce_group=grid.group(output_axis),
+            output_reduce_group=NO_GROUP if input_axis is None else grid.group(input_axis),
+            # What "expand" gives back is of its own heads; `CompressingLinear` sums it.
+            input_grad_reduce_group=NO_GROUP if None in (input_axis, output_axis) else grid.group(str(output_axis)),
             is_transposed=is_transposed,
             keep_gathered=self.keep_gathered,
             hides_all_reduce=self.overlap.all_reduce,
@@ -191,6 +195,8 @@ class Builder:
         self.linears += 1
         if role.role == "head":
             return ParallelHead(weight, bias, plan, self._first(weight.shape[0]), grid)
+        if role.role == "compress":
+            return CompressingLinear(weight, bias, plan, grid.group("x"))
         return ParallelLinear(weight, bias, plan)
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
@@ -234,17 +240,21 @@ class Builder:
         parameters, products = {}, {}
         for part in (part for part in EXPERTS_PARAMETERS if hasattr(module, part)):
             original = module.get_parameter(part)
-            weight = self.parameter(original, getattr(source, part), experts_sharding(part, grid.sizes))
-            here = layout_of(weight).local_shape(grid.layout_sizes, grid.layout_coordinates)[0]
-            rows = original.shape[0] // grid.size(EXPERT)
-            shard = WeightShard(rows, here, over_z, self.precision, self.gatherer, self.gradient_reducer)
+            sharding = experts_sharding(part, original.shape, grid.sizes)
+            weight = self.parameter(original, getattr(source, part), sharding)
+            before_z, dim = ParameterLayout(tuple(original.shape), sharding.splits[:-1]), sharding.splits[-1].dim
+            rows, here = (
+                layout.local_shape(grid.layout_sizes, grid.layout_coordinates)[dim]
+                for layout in (before_z, layout_of(weight))
+            )
+            parts = self.precision, self.gatherer, self.gradient_reducer
+            shard = WeightShard(rows, here, over_z, *parts, dim=dim)
             shard.watch(weight, may_keep=self.keep_gathered and over_z.size() == 1)
             parameters[part] = weight
+            sums, feeds = (over_y, flow.sum_rows_over), None
             if part == "down_proj":
-                sums = flow.sum_rows_over, over_y
-                products[part] = ExpertProduct(shard, *sums, self.keep_gathered, plan.kept_of_output())
-            else:
-                products[part] = ExpertProduct(shard, over_y, flow.sum_rows_over, self.keep_gathered)
+                sums, feeds = (flow.sum_rows_over, over_y), plan.kept_of_output()
+            products[part] = ExpertProduct(shard, *sums, self.keep_gathered, self.overlap.all_reduce, feeds)
         return ParallelExperts(module, parameters, plan, products)
 
     def _sharding(self, role: Role, part: str) -> ParameterSharding:
@@ -260,12 +270,13 @@ class Builder:
         module: nn.Module,
         source: nn.Module | Namespace,
         sharding: ParameterSharding,
-        rows: Split,
+        rows: Split | None,
         *,
         may_keep: bool,
         ring: "ScatterRing | None",
     ) -> tuple[nn.Parameter, WeightShard]:
-        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z splits further.
+        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z splits further,
+        if there is one.
 
         may_keep: as in `WeightShard.watch`. ring: reduce-scatters its gradient by copy engines, if it is not None.
         """
@@ -273,7 +284,7 @@ class Builder:
         assert isinstance(original, nn.Parameter)
         weight = self.parameter(original, source.weight, sharding)  # type: ignore[arg-type]
         place = grid.layout_sizes, grid.layout_coordinates
-        before_z = ParameterLayout(tuple(original.shape), (rows,)).local_shape(*place)[0]
+        before_z = ParameterLayout(tuple(original.shape), () if rows is None else (rows,)).local_shape(*place)[0]
         local_rows = layout_of(weight).local_shape(*place)[0]
         shard = WeightShard(
             before_z, local_rows, grid.group("z"), self.precision, self.gatherer, self.gradient_reducer, ring

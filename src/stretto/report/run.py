@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports a run: reads what it wrote to its folder, and writes loss.png, timeline.png and summary.md."""
+"""Reports a run: reads what it wrote to its folder, and writes loss.png, experts.png, timeline.png and summary.md."""
 
 import json
 import math
@@ -17,6 +17,7 @@ from stretto.train.observe.timeline import OTHER, TRACE_FILE, read_timeline
 
 LOSS_PLOT = "loss.png"
 TIMELINE_PLOT = "timeline.png"
+EXPERT_PLOT = "experts.png"
 SUMMARY = "summary.md"
 MAX_SUMMARY_BYTES = 1 << 20
 EVALUATION = ("auc", "evaluation_loss", "perplexity")  # keys in the lines of steps after which there was an evaluation
@@ -27,7 +28,8 @@ class RunRecord:
     """A run, as its folder describes it.
 
     steps, losses, rates: of each step its number, loss, and tokens or samples per second. evaluations: the steps after
-    which there was an evaluation, with its results. summary: {} if the run was interrupted.
+    which there was an evaluation, with its results. routing: of a mixture of experts, the entries of each step's line.
+    summary: {} if the run was interrupted.
     """
 
     out: Path
@@ -36,6 +38,7 @@ class RunRecord:
     losses: tuple[float, ...]
     rates: tuple[float, ...]
     evaluations: tuple[tuple[int, Mapping[str, float | None]], ...] = ()
+    routing: tuple[Mapping[str, Any], ...] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,6 +66,7 @@ def read_run(out: Path) -> RunRecord:
             for line in metrics
             if "evaluation_loss" in line
         ),
+        routing=tuple(line for line in metrics if "expert_load" in line),
         summary=json.loads(read_bounded(summary_file, MAX_SUMMARY_BYTES, "a run's summary"))
         if summary_file.is_file()
         else {},
@@ -77,7 +81,9 @@ def largest_difference(run: RunRecord, other: RunRecord) -> float:
 
 
 def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> RunRecord:
-    """Write loss.png and summary.md to `out`, and timeline.png if the run was traced. Returns the run.
+    """Write loss.png and summary.md to `out`, timeline.png if the run was traced, and experts.png if it has experts.
+
+    Returns the run.
 
     Without matplotlib there are no pictures, and a line on stderr says how to get them.
 
@@ -85,7 +91,7 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
     Raises ValueError as `read_run` does.
     """
     run = read_run(out)
-    for picture in (LOSS_PLOT, TIMELINE_PLOT):
+    for picture in (LOSS_PLOT, TIMELINE_PLOT, EXPERT_PLOT):
         (out / picture).unlink(missing_ok=True)  # it may be an earlier run's
     draws = can_draw()
     if draws and (out / TRACE_FILE).is_file():
@@ -95,8 +101,9 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
     other = None if beside is None else read_run(beside)
     if draws:
         draw_loss(run, other)
+        draw_experts(run)
     sections = [
-        *(_overview(run), _loss(run, other), _timeline(run), _measured(run)),
+        *(_overview(run), _loss(run, other), _experts(run), _timeline(run), _measured(run)),
         *(_bytes_sent(run), _configuration(run), _checkpoint(run)),
     ]
     if sample is not None:
@@ -115,9 +122,25 @@ def draw_loss(run: RunRecord, other: RunRecord | None = None) -> Path:
     return picture
 
 
+def draw_experts(run: RunRecord) -> Path | None:
+    """Draw a run's experts.png into its folder. Returns the picture's path; None if the run has no experts."""
+    if not run.routing:
+        return None
+    from stretto.report.expert_plot import RoutingHistory, plot_experts
+
+    picture = run.out / EXPERT_PLOT
+    lines = run.routing
+    history = RoutingHistory(
+        _moe_blocks(run),
+        *([line[key] for line in lines] for key in ("step", "expert_load", "dropped_tokens", "bias_range")),
+    )
+    plot_experts(history, picture)
+    return picture
+
+
 def remove_report(out: Path) -> None:
     """Delete what `write_report` wrote for an earlier run."""
-    for name in (LOSS_PLOT, TIMELINE_PLOT, SUMMARY):
+    for name in (LOSS_PLOT, TIMELINE_PLOT, EXPERT_PLOT, SUMMARY):
         (out / name).unlink(missing_ok=True)
 
 
@@ -169,6 +192,35 @@ def _loss(run: RunRecord, other: RunRecord | None) -> str:
             f"{largest_difference(run, other):.1e}."
         )
     return text
+
+
+def _experts(run: RunRecord) -> str:
+    """The load of each block in the last step, and what was dropped in the whole run."""
+    if not run.routing:
+        return ""
+    last = run.routing[-1]
+    shown = f"![load by step and block]({EXPERT_PLOT})\n\n" if (run.out / EXPERT_PLOT).is_file() else ""
+    rows = "\n".join(
+        f"| {block} | {load:.2f} | {dropped:,} | {bias:.3g} |"
+        for block, load, dropped, bias in zip(
+            _moe_blocks(run), last["expert_load"], last["dropped_tokens"], last["bias_range"], strict=True
+        )
+    )
+    dropped = sum(sum(line["dropped_tokens"]) for line in run.routing)
+    return (
+        f"## Experts\n\n{shown}In step {last['step']:,}. Load: the tokens of the fullest expert, as a multiple of the "
+        f"mean expert's. In the whole run {dropped:,} choices of an expert were dropped. Losses of the routers beside "
+        f"the model's: balance {last['balance_loss']:.3g}, z {last['z_loss']:.3g}.\n\n"
+        f"| block | load | dropped | biases, max - min |\n|---:|---:|---:|---:|\n{rows}"
+    )
+
+
+def _moe_blocks(run: RunRecord) -> list[int]:
+    """The numbers of the blocks that have experts; counted from 0 where another model's are not known."""
+    if isinstance(run.config, TrainConfig) and run.config.model.num_experts is not None:
+        config = run.config.model.to_gpt(data_vocab=1, seq_len=run.config.train.seq_len)
+        return list(config.moe_blocks)
+    return list(range(len(run.routing[-1]["expert_load"])))
 
 
 def _timeline(run: RunRecord) -> str:

@@ -7,9 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import blended_transform_factory
 
 from stretto.cluster import name_grid
-from stretto.report.style import BLUE, EXPOSED, INK, ORANGE, SKY, SMALL, Look, drawing
-from stretto.train.observe.timeline import BUBBLE, COMPUTE, HOST_COPIES, OTHER, Intervals, Timeline, subtract
+from stretto.report.style import BLUE, EXPOSED, GREEN, INK, ORANGE, SKY, SMALL, Look, drawing
+from stretto.train.observe.timeline import BUBBLE, COMPUTE, EXPERTS, HOST_COPIES, OTHER, Intervals, Timeline, subtract
 
+IN_EXPERTS = "the part of computation that is in experts"
 WAITING = "bubble: the message to compute on was not sent yet"
 KINDS = {
     "computation": Look(BLUE, "o"),
@@ -18,6 +19,7 @@ KINDS = {
     "copies between host and device that overlap with computation": Look(SKY, "D"),
     "exposed copies": Look(ORANGE, "^", (0, (5, 1.5)), "...."),
     WAITING: Look("#e6e6e6", "v", (0, (1, 1)), "\\\\"),
+    IN_EXPERTS: Look(GREEN, "P", (0, (3, 1)), "xx"),
 }
 """What the bars are. The kinds of a row differ in lightness, and exposed parts are also hatched."""
 
@@ -29,7 +31,7 @@ def plot_timeline(timeline: Timeline, file: Path) -> None:
     rows = timeline.rows
     with drawing(file, 10, 0.9 + 0.5 * len(rows)) as picture:
         axes = picture.panels(1, 1)[0, 0]
-        computation, *communication, copies_overlapped, copies_exposed, _ = KINDS
+        computation, *communication, copies_overlapped, copies_exposed, _, _ = KINDS
         totals = timeline.communication | timeline.host_copies
         exposed_totals = timeline.exposed_by_axis | timeline.exposed_host_copies
         labels = list(KINDS)  # each kind is labelled where it is first drawn, so that the legend has what there is
@@ -37,6 +39,9 @@ def plot_timeline(timeline: Timeline, file: Path) -> None:
             if row == COMPUTE:
                 _draw(axes, timeline.busy(row), place, computation, labels)
                 text = f"{_ms(timeline.compute)} ms a step"
+            elif row == EXPERTS:
+                _draw(axes, timeline.busy(row), place, IN_EXPERTS, labels)
+                text = f"{_ms(timeline.experts)} ms a step"
             elif row == BUBBLE:
                 _draw(axes, timeline.exposed(row), place, WAITING, labels)
                 text = f"{_ms(timeline.bubble)} ms a step"

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 @dataclass
 class Layer:
-    """What a layer of experts computes with: x [t, h], ids and weights [t, k], gate_up [E, 2F, h], down [E, h, F]."""
+    """What a layer computes with: x [t, h], ids and weights [t, k], gate_up [E, 2F, h], down [E, h, F]."""
 
     x: Tensor
     ids: Tensor
@@ -18,61 +18,58 @@ class Layer:
     gate_up: Tensor
     down: Tensor
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What has gradients."""
+        return [self.x, self.weights, self.gate_up, self.down]
 
-def make_layer(seed: int, tokens: int, k: int, num_experts: int, hidden: int = 6, inner: int = 5) -> Layer:
-    """A layer of random numbers in fp64, whose tokens have k different experts each."""
+
+def draw(seed: int, *shape: int) -> Tensor:
+    """Random numbers in fp64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_layer(seed: int, tokens: int, k: int, num_experts: int, *, chosen: range | None = None) -> Layer:
+    """A layer of random numbers, whose tokens have k different experts each, of those in `chosen` (None: of all)."""
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    ids = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(tokens)]
+    experts = torch.tensor(list(chosen or range(num_experts)))
+    ids = [experts[torch.randperm(len(experts), generator=generator)[:k]] for _ in range(tokens)]
     return Layer(
-        draw(tokens, hidden),
+        draw(seed + 1, tokens, 6),
         torch.stack(ids) if ids else torch.empty(0, k, dtype=torch.int64),
-        torch.rand(tokens, k, generator=generator, dtype=torch.float64),
-        draw(num_experts, 2 * inner, hidden),
-        draw(num_experts, hidden, inner),
+        draw(seed + 2, tokens, k).abs(),
+        draw(seed + 3, num_experts, 10, 6),
+        draw(seed + 4, num_experts, 6, 5),
     )
 
 
-def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """One expert's MLP on one token [h]."""
-    both = gate_up @ x
-    inner = down.shape[1]
-    return down @ (silu(both[:inner]) * both[inner:])
-
-
-def run_dense(layer: Layer) -> Tensor:
+def run_dense(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The layer's output [t, h], token by token."""
-    out = []
-    for token in range(len(layer.x)):
-        total = torch.zeros_like(layer.x[token])
-        for slot, expert in enumerate(layer.ids[token].tolist()):
-            result = run_expert(layer.x[token], layer.gate_up[expert], layer.down[expert])
-            total = total + layer.weights[token, slot] * result
-        out.append(total)
-    return torch.stack(out) if out else layer.x.new_zeros(0, layer.x.shape[1])
+    out, inner = [torch.zeros_like(token) for token in x], down.shape[2]
+    for token, experts in enumerate(ids.tolist()):
+        for slot, expert in enumerate(experts):
+            both = gate_up[expert] @ x[token]
+            out[token] = out[token] + weights[token, slot] * (down[expert] @ (silu(both[:inner]) * both[inner:]))
+    return torch.stack(out) if out else x.clone()
 
 
-def differentiate_dense(layer: Layer, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(output, gradients of x, weights, gate_up and down), for a gradient of the output."""
-    leaves = [one.clone().requires_grad_() for one in (layer.x, layer.weights, layer.gate_up, layer.down)]
-    out = run_dense(Layer(leaves[0], layer.ids, *leaves[1:]))
-    grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
-    return out.detach(), [
-        torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, grads, strict=True)
-    ]
-
-
-def list_rows(ids: list[list[list[int]]], experts: range) -> list[tuple[int, int, int]]:
-    """(expert, source rank, token) of each row for these experts, in order, from all ranks' ids [rank][token][slot]."""
+def differentiate_dense(layer: Layer, grad: Tensor) -> list[Tensor]:
+    """The output, then the gradients of x, weights, gate_up and down, for a gradient of the output."""
+    x, weights, gate_up, down = (one.clone().requires_grad_() for one in layer.leaves)
+    out = run_dense(x, layer.ids, weights, gate_up, down)
+    (out * grad).sum().backward()
     return [
-        (expert, rank, token)
-        for expert in experts
-        for rank, tokens in enumerate(ids)
-        for token, chosen in enumerate(tokens)
-        for one in chosen
-        if one == expert
+        out.detach(),
+        *(torch.zeros_like(one) if one.grad is None else one.grad for one in (x, weights, gate_up, down)),
     ]
+
+
+def list_rows(ids: list[list[list[int]]], experts: range) -> tuple[list[tuple[int, int]], list[int]]:
+    """((rank, token) of each row for these experts, offsets), from ids [rank][token][slot] of all ranks in order."""
+    rows, offsets = [], [0]
+    for expert in experts:
+        for rank, tokens in enumerate(ids):
+            rows += [(rank, token) for token, chosen in enumerate(tokens) for one in chosen if one == expert]
+        offsets.append(len(rows))
+    return rows, offsets

@@ -74,6 +74,7 @@ def distances(sizes: dict[str, Any], counts: list[int], options: dict[str, Any])
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "counts", "options"),
     [
@@ -110,6 +111,7 @@ def count_products(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[int,
     return products.counts["grouped_matmul"], products.counts["grouped_matmul_weight_gradient"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("sizes", "options", "products"),
     [

@@ -2,6 +2,7 @@
 """What is refused of experts and routers, with what would do."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,6 +96,33 @@ def test_what_only_a_grid_shows_is_refused(ranks):
         assert "a model that is sharded block by block has all experts on every rank" in dense
         assert blocks == dense
         assert "more than max_rows=8: give max_rows=" in rows
+
+
+class Unknown(nn.Module):
+    """A model of which nothing says what its submodules are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+
+def test_a_model_without_roles_is_not_sharded_by_blocks_where_experts_are_to_be_divided():
+    with pytest.raises(ValueError, match=r"has all experts on every rank.* nothing says what .* are: layers\.0"):
+        validate(Unknown(), {"data": 2, "expert": 2})
+    validate(Unknown(), {"data": 2})
+
+
+def test_a_graph_does_not_hold_a_layer_that_waits_for_the_number_of_rows(ranks):
+    ranks(2).run(refuse_capture)
+
+
+def refuse_capture() -> None:
+    model = parallelize(GPT(gpt(layers=1, balance="none")), Grid(data=2, expert=2))
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(ValueError, match=r"blocks\.0\.mlp\.experts: a CUDA graph cannot wait .* expert_rows="),
+    ):
+        model.blocks[0].mlp.experts._refuse_capture()
 
 
 def test_options_that_no_step_could_run_with_are_refused():

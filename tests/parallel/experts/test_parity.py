@@ -3,30 +3,28 @@
 
 import pytest
 
-from tests.parallel.experts.training import CASES, Run, disagreements, every_run, expected_of, gradient_distances
+from tests.parallel.experts.training import Run, case_of, disagreements, every_run, expected_of, gradient_distances
 from tests.parallel.training import SEED
 
 CHOSEN = [
     Run({}),
-    Run({"data": 2, "expert": 2}),
-    Run({"data": 2, "x": 2}),
     Run({"data": 4, "x": 2, "expert": 4}),  # figure 7.7's layout, scaled down
-    Run({"data": 4, "x": 2, "expert": 4}, {"drop_duplicates": False}),
-    Run({"data": 2, "x": 2, "z": 2, "expert": 2, "expert_tensor": "fold"}, case="top-1 on alternate layers"),
+    Run({"x": 2, "z": 2, "expert": 2, "expert_tensor": "fold"}, case="top-1 on alternate layers"),
+    Run({"pipe": 2, "x": 2, "data": 2, "expert": 2}, {"drop_duplicates": False}, "top-2 in micro-batches"),
 ]
 
 
 @pytest.mark.parametrize("run", CHOSEN, ids=str)
 def test_five_steps_equal_those_of_one_rank(ranks, run):
     print(f"seed {SEED}")
-    assert ranks(run.ranks).run(disagreements, run, CASES[run.case], expected_of(run)) == [{}] * run.ranks
+    assert ranks(run.ranks).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * run.ranks
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", every_run(8), ids=str)
 def test_five_steps_on_every_grid_of_8_equal_those_of_one_rank(ranks, run):
     print(f"seed {SEED}")
-    assert ranks(8).run(disagreements, run, CASES[run.case], expected_of(run)) == [{}] * 8
+    assert ranks(8).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * 8
 
 
 GRADIENTS = [
@@ -34,13 +32,43 @@ GRADIENTS = [
     Run({"x": 2, "z": 2, "expert": 2}),
     Run({"data": 2, "y": 2, "expert": 2}),
     Run({"x": 2, "y": 2}),
+    # Three experts a rank: z gathers their weights by rows.
+    Run({"data": 2, "z": 2, "expert": 2}, {"keep_gathered": False}, case="6 experts"),
     Run({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True}),
     Run({"data": 2, "x": 2, "expert": 4, "expert_tensor": "fold"}, {"shard_sequence": True}),
 ]
+ODD = [
+    Run({"data": 2, "y": 2, "z": 2, "expert": 2}, case="6 experts"),
+    Run({"data": 2, "x": 2, "z": 2, "expert": 2}, {"recompute": "communication"}, case="6 experts"),
+    Run({"x": 2, "z": 4}, case="6 experts"),
+]
 
 
+SCHEDULES = [
+    Run({"pipe": 2, "data": 2, "x": 2, "expert": 2}, case="top-2 in micro-batches", schedule="zb-h1"),
+    Run({"pipe": 2, "x": 2, "z": 2, "expert": 2}, case="top-1 on alternate layers", schedule="zb-v"),
+    Run({"pipe": 2, "z": 2, "expert": 2}, {"recompute": "communication"}, "top-1 on alternate layers", "interleaved"),
+    Run({"pipe": 2, "data": 2, "expert": 2}, case="top-1 on alternate layers", schedule="dualpipe-v"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", SCHEDULES, ids=str)
+def test_five_steps_by_other_schedules_equal_those_of_one_rank(ranks, run):
+    print(f"seed {SEED}")
+    assert ranks(run.ranks).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * run.ranks
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", ODD, ids=str)
+def test_five_steps_where_z_does_not_divide_the_experts_equal_those_of_one_rank(ranks, run):
+    print(f"seed {SEED}")
+    assert ranks(run.ranks).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * run.ranks
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", GRADIENTS, ids=str)
 def test_the_gradients_of_a_step_are_those_of_one_rank(ranks, run):
     print(f"seed {SEED}")
-    for found in ranks(run.ranks).run(gradient_distances, run, CASES[run.case]):
+    for found in ranks(run.ranks).run(gradient_distances, run, case_of(run)):
         assert max(found.values()) < 1e-12, found

@@ -2,6 +2,8 @@
 """State of models with experts: initial weights, state dicts, checkpoints on other grids, and optimizers' state."""
 
 from contextlib import nullcontext
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
+from stretto.optim import AdamW
 from stretto.parallel import (
     Grid,
     SegmentLoadPlanner,
@@ -22,6 +25,7 @@ from stretto.parallel import (
     no_sync,
     parallelize,
 )
+from stretto.parallel.low_precision_weights import copy_of
 from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.optimizer import ShardOptimizer
@@ -42,16 +46,9 @@ GRIDS: list[dict[str, Any]] = [
 ]
 
 
-def ranks_of(grid: dict[str, Any]) -> int:
-    return Grid_ranks[str(grid)]
-
-
-Grid_ranks = {str(grid): 1 if not grid else 4 for grid in GRIDS}
-
-
-def make(seed: int) -> GPT:
+def make(seed: int, **changes: Any) -> GPT:
     torch.manual_seed(seed)
-    return GPT(CONFIG)
+    return GPT(replace(CONFIG, **changes))
 
 
 def tokens_of(grid: Grid, step: int) -> Tensor:
@@ -86,13 +83,14 @@ def load_and_save(sizes: dict[str, Any], source: Path, out: Path) -> dict[str, T
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [GRIDS[1], GRIDS[2]], ids=str)
 def test_a_checkpoint_is_read_on_every_other_grid(ranks, tmp_path, first):
     (weights, *_) = ranks(4).run(save_trained, first, tmp_path / "first")
     source = checkpoint_path(tmp_path / "first", 2)
     for number, grid in enumerate(GRIDS):
         out = tmp_path / f"again-{number}"
-        for seen in ranks(Grid_ranks[str(grid)]).run(load_and_save, grid, source, out):
+        for seen in ranks(4 if grid else 1).run(load_and_save, grid, source, out):
             assert all(torch.equal(weight, weights[name]) for name, weight in seen.items())
         (again,) = ranks(1).run(load_and_save, {}, checkpoint_path(out, 2), tmp_path / f"back-{number}")
         assert again.keys() == weights.keys()
@@ -109,15 +107,18 @@ def moments(out: Path) -> dict[str, list[float]]:
     return {name: read_tensor(path, entries[name]).flatten().tolist() for name in entries if "optimizer" in name}
 
 
-def whole_tensors(sizes: dict[str, Any], folder: str) -> dict[str, bool]:
+def whole_tensors(sizes: dict[str, Any], folder: str, **changes: Any) -> dict[str, bool]:
     """State dicts: whole tensors in, by torch.distributed.checkpoint out and in again."""
     grid = Grid(**sizes)
-    plain = {name: tensor.clone() for name, tensor in make(3).state_dict().items()}
-    model = parallelize(make(1), grid)
+    plain = {name: tensor.clone() for name, tensor in make(3, **changes).state_dict().items()}
+    model = parallelize(make(1, **changes), grid)
     model.load_state_dict(plain)
     found = {name: torch.equal(gather(p), plain[name]) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if name.endswith("down_proj"):
+            found[f"{name} by torch"] = torch.equal(parameter.full_tensor(), plain[name])
     dcp.save(model.state_dict(), checkpoint_id=folder, planner=SegmentSavePlanner())
-    other = parallelize(make(2), grid)
+    other = parallelize(make(2, **changes), grid)
     state = other.state_dict()
     dcp.load(state, checkpoint_id=folder, planner=SegmentLoadPlanner())
     other.load_state_dict(state)
@@ -127,9 +128,15 @@ def whole_tensors(sizes: dict[str, Any], folder: str) -> dict[str, bool]:
     return {name: right for name, right in (found | layouts).items() if not right}
 
 
-@pytest.mark.parametrize("sizes", [GRIDS[1], GRIDS[2], GRIDS[5]], ids=str)
-def test_state_dicts_take_whole_tensors_and_distributed_checkpoints(ranks, tmp_path, sizes):
-    assert ranks(4).run(whole_tensors, sizes, str(tmp_path / "dcp")) == [{}] * 4
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("sizes", "experts"),
+    [(GRIDS[1], 4), (GRIDS[2], 4), (GRIDS[5], 4), ({"data": 2, "z": 2, "expert": 2}, 6), ({"x": 2, "z": 4}, 6)],
+    ids=str,
+)
+def test_state_dicts_take_whole_tensors_and_distributed_checkpoints(ranks, tmp_path, sizes, experts):
+    count = prod(size for axis, size in sizes.items() if "expert" not in axis)
+    assert ranks(count).run(whole_tensors, sizes, str(tmp_path / "dcp"), num_experts=experts) == [{}] * count
 
 
 def initial_weights(sizes: dict[str, Any]) -> dict[str, Tensor]:
@@ -159,6 +166,7 @@ def accumulate(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[float, d
     return norm, {name: gather(p.grad, layout_of(p)) for name, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [GRIDS[1], GRIDS[2], GRIDS[5], {"data": 2, "z": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize("unsharded", [False, True])
 def test_micro_batches_accumulate(ranks, sizes, unsharded):
@@ -185,6 +193,7 @@ def train_stored(sizes: dict[str, Any], options: StateOptions) -> dict[str, Tens
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [GRIDS[1], GRIDS[2], {"data": 2, "z": 2, "expert": 2}], ids=str)
 def test_optimizer_state_on_the_host_and_in_buckets_trains_as_on_one_rank(ranks, sizes):
     (expected,) = ranks(1).run(train_stored, {}, StateOptions("device"))
@@ -225,3 +234,37 @@ def test_torchs_own_optimizers_step_parameters_of_both_meshes(ranks, kind):
     for seen in ranks(4).run(train_by_torch, {"data": 2, "x": 2, "expert": 2}, kind):
         for name, weight in seen.items():
             torch.testing.assert_close(weight, expected[name], rtol=2e-4, atol=2e-5)
+
+
+def train_in_bf16(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], int]:
+    """The losses of three steps, and of how many of the experts' weights an optimizer may write bf16 copies."""
+    grid = Grid(**sizes)
+    model = parallelize(make(1), grid, dtype=torch.bfloat16, **options)
+    optimizer = AdamW(model.parameters(), lr=1e-2, writes_copies=True)
+    losses = []
+    for step in range(3):
+        model.zero_grad()
+        loss = model(tokens_of(grid, step), tokens_of(grid, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    experts = [parameter for name, parameter in model.named_parameters() if "experts" in name]
+    return losses, sum(copy_of(parameter) is not None for parameter in experts)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("sizes", "options", "copies"),
+    [
+        ({"data": 2, "x": 2, "expert": 2}, {}, 2),
+        ({"z": 2, "x": 2, "expert": 2}, {"shard_sequence": True}, 2),
+        ({"data": 2, "z": 2, "expert": 2}, {"keep_gathered": False}, 0),
+    ],
+    ids=str,
+)
+def test_mixed_precision_trains_as_on_one_rank_with_low_precision_weights(ranks, sizes, options, copies):
+    ((expected, of_one),) = ranks(1).run(train_in_bf16, {}, {})
+    assert of_one == 2
+    for losses, found in ranks(4).run(train_in_bf16, sizes, options):
+        assert losses == pytest.approx(expected, rel=2e-2)
+        assert found == copies

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains GPTs with experts on grids, to be compared with the plain training of tests/parallel/training.py."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.models import GPT, GPTConfig
+from stretto.models.moe import scale_losses
 from stretto.parallel import Grid, clip_grad_norm_, gather, layout_of, parallelize
 from tests.parallel.pipeline.training import Run as PipelineRun
 from tests.parallel.pipeline.training import train_by_pipeline
@@ -45,19 +46,31 @@ CASES = {
         (gpt(layers=4, activation="gelu", experts_per_token=1, moe_layers="every:2", balance="none"),),
     ),
 }
+OTHER_CASES = {
+    "6 experts": Case(GPT, (gpt(num_experts=6, balance="none"),)),
+    # The switch loss of a micro-batch is no part of that of the batch; the z-loss is.
+    "top-2 in micro-batches": Case(
+        GPT,
+        (gpt(balance="none", z_loss=0.1, shared_ffn=16, shared_expert_gate=True),),
+        has_ignored_targets=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A grid, and options of parallelize. schedule: of the pipeline, where there is one."""
+    """A grid, and options of parallelize. schedule: of the pipeline, if there is one."""
 
     grid: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     case: str = "top-2"
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in self.grid.items() if size != 1]
-        return "-".join([*sizes, *(f"{name}={value}" for name, value in self.options.items()), self.case[:5]])
+        schedule = [self.schedule] * (self.grid.get("pipe", 1) > 1)
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        return "-".join([*sizes, *schedule, *options, self.case[:5]])
 
     @property
     def ranks(self) -> int:
@@ -69,7 +82,8 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
     """Train on this rank of the grid; the weights that this rank has come back gathered."""
     grid = Grid(**run.grid)
     if grid.size("pipe") > 1:
-        trace, _ = train_by_pipeline(PipelineRun(run.grid, options=run.options), case, precision, grid)
+        case = replace(case, make_model=make_scaled, model_args=(*case.model_args, grid.size("batch") / case.batch))
+        trace, _ = train_by_pipeline(PipelineRun(run.grid, run.schedule, options=run.options), case, precision, grid)
         return trace
     model = parallelize(build(case, precision), grid, **run.options)
     parameters = list(model.parameters())
@@ -87,6 +101,13 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
         optimizer.step()
     weights = {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
     return Trace(tuple(losses), tuple(grad_norms), weights)
+
+
+def make_scaled(config: GPTConfig, share: float) -> GPT:
+    """A GPT whose routers' losses are those of micro-batches that are such a share of a rank's batch."""
+    model = GPT(config)
+    scale_losses(model, share)
+    return model
 
 
 def disagreements(run: Run, case: Case, expected: Trace) -> dict[str, float]:
@@ -118,38 +139,32 @@ def gradient_distances(run: Run, case: Case) -> dict[str, float]:
     return found
 
 
+def case_of(run: Run) -> Case:
+    return (CASES | OTHER_CASES)[run.case]
+
+
 def expected_of(run: Run) -> Trace:
-    return train_plainly(CASES[run.case], EXACT)
+    return train_plainly(case_of(run), EXACT)
 
 
 def every_run(ranks: int) -> list[Run]:
-    """Every grid of so many ranks with every expert that it holds, cut and fold, and the options dealt out in turn."""
-    options = [
-        {},
-        {"drop_duplicates": False},
-        {"recompute": "communication"},
-        {"shard_sequence": True, "recompute": "communication"},
-        {"drop_duplicates": False, "recompute": "full", "keep_gathered": False},
-        {"shard_sequence": True, "keep_gathered": False},
-    ]
+    """Every grid of so many ranks with every expert that it holds, cut and fold, with and without dropped duplicates
+    (where x has any) and kept communication; the two models, and other options, are dealt out in turn."""
+    others: list[dict[str, Any]] = [{}, {"shard_sequence": True}, {"keep_gathered": False}]
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    grids: list[dict[str, Any]] = []
+    runs: list[Run] = []
     for pipe, data, x, y, z in product((1, 2), divisors, divisors, divisors, divisors):
         if pipe * data * x * y * z != ranks:
             continue
-        for of_x in dict.fromkeys((1, x)):
-            folds = {"expert_tensor": "fold"} if of_x > 1 else {}
-            experts = [of_x * n for n in divisors if data * z % n == 0 and 8 % (of_x * n) == 0]
-            grids += [{"pipe": pipe, "data": data, "x": x, "y": y, "z": z, "expert": e, **folds} for e in experts]
-    return [
-        Run(grid, options[(number + 3 * turn) % len(options)], case)
-        for number, grid in enumerate(grids)
-        for turn, case in enumerate(CASES)
-    ]
-
-
-def tokens_to_experts(model: nn.Module, chosen: Tensor) -> None:
-    """Have the routers of a model give each token the experts that `chosen` [tokens, k] names, in every block."""
-    for module in model.modules():
-        if hasattr(module, "_choose"):
-            module._choose = lambda scores: chosen[: scores.shape[0]]
+        sizes = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z}
+        cases = ["top-2" if pipe == 1 else "top-2 in micro-batches", "top-1 on alternate layers"]
+        experts = [{"expert": n} for n in divisors if data * z % n == 0]
+        experts += [{"expert": x * n, "expert_tensor": "fold"} for n in divisors if data * z % n == 0] if x > 1 else []
+        for grid in experts:
+            is_cut = x > 1 and grid["expert"] > 1 and len(grid) == 1
+            modes = [{"drop_duplicates": drops} for drops in ((True, False) if is_cut else (True,))]
+            for mode, recompute in product(modes, ("none", "communication")):
+                options = {**mode, "recompute": recompute, **others[len(runs) // 2 % len(others)]}
+                case = cases[(len(runs) + len(runs) // 2) % 2]
+                runs.append(Run(sizes | grid, options, case))
+    return [run for run in runs if run.grid["expert"] <= 8]

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stretto.parallel import Grid, gather, mean_over_batch, parallelize, validate
 from stretto.parallel.roles.families import FAMILIES
+from tests.parallel import moe_families
 from tests.parallel.training import IGNORED, my_rows
 
 SEED = 41
@@ -271,34 +272,34 @@ def test_sinks_go_with_heads_which_the_number_of_kv_heads_bounds():
     assert "'model.layers.*.self_attn.sinks': 'inner_parameter'" in refusal
 
 
-def balanced_loss_said(sizes: tuple[int, int, int, int], *, is_option: bool) -> tuple[list[str], str]:
-    """What is warned of, and raised, where a model is to add a load-balancing loss to that of its labels."""
+def balanced() -> nn.Module:
+    model: Any = build(CASES["gpt-oss"])
+    model.router_aux_loss_coef = 0.7
+    return model
+
+
+def balanced_loss(sizes: tuple[int, int, int, int]) -> float:
+    """The loss of labels and of balance, by an option of the configuration or of the call."""
     family = CASES["gpt-oss"]
-    model, inputs = build(family), inputs_of(family)
-    model.config.output_router_logits = is_option
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        parallelize(model, grid)
-    rows = {name: value[my_rows(grid, BATCH)] for name, value in inputs.items()}
-    try:
-        model(**rows) if is_option else model(**rows, output_router_logits=True)
-    except ValueError as error:
-        return [str(each.message) for each in caught], str(error)
-    return [str(each.message) for each in caught], ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = parallelize(balanced(), grid)
+    rows = {name: value[my_rows(grid, BATCH)] for name, value in inputs_of(family).items()}
+    by_call = float(model(**rows, output_router_logits=True).loss.detach())
+    model.config.output_router_logits = True
+    assert float(model(**rows).loss.detach()) == by_call
+    return by_call
 
 
-def test_a_load_balancing_loss_is_not_summed_over_ranks(ranks):
-    """It would be as many times too large as ranks have other rows: blocks average it, and a call is refused."""
-    warned, raised = ranks(2).run(balanced_loss_said, (1, 1, 1, 2), is_option=True)[0]
-    assert (raised, [each for each in warned if "of the parameters" in each]) == ("", [])
-    warned, raised = ranks(4).run(balanced_loss_said, X2_Z2, is_option=True)[0]
-    assert raised == ""
-    assert "is sharded over z alone (output_router_logits is set: " in warned[0]
-    _, raised = ranks(4).run(balanced_loss_said, X2_Z2, is_option=False)[0]
-    assert raised.startswith("output_router_logits is set: ")
-    _, raised = ranks(2).run(balanced_loss_said, X2, is_option=False)[0]
-    assert raised == ""
+def test_a_load_balancing_loss_of_gathered_routers_is_that_of_the_global_batch(ranks):
+    """A product of means: the mean of what ranks with other rows have is another number."""
+    plain = balanced()
+    expected = float(plain(**inputs_of(CASES["gpt-oss"]), output_router_logits=True).loss.detach())
+    assert expected > float(plain(**inputs_of(CASES["gpt-oss"])).loss.detach()) + 0.1
+    for sizes in ((1, 1, 1, 2), X2_Z2):
+        for found in ranks(prod(sizes)).run(balanced_loss, sizes):
+            assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_roles_that_the_user_gives_win_over_the_familys():
@@ -314,7 +315,8 @@ def test_attention_that_the_user_splits_is_not_replicated():
 
 
 def test_every_family_of_the_table_is_tested_here_or_among_models_with_a_plan():
-    assert set(FAMILIES) - {family.model_type for family in CASES.values()} == {"gpt2", "olmo3"}
+    elsewhere = {"gpt2", "olmo3", *moe_families.FAMILIES}  # test_moe_families.py has those of experts
+    assert set(FAMILIES) - {family.model_type for family in CASES.values()} == elsewhere
 
 
 def test_the_documentation_lists_the_families_of_the_table():

@@ -164,6 +164,10 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
         ("model.dropout=0.1", "train.cuda_graph is on and model.dropout is 0.1"),
         ("train.checkpoint_activations=true", "train.cuda_graph and train.checkpoint_activations are both on"),
         ("train.recompute=communication", "train.cuda_graph and train.recompute are both on"),
+        (
+            "grid.expert=2",
+            "train.cuda_graph is on and grid.expert is 2, but a graph cannot wait for how many rows come",
+        ),
     ],
 )
 def test_a_graph_is_refused_beside_what_it_cannot_hold(override: str, words: str) -> None:
@@ -241,6 +245,8 @@ def test_the_nearest_grid_changes_as_few_axes_as_it_can() -> None:
     assert nearest_grid(GridConfig(x=2, z=2), 8) == GridConfig(data=2, x=2, z=2)
     assert nearest_grid(GridConfig(x=2, y=2, z=2), 4).ranks == 4
     assert nearest_grid(GridConfig(data=6), 7) == GridConfig(data=7)
+    assert nearest_grid(GridConfig(data=4, x=2, expert=4), 4) == GridConfig(data=4, expert=4)
+    assert nearest_grid(GridConfig(data=4, x=2, expert=4), 2) == GridConfig(x=2)
 
 
 def test_a_file_is_read_and_the_last_override_wins(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from tests.train import runs
 
+from stretto.models.moe import RoutingStatistics
+from stretto.train.observe.experts import ExpertMetrics, pack
 from stretto.train.observe.metrics import METRICS_FILE, MetricsLog, StepMetrics, read_steps
 from stretto.train.preflight import preflight
 
@@ -130,3 +133,26 @@ def test_only_the_first_rank_of_a_run_logs(ranks: Any, tmp_path: Path) -> None:
     losses = [line["loss"] for line in runs.metrics_of(config.out)]
     assert first == [(loss, {"step": step}) for step, loss in enumerate(losses, start=1)]
     assert other == []
+
+
+def test_what_routers_did_is_in_a_steps_line_and_among_its_scalars() -> None:
+    experts = ExpertMetrics.of([[1.5, 7.0, 0.02, 0.01, 0.1], [2.0, 0.0, 0.0, 0.02, 0.2]])
+    step = StepMetrics(**{**vars(STEP), "experts": experts})
+    assert {key: value for key, value in step.as_line().items() if key not in STEP.as_line()} == {
+        "expert_load": [1.5, 2.0],
+        "dropped_tokens": [7, 0],
+        "bias_range": [0.02, 0.0],
+        "balance_loss": pytest.approx(0.03),
+        "z_loss": pytest.approx(0.3),
+    }
+    scalars = step.as_scalars()
+    assert (scalars["experts/load_0"], scalars["experts/load_1"], scalars["experts/dropped_tokens"]) == (1.5, 2.0, 7)
+
+
+def test_loads_are_the_fullest_expert_by_the_mean_expert() -> None:
+    counts = torch.tensor([[6.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]).double()
+    dropped = torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0] * 4]).double()
+    biases = torch.tensor([[0.5, -0.25, 0.0, 0.0], [0.0] * 4])
+    packed = pack(RoutingStatistics(("a", "b"), counts, dropped, torch.zeros(2, 2).double(), biases))
+    assert packed[0].tolist() == [3.0, 3.0, 0.75, 0.0, 0.0]
+    assert packed[1].tolist() == [0.0] * 5

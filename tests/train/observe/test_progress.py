@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from stretto.train.observe.experts import ExpertMetrics
 from stretto.train.observe.metrics import StepMetrics
 from stretto.train.observe.progress import Bar, Lines, open_reporter
 
@@ -31,6 +32,16 @@ def test_the_utilization_is_shown_beside_the_rate(capsys: pytest.CaptureFixture[
     with open_reporter("lines", start=0, steps=1, every=1) as reporter:
         reporter.show(replace(metrics(1), mfu=0.4567))
     assert "12,346 tokens/s (45.7% MFU)  0:00:00 left" in capsys.readouterr().out
+
+
+def test_the_highest_load_of_experts_is_shown_and_what_was_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    experts = ExpertMetrics((1.25, 1.5), (0, 0), (0.0, 0.0), 0.01, 0.0)
+    with open_reporter("lines", start=0, steps=2, every=1) as reporter:
+        reporter.show(replace(metrics(1), experts=experts))
+        reporter.show(replace(metrics(2), experts=replace(experts, dropped=(1000, 234))))
+    first, second = capsys.readouterr().out.splitlines()
+    assert "loss 5.0000  load 1.50  12,346 tokens/s" in first
+    assert "loss 2.5000  load 1.50  dropped 1,234  12,346 tokens/s" in second
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:

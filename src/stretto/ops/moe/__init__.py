@@ -2,8 +2,12 @@
 """Mixture of experts: the exchange of tokens between ranks that hold different experts, and the experts' products."""
 
 from stretto.ops.moe.exchange import Dispatched, DispatchHandle, combine, dispatch
-from stretto.ops.moe.experts import experts_mlp, gated_activation
-from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
+from stretto.ops.moe.grouped_matmul import (
+    experts_mlp,
+    gated_activation,
+    grouped_matmul,
+    grouped_weight_gradient,
+)
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 from stretto.ops.moe.row_limit import check_rows
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine: tokens travel to their experts' ranks, and the experts' results back (expert parallelism).
 
-Lepikhin et al., GShard, section 3.2. With `gather_group`, Singh et al., A Hybrid Tensor-Expert-Data Parallelism
-Approach (TED), sections 4 and 5: duplicates over tensor-parallel ranks are dropped before the all-to-all, and the rows
-are gathered after it.
+Expert parallelism, as in Singh's dissertation, section 7.1. With `gather_group`, duplicate token dropping, section
+7.3.1: tokens that tensor-parallel ranks have in common travel once, and are gathered after the all-to-all.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from stretto.ops.checks import find_name, require_agreement
 from stretto.ops.moe.fixed_rows import FixedCombine, FixedDispatch, FixedRoute, find_fixed_route
 from stretto.ops.moe.permutation import (
-    Order,
+    CopyOrder,
     copy_tokens,
     multiply_copies,
     require_tokens,
@@ -43,7 +42,7 @@ class DispatchHandle:
 
     num_rows: int
     shape: tuple[int, int]
-    order: Order
+    order: CopyOrder
     route: Route | FixedRoute | None
     group: dist.ProcessGroup | None
 
@@ -72,10 +71,35 @@ def dispatch(
     around: Around = call,
     implementation: str = "auto",
 ) -> Dispatched:
-    """Send each token's copies to the ranks of its experts: x [t, h], topk_ids [t, k] -> rows [n, h] by expert.
+    """Send each token's copies to the ranks of its experts: x [t, h], topk_ids [t, k] -> rows [n, h], by expert.
 
-    Expert e of num_experts is on rank e // (num_experts / ranks) of the group; None, and a group of one rank, have all
-    experts here and nothing is sent.
+    Expert e is on rank e // (num_experts / ranks) of the group. An expert's rows are in the order of their source rank,
+    then of its tokens. group: None, or a group of one rank, has all experts here: nothing is sent, n = t * k, and
+    nothing waits for the device. x is bf16, fp16, fp32 or fp64, topk_ids int64 or int32; ids are checked on CPUs, and
+    where the host reads the rows' numbers (for others see `permute`). t may differ between ranks, and may be 0; all
+    else is the same on all ranks.
+
+    max_rows: None for as many rows as there are, for which the host reads their numbers, once a call. Or how many rows
+    to return, with zeros after those that there are: the host waits for nothing, and the program may be captured in a
+    CUDA graph. t is then the same on all ranks. A rank that needs more rows returns NaN for all of them, so that its
+    results, the loss and gradients are NaN as well, and not wrong unnoticed. The host learns of it later: the next
+    dispatch on the group, or `check_rows`, raises a ValueError that names the rank and the number of rows it needs.
+
+    gather_group: another group, whose ranks have parts of the same experts and other tokens. Its ranks' rows are
+    gathered after the exchange, and `combine` sums over it on the way back (Singh, section 7.3.1). An expert's rows are
+    then in the order of that group's ranks, source ranks and tokens.
+
+    around: called around each collective as around(kind, make), with kind "all_to_all", "all_gather" or
+    "reduce_scatter"; returns what make() returns. In the forward pass that of counts is among them, for which make
+    returns tensors in a tuple. Collectives nest where one needs what another returns: the last one's `make` makes the
+    calls before it. The backward pass calls it, too.
+
+    implementation: "auto" or "library", which are the same; there is no kernel yet. x's gradient adds a token's copies
+    in the order of topk_ids, in fp32 for 16-bit dtypes (with max_rows: each rank's in fp32, then the ranks', in x's
+    dtype, by a reduce-scatter). It cannot be differentiated twice.
+
+    With torch.compile, a group of one rank is part of the graph; with more ranks the graph breaks here. ValueError for
+    other shapes, dtypes and numbers of experts, and where ranks call different things.
     """
     _require_library("dispatch", implementation)
     require_tokens("dispatch", x, topk_ids, num_experts)
@@ -98,7 +122,14 @@ def combine(
     around: Around = call,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return the experts' rows to their tokens' ranks, and sum each token's, weighted: rows [n, h] -> [t, h]."""
+    """Return rows to their tokens' ranks, and sum each token's, weighted: rows [n, h], topk_weights [t, k] -> [t, h].
+
+    rows: what became of the rows of `dispatch`, in their order; handle: its handle. group, around and implementation
+    are those of `dispatch`. With its gather_group, rows are summed over that group first. The sum over a token's
+    experts is fp32 for 16-bit rows, in the order of topk_ids, and rounded once to rows' dtype (with max_rows: once for
+    each rank, whose sums are added by a reduce-scatter). topk_weights may be of another floating dtype than rows; its
+    gradient is of its own. It cannot be differentiated twice. ValueError for other shapes, dtypes and groups.
+    """
     _require_library("combine", implementation)
     require_weighted("combine", rows, topk_weights, handle.shape)
     if rows.shape[0] != handle.num_rows:
@@ -141,12 +172,18 @@ def _dispatch_to_ranks(
     same = f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}"
     for one in groups:
         # With max_rows the ranks' tokens are gathered, and the host does not learn how many they are.
-        require_agreement(same if max_rows is None else f"{same}, {t} tokens", False, find_name(one), x.device)
+        fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
+        require_agreement(same + fixed, False, find_name(one), x.device)
     order = sort_by_expert(topk_ids, num_experts)
     if max_rows is None:
         counts = (order.offsets[1:] - order.offsets[:-1]).to(torch.int64)
         with torch.no_grad():
             exact, offsets = find_route(counts, group, gather_group, around)
+        if sum(exact.sends) != t * k:  # on CPUs it was checked before
+            raise ValueError(
+                f"dispatch: {t * k - sum(exact.sends)} of topk_ids are no experts: they are numbered 0 to "
+                f"{num_experts - 1}"
+            )
         rows = _Dispatch.apply(x, order, exact, around)
         return Dispatched(rows, offsets, DispatchHandle(rows.shape[0], (t, k), order, exact, group))
     shards, shard = (1, 0) if group is None else (group.size(), group.rank())
@@ -170,7 +207,7 @@ class _Dispatch(torch.autograd.Function):
     """Copies of tokens, forward along a route; backward, the copies' gradients return and are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order, route: Route, around: Around) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: CopyOrder, route: Route, around: Around) -> Tensor:
         ctx.order, ctx.route, ctx.around = order, route, around
         k = order.positions.shape[1]
         return route.forward(lambda: x.index_select(0, order.slots // k), around)
@@ -186,7 +223,7 @@ class _Combine(torch.autograd.Function):
     """Rows back along a route, and weighted sums of them; backward, the tokens' gradients go forward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order, route: Route, around: Around) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: CopyOrder, route: Route, around: Around) -> Tensor:
         ctx.order, ctx.route, ctx.around = order, route, around
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         ctx.weights_dtype = weights.dtype

@@ -77,7 +77,7 @@ def find_fixed_route(
     copies = topk_ids.numel()
     slots = order.slots.index_select(0, (numbers + begin).clamp(max=copies - 1)) if copies else numbers * 0
     positions = order.positions - begin
-    is_here = (positions >= 0) & (positions < count)
+    is_here = (positions >= 0) & (positions < needed[shard])  # also copies beyond max_rows, which so become NaN
     fill = torch.where(is_over, torch.nan, 0.0)
     route = FixedRoute(groups, slots, (numbers < count) & ~is_over, fill, positions.clamp(0, max_rows - 1), is_here)
     return route, offsets, needed

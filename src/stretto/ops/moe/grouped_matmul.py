@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products: each expert's rows times its own weight, in one call.
+"""Grouped products: each expert's rows times its own weight, in one call; and MLPs of two of them.
 
 torch's grouped GEMM multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places take a loop over the
-experts, for which the host reads the offsets.
+experts, for which the host reads the offsets: torch's GEMM does the same for them, and takes fewer shapes. It leaves
+what was in memory in rows of padding, and, on some GPUs, in the gradient of an expert without rows. Kernels write zeros
+there. Only the device knows where that is; programs that find nothing to clear end at once.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.dispatch import Autograd, define_operator
+from stretto.ops.mlp import ACTIVATIONS
 from stretto.ops.moe.permutation import DTYPES
+from stretto.tiles.launches import launch_kernel
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 _ALIGNMENT = 16  # bytes, of addresses and of strides
-_CAPABILITY = (8, 0)  # of the first GPUs that torch has grouped GEMMs for
+_CAPABILITIES = (9, 10)  # major ones of the GPUs for which torch 2.11 has a grouped GEMM that reads the offsets there
+_ROWS = 16
+_PARTS = 32
+_BLOCK = 1024
+
+Activation = str | Callable[[Tensor], Tensor]
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -28,61 +40,112 @@ def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     padding; their result is zeros, and so is their gradient. The gradient of the weight of an expert without rows is
     zeros.
 
-    For bf16 on GPUs, with a and b multiples of 8, nothing waits for the host; otherwise the host reads the offsets in
-    each call. ValueError for other shapes and dtypes.
+    For bf16 on GPUs of compute capability 9 or 10, with a and b multiples of 8, nothing waits for the host; otherwise
+    the host reads the offsets in each call. ValueError for other shapes and dtypes.
     """
     _require(rows, weight, offsets)
     result: Tensor = _multiply(rows, weight, offsets)
     return result
 
 
+def grouped_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """The weight's gradient of `grouped_matmul`: grad [n, b], rows [n, a], offsets [e + 1] -> [e, b, a].
+
+    For layers that have a backward pass of their own. Expert i's is its rows' grad.T @ rows, and zeros without rows;
+    padding is left out. Dtypes, and where the host reads the offsets, are those of `grouped_matmul`. It has no
+    gradient. ValueError for other shapes and dtypes.
+    """
+    if grad.dim() != 2 or rows.dim() != 2 or grad.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"grouped_weight_gradient takes grad [n, b] and rows [n, a], not {list(grad.shape)} and {list(rows.shape)}"
+        )
+    _require_alike("grouped_weight_gradient", ("grad", grad), ("rows", rows), offsets)
+    if offsets.dim() != 1:
+        raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
+    result: Tensor = _weight_gradient(grad, rows, offsets)
+    return result
+
+
+def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up, of x [n, 2 * F] whose first F columns are the gate, and the others up: [n, F].
+
+    activation: a function of a tensor, or a name: "gelu", "gelu-tanh", "silu", "relu" or "relu-squared". Of x's dtype.
+    ValueError for an odd number of columns and for an unknown name. Shazeer, GLU Variants Improve Transformer.
+    """
+    if x.dim() < 1 or x.shape[-1] % 2:
+        raise ValueError(f"gated_activation takes x [n, 2 * F], not {list(x.shape)}: gate columns first, then up")
+    gate, up = x.chunk(2, dim=-1)
+    return _find_activation(activation)(gate) * up
+
+
+def experts_mlp(
+    rows: Tensor, offsets: Tensor, gate_up: Tensor, down: Tensor, activation: Activation = "silu"
+) -> Tensor:
+    """Each expert's MLP on its rows: rows [n, h], gate_up [e, 2 * F, h], down [e, h, F] -> [n, h].
+
+    rows and offsets are those of `Dispatched`. down[i] @ (activation(gate) * up), where gate and up are the first and
+    the last F columns of rows @ gate_up[i].T; with an up projection [e, F, h] in gate_up's place, which has no gate,
+    down[i] @ activation(rows @ up[i].T). All of one dtype. `gated_activation` says what activation may be; errors are
+    those of `grouped_matmul`, and ValueError for projections that do not fit each other.
+    """
+    inner = down.shape[-1]
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
+        raise ValueError(
+            "experts_mlp takes gate_up [e, 2 * F, h], or [e, F, h] without a gate, and down [e, h, F], not "
+            f"{list(gate_up.shape)} and {list(down.shape)}"
+        )
+    hidden = grouped_matmul(rows, gate_up, offsets)
+    is_gated = gate_up.shape[1] != inner
+    hidden = gated_activation(hidden, activation) if is_gated else _find_activation(activation)(hidden)
+    return grouped_matmul(hidden, down, offsets)
+
+
 def _run(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    if _is_grouped(rows, weight):
-        return _clear_padding(_grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:]), offsets)
+    if rows.numel() == 0 or weight.numel() == 0:
+        return rows.new_zeros(rows.shape[0], weight.shape[1])
+    if _takes_grouped_gemm(rows, weight):
+        out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
+        _clear_padding(out, offsets)
+        return out
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
-    bounds = offsets.tolist()
-    for expert, (begin, end) in enumerate(pairwise(bounds)):
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin:
             torch.mm(rows[begin:end], weight[expert].t(), out=out[begin:end])
     return out
 
 
 def _run_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    if _is_grouped(grad, rows):
-        product = _grouped_mm(grad.t(), rows, offs=offsets[1:])
-        # Of an expert without rows torch's GEMM leaves what was in memory, on some GPUs.
-        return product.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
+    if grad.numel() == 0 or rows.numel() == 0:
+        return rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
+    if _takes_grouped_gemm(grad, rows):
+        out: Tensor = _grouped_mm(grad.t(), rows, offs=offsets[1:])
+        _clear_empty(out, offsets)
+        return out
     out = rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
-    bounds = offsets.tolist()
-    for expert, (begin, end) in enumerate(pairwise(bounds)):
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin:
             torch.mm(grad[begin:end].t(), rows[begin:end], out=out[expert])
     return out
 
 
-def _is_grouped(*operands: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these operands, and without the host."""
+def _takes_grouped_gemm(*operands: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these operands without the host, and writes a contiguous output."""
     first = operands[0]
-    if (
-        not first.is_cuda
-        or first.dtype != torch.bfloat16
-        or torch.cuda.get_device_capability(first.device) < _CAPABILITY
-    ):
+    if not first.is_cuda or first.dtype != torch.bfloat16 or torch.version.cuda is None:
         return False
-    return all(one.numel() > 0 and _is_aligned(one) for one in operands)
+    major, _ = torch.cuda.get_device_capability(first.device)
+    return major in _CAPABILITIES and all(map(_is_aligned, operands))
 
 
-def _is_aligned(matrix: Tensor) -> bool:
-    grain = _ALIGNMENT // matrix.element_size()
-    *_, row, column = matrix.stride()
-    is_dense = (column == 1 and row % grain == 0) or (row == 1 and column % grain == 0)
-    return is_dense and matrix.data_ptr() % _ALIGNMENT == 0 and (matrix.dim() < 3 or matrix.stride(0) % grain == 0)
-
-
-def _clear_padding(out: Tensor, offsets: Tensor) -> Tensor:
-    """The rows of the output, with zeros from offsets[-1] on, where torch leaves what was in memory."""
-    numbers = torch.arange(out.shape[0], device=out.device)
-    return out.masked_fill_((numbers >= offsets[-1])[:, None], 0)
+def _is_aligned(operand: Tensor) -> bool:
+    """Whether rows [n, a], or a weight [e, b, a] or its transpose, lie as torch's grouped GEMM takes them."""
+    grain = _ALIGNMENT // operand.element_size()
+    (*_, m, k), (*outer, row, column) = operand.shape, operand.stride()
+    if k % grain or (outer and m % grain):
+        return False
+    is_by_rows = column == 1 and row >= k and row % grain == 0
+    is_by_columns = bool(outer) and row == 1 and column >= m and column % grain == 0
+    return (is_by_rows or is_by_columns) and not any(one % grain for one in (*outer, operand.storage_offset()))
 
 
 def _fake(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -103,7 +166,7 @@ def _count_gradient_flops(grad: torch.Size, rows: torch.Size, offsets: torch.Siz
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, weight, offsets = inputs
-    needs_rows, needs_weight, _ = ctx.needs_input_grad
+    needs_rows, needs_weight, *_ = ctx.needs_input_grad
     ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None, offsets)
 
 
@@ -112,14 +175,14 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     grad_rows = None if weight is None else _multiply(grad, weight.transpose(1, 2), offsets)
-    grad_weight = None if rows is None else grouped_weight_gradient(grad, rows, offsets)
+    grad_weight = None if rows is None else _weight_gradient(grad, rows, offsets)
     return grad_rows, grad_weight, None
 
 
 _multiply = define_operator(
     "grouped_matmul", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
 )
-grouped_weight_gradient = define_operator(
+_weight_gradient = define_operator(
     "grouped_matmul_weight_gradient",
     _run_weight_gradient,
     fake=_fake_weight_gradient,
@@ -133,18 +196,69 @@ def _require(rows: Tensor, weight: Tensor, offsets: Tensor) -> None:
             f"grouped_matmul takes rows [n, a] and weight [experts, b, a], not {list(rows.shape)} and "
             f"{list(weight.shape)}"
         )
-    if rows.dtype not in DTYPES or weight.dtype != rows.dtype:
+    _require_alike("grouped_matmul", ("rows", rows), ("weight", weight), offsets)
+    if offsets.shape != (weight.shape[0] + 1,):
         raise ValueError(
-            f"grouped_matmul takes rows and weight of one of {', '.join(map(str, DTYPES))}, not {rows.dtype} and "
-            f"{weight.dtype}: convert one of them"
+            f"grouped_matmul: offsets for {weight.shape[0]} experts is [{weight.shape[0] + 1}], not "
+            f"{list(offsets.shape)}"
         )
-    if offsets.shape != (weight.shape[0] + 1,) or offsets.dtype != torch.int32:
+
+
+def _require_alike(operator: str, first: tuple[str, Tensor], second: tuple[str, Tensor], offsets: Tensor) -> None:
+    """ValueError unless both operands are of one dtype, the offsets int32, and all on one device."""
+    (name, one), (other_name, other) = first, second
+    if one.dtype not in DTYPES or other.dtype != one.dtype:
         raise ValueError(
-            f"grouped_matmul: offsets for {weight.shape[0]} experts is torch.int32 [{weight.shape[0] + 1}], not "
-            f"{offsets.dtype} {list(offsets.shape)}"
+            f"{operator} takes {name} and {other_name} of one of {', '.join(map(str, DTYPES))}, not {one.dtype} and "
+            f"{other.dtype}: convert one of them"
         )
-    if not rows.device == weight.device == offsets.device:
+    if offsets.dtype != torch.int32:
+        raise ValueError(f"{operator}: offsets is torch.int32, not {offsets.dtype}: convert it")
+    if not one.device == other.device == offsets.device:
         raise ValueError(
-            f"grouped_matmul: rows is on {rows.device}, weight on {weight.device} and offsets on {offsets.device}: "
+            f"{operator}: {name} is on {one.device}, {other_name} on {other.device} and offsets on {offsets.device}: "
             "move them to one"
         )
+
+
+def _find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
+    if not isinstance(activation, str):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is a function or one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    return ACTIVATIONS[activation]
+
+
+def _clear_padding(out: Tensor, offsets: Tensor) -> None:
+    """Write zeros to the rows of out [n, .] from offsets[-1] on; both contiguous, on a GPU."""
+    programs = triton.cdiv(out.shape[0], _ROWS)
+    launch_kernel(clear_padding_rows, programs, out, offsets, len(offsets) - 1, *out.shape, ROWS=_ROWS, BLOCK=_BLOCK)
+
+
+def _clear_empty(out: Tensor, offsets: Tensor) -> None:
+    """Write zeros to out[expert], of out [e, b, a], for each expert without rows; both contiguous, on a GPU."""
+    programs, numbers = len(out) * _PARTS, out.shape[1] * out.shape[2]
+    launch_kernel(clear_empty_experts, programs, out, offsets, numbers, PARTS=_PARTS, BLOCK=_BLOCK)
+
+
+@triton.jit
+def clear_padding_rows(  # type: ignore[no-untyped-def]
+    out, offsets, experts, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each program has ROWS rows, and clears those from offsets[experts] on. No synchronization: rows are its own."""
+    begin = tl.program_id(0) * ROWS
+    first = tl.maximum(tl.load(offsets + experts), begin)
+    for row in range(first, tl.minimum(begin + ROWS, rows)):
+        for column in range(0, columns, BLOCK):
+            at = column + tl.arange(0, BLOCK)
+            tl.store(out + tl.cast(row, tl.int64) * columns + at, 0.0, mask=at < columns)
+
+
+@triton.jit
+def clear_empty_experts(out, offsets, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """PARTS programs an expert clear its numbers if it has no rows. No synchronization: blocks are a program's own."""
+    expert = tl.program_id(0) // PARTS
+    if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
+        for begin in range(tl.program_id(0) % PARTS * BLOCK, numbers, PARTS * BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            tl.store(out + tl.cast(expert, tl.int64) * numbers + at, 0.0, mask=at < numbers)

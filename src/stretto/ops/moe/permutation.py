@@ -28,7 +28,7 @@ class Permuted(NamedTuple):
     positions: Tensor
 
 
-class Order(NamedTuple):
+class CopyOrder(NamedTuple):
     """The order of copies of tokens by expert.
 
     slots: int64 [t * k], for each row the copy that it is (token * k + slot, of the token's k). positions and offsets:
@@ -68,12 +68,12 @@ def unpermute(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
     return result
 
 
-def sort_by_expert(topk_ids: Tensor, num_experts: int) -> Order:
+def sort_by_expert(topk_ids: Tensor, num_experts: int) -> CopyOrder:
     """The order of the copies, on the ids' device, which nothing waits for."""
     in_order, slots = torch.sort(topk_ids.reshape(-1), stable=True)
     experts = torch.arange(num_experts + 1, device=topk_ids.device, dtype=topk_ids.dtype)
     offsets = torch.searchsorted(in_order, experts, out_int32=True)
-    return Order(slots, invert(slots).view_as(topk_ids), offsets)
+    return CopyOrder(slots, invert(slots).view_as(topk_ids), offsets)
 
 
 def invert(permutation: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def invert(permutation: Tensor) -> Tensor:
     return torch.empty_like(numbers).scatter_(0, permutation, numbers)
 
 
-def copy_tokens(x: Tensor, order: Order) -> Tensor:
+def copy_tokens(x: Tensor, order: CopyOrder) -> Tensor:
     """The copies of x's tokens in this order, with a gradient."""
     result: Tensor = _Permute.apply(x, order.slots, order.positions)
     return result

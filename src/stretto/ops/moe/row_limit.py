@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops.checks import find_name
-from stretto.ops.workspace import find_group, find_known, is_kept
+from stretto.ops.workspace import find_group, find_known, is_kept, require_no_capture
 
 _KEY = "moe rows"
 
@@ -54,11 +54,12 @@ def check_rows(group: dist.ProcessGroup) -> None:
     ValueError that names the rank and the number of rows that it needs; once. All ranks of the group raise it. Call it
     before results leave the training step for good: before an optimizer's step, say, or before a checkpoint.
     """
-    device = torch.device("cpu")
+    devices = [torch.device("cpu")]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.synchronize(device)
-    look_for_errors(group, device)
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+        torch.cuda.synchronize()
+    for device in devices:
+        look_for_errors(group, device)
 
 
 def record_rows(group: dist.ProcessGroup, needed: Tensor, max_rows: int) -> None:
@@ -73,7 +74,12 @@ def look_for_errors(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def find_record(group: dist.ProcessGroup, device: torch.device) -> _Record:
-    """The group's record, made at its first call."""
+    """The group's record, made at its first call. ValueError for a first call while a CUDA graph is captured."""
     name = find_name(group)
-    record: _Record = find_known(name, device, _KEY, lambda: _Record(find_group(name).size(), device))
+
+    def make() -> _Record:
+        require_no_capture(device)
+        return _Record(find_group(name).size(), device)
+
+    record: _Record = find_known(name, device, _KEY, make)
     return record

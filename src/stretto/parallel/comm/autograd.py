@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether a backward pass is running, which gradients it asks for, and calls back when it ends."""
+"""Tells whether a backward pass is running and which gradients it asks for, calls back at its end, sums gradients."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.parallel.comm.collectives import all_reduce
 
 
 def in_backward() -> bool:
@@ -57,3 +61,20 @@ class _WithOwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
+
+
+def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same, of which each rank of the group will have a part of the gradient."""
+    return _SumGradient.apply(tensor, group)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,19 @@ class Pending:
         if self.work is not None:
             self.work.wait()
         return self.result
+
+
+class _NoGroup:
+    """Stands for a process group where ranks compute the same and nothing is sent."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+NO_GROUP = cast(dist.ProcessGroup, _NoGroup())
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

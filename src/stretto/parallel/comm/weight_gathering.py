@@ -46,17 +46,19 @@ class GatherSource(Protocol):
 class WeightToGather:
     """A weight: this rank's shard [local rows, ...] is a DTensor parameter's; the whole has `rows` rows, of `dtype`.
 
-    dtype None: the parameter's own. group: over which it is gathered, if not over the gatherer's (experts' weights).
+    dtype None: the parameter's own. Of experts' weights, group: over which they are gathered, if not over the
+    gatherer's; dim: 1 if these are rows of dim 1, which comes first in what is gathered.
     """
 
     parameter: Tensor
     rows: int
     dtype: torch.dtype | None
     group: dist.ProcessGroup | None = None
+    dim: int = 0
 
     def start(self, current: Tensor, group: dist.ProcessGroup) -> Pending:
         """Begin to all-gather the rows of the parameter, or of the tensor that has replaced it."""
-        shard = local(current)
+        shard = local(current).transpose(0, self.dim)
         return start_gather_rows(shard if self.dtype is None else shard.to(self.dtype), self.rows, self.group or group)
 
     def version(self, current: Tensor) -> Version:

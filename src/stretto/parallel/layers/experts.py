@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from stretto.axes import EXPERT
 from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, gather_rows, own, start_all_reduce
 from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
 from stretto.parallel.grid import Grid
@@ -54,6 +54,7 @@ class ExpertProduct:
     output_reduce_group: dist.ProcessGroup | None
     input_grad_reduce_group: dist.ProcessGroup | None
     keep_gathered: bool
+    hides_all_reduce: bool
     feeds: str | None = None
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -103,6 +104,8 @@ class _Multiply(torch.autograd.Function):
             grad_rows = grouped_matmul(gradient, weight.transpose(1, 2), offsets)
             group = plan.input_grad_reduce_group
             pending = Pending(grad_rows) if group is None else start_all_reduce(grad_rows, group)
+            if not plan.hides_all_reduce:
+                pending.wait()
         if is_asked_for(ctx, 1):
             plan.make_weight_gradient(ctx.parameter, rows, gradient, offsets)
         return None if pending is None else pending.wait(), None, None, None
@@ -251,23 +254,6 @@ def _own_tokens(tokens: int, group: dist.ProcessGroup) -> slice:
     """This rank's part of so many tokens, as torch.chunk cuts them."""
     part = -(-tokens // group.size())
     return slice(min(group.rank() * part, tokens), min((group.rank() + 1) * part, tokens))
-
-
-def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same, of which each rank of the group will have a part of the gradient."""
-    return _SumGradient.apply(tensor, group)
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
 from stretto.parallel.comm.collectives import (
     Pending,
     all_reduce,
@@ -91,7 +91,8 @@ class LinearPlan:
     A colwise linear sums its output over y, along which its input's features are split, and its input's gradient over
     x, along which its output's are; a rowwise one the other way round. So `output_reduce_group`, which sums the output,
     has the ranks of the input's axis, and `input_grad_reduce_group`, which sums the input's gradient, those of the
-    output's.
+    output's. Where every rank has all of the input's or the output's features, that axis is None, and the input's
+    gradient is not summed: it is complete, or `CompressingLinear` sums it.
 
     `name` is its name in the model, `linear_index` its number among the model's linears. `is_transposed`: the weight is
     stored [in, out] (Conv1D) rather than [out, in]. `tokens`: None without sequence sharding.
@@ -99,8 +100,8 @@ class LinearPlan:
 
     name: str
     shard: WeightShard
-    input_axis: str
-    output_axis: str
+    input_axis: str | None
+    output_axis: str | None
     output_reduce_group: dist.ProcessGroup
     input_grad_reduce_group: dist.ProcessGroup
     is_transposed: bool
@@ -289,7 +290,8 @@ class _Linear3D(torch.autograd.Function):
 class ParallelLinear(ShardedModule):
     """A linear whose weight is sharded over x, y and z.
 
-    Colwise: x [..., in / Y] -> [..., out / X]; rowwise: x [..., in / X] -> [..., out / Y]; other axes see copies.
+    Colwise: x [..., in / Y] -> [..., out / X]; rowwise: x [..., in / X] -> [..., out / Y]; expanding: x [..., in] ->
+    [..., out / X], a weight that y does not split; other axes see copies.
     `weight` and `bias` are DTensor parameters of the whole shape; the bias follows the output's features.
     """
 
@@ -307,7 +309,7 @@ class ParallelLinear(ShardedModule):
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(local(self.bias))
         y = self._multiply(cast(x), bias)
-        return note_features(y, self.plan.output_axis)
+        return y if self.plan.output_axis is None else note_features(y, self.plan.output_axis)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens
@@ -322,7 +324,7 @@ class ParallelLinear(ShardedModule):
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
         plan = self.plan
-        if plan.input_grad_reduce_group.size() * plan.output_reduce_group.size() > 1:
+        if plan.input_axis and plan.input_grad_reduce_group.size() * plan.output_reduce_group.size() > 1:
             check_features(x, plan.input_axis, plan.name)
         device, dtype = x.device.type, plan.shard.precision.compute or self.weight.dtype
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
@@ -343,3 +345,22 @@ class ParallelLinear(ShardedModule):
 
     def extra_repr(self) -> str:
         return f"weight={tuple(self.weight.shape)} of which {tuple(local(self.weight).shape)} here"
+
+
+class CompressingLinear(ParallelLinear):
+    """A linear whose output every rank has whole, and which each x rank uses for its own heads: latent attention.
+
+    x [..., in / Y] -> [..., out]. The output's gradient on a rank is of its heads alone, and is summed over x, so that
+    norms between this linear and those that expand its output see what norms of heads see.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, plan: LinearPlan, heads_group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(weight, bias, plan)
+        self.heads_group = heads_group
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.heads_group.size() == 1 else sum_gradient(y, self.heads_group)

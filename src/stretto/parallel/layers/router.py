@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import LOSS
+from stretto.parallel.comm.autograd import sum_gradient
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.kept_outputs import keep_output, run_once
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.experts import sum_gradient
 from stretto.parallel.layers.plain_parts import tensors_in
 from stretto.parallel.layers.sharded_module import check_features, gather_features
 from stretto.parallel.layers.token_shards import TokenShards

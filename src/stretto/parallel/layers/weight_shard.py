@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class WeightShard:
     """How a weight's shard becomes the block that one rank multiplies with, and how a gradient gets back to the shard.
 
-    The shard is gathered over `group` (z; of experts, what expert leaves of z) along dim 0, in the compute dtype
+    The shard is gathered over `group` (z; of experts, what expert leaves of z) along `dim`, in the compute dtype
     (Algorithm 3, line 2); gradients are scattered over it in the reduction dtype (line 14), through `ring` if copy
     engines do it.
-    rows, local_rows: of dim 0, of the block and of the shard.
+    rows, local_rows: of dim 0, of the block and of the shard. dim: of which dim they are if not of that (of experts,
+    which may be fewer than the ranks, 1).
     """
 
     rows: int
@@ -37,6 +38,7 @@ class WeightShard:
     gatherer: WeightGatherer
     gradients: GradientReducer
     ring: "ScatterRing | None" = None
+    dim: int = 0
 
     def gather(self, parameter: Tensor, *, is_recorded: bool = True) -> GatheredWeight:
         """The whole rows of a DTensor parameter. is_recorded: this pass is a backward pass, or will have one.
@@ -45,7 +47,8 @@ class WeightShard:
         again, through `.data`, and no version would say that the optimizer's low-precision copy is stale then.
         """
         if self.group.size() > 1:
-            return self.gatherer.gather(self, parameter)
+            found = self.gatherer.gather(self, parameter)
+            return found if not self.dim else found._replace(rows=found.rows.transpose(0, self.dim).contiguous())
 
         def make() -> GatheredWeight:
             if is_recorded:
@@ -66,7 +69,7 @@ class WeightShard:
             keep_copy(parameter, self.precision.compute)
         if self.ring is not None:
             self.ring.register(self.rows, local(parameter).shape[1:].numel())
-        weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group)
+        weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group, self.dim)
         self.gatherer.register(self, weight, may_keep=may_keep and self.group.size() > 1)
 
     def start_reduction(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -78,7 +81,10 @@ class WeightShard:
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
         if self.ring is None:
-            return start_scatter_rows(gradient, self.local_rows, self.group)
+            if not self.dim or self.group.size() == 1:
+                return start_scatter_rows(gradient, self.local_rows, self.group)
+            sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group)
+            return Pending(sent.result.transpose(0, self.dim), sent.work, sent.source)
         return self.ring.start(gradient, self.local_rows, parameter.dtype)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:

@@ -23,7 +23,7 @@ class FamilyPlan:
 
     def without(self, known: Mapping[str, str]) -> "FamilyPlan":
         """The same without whole modules in which the user has split a linear (known: roles by name)."""
-        split = [wildcard(name) for name, role in known.items() if role in ("colwise", "rowwise")]
+        split = [wildcard(name) for name, role in known.items() if role in ("colwise", "rowwise", "expand")]
         kept = {
             pattern: role
             for pattern, role in self.roles.items()
@@ -219,6 +219,63 @@ def _gpt_oss(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer))
 
 
+def _dense_mlp(name: str) -> Roles:
+    """The roles of an MLP with a gate, whether layers have it or not."""
+    return {f"{name}.gate_proj": "colwise", f"{name}.up_proj": "colwise", f"{name}.down_proj": "rowwise"}
+
+
+def _experts(config: Any, sizes: Sizes) -> Roles:
+    """The roles of a layer's router and experts."""
+    if sizes["x"] * sizes["y"] > 1 and getattr(config, "router_jitter_noise", None):
+        raise ValueError(
+            f"config.router_jitter_noise is {config.router_jitter_noise}: ranks of x and y share tokens, and would "
+            "draw other noise for them. Set it to 0.0"
+        )
+    return {"mlp.gate": "router", "mlp.experts": "experts"}
+
+
+def _mixtral(config: Any, sizes: Sizes) -> FamilyPlan:
+    layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
+    return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes)))
+
+
+def _qwen2_moe(config: Any, sizes: Sizes) -> FamilyPlan:
+    layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
+    layer |= _experts(config, sizes) | _dense_mlp("mlp") | _dense_mlp("mlp.shared_expert")
+    layer["mlp.shared_expert_gate"] = "router"
+    return FamilyPlan(_under("layers.*.", layer))
+
+
+def _qwen3_moe(config: Any, sizes: Sizes) -> FamilyPlan:
+    layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
+    layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "head_norm")
+    return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes) | _dense_mlp("mlp")))
+
+
+def _olmoe(config: Any, sizes: Sizes) -> FamilyPlan:
+    layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
+    layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "inner_norm")  # over the features of all heads
+    return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes)))
+
+
+def _deepseek_v3(config: Any, sizes: Sizes) -> FamilyPlan:
+    # Latent attention: queries, and keys with values, are compressed to few features, of which each head makes its own.
+    queries, keys = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_nope_head_dim + config.v_head_dim
+    attention: Roles = {
+        "q_proj": _heads(queries),  # of models that do not compress queries
+        "q_a_proj": "compress",
+        "q_a_layernorm": "head_norm",
+        "q_b_proj": _heads(queries) | {"role": "expand"},
+        "kv_a_proj_with_mqa": "compress",  # and one key with rotary angles, which all heads share
+        "kv_a_layernorm": "head_norm",
+        "kv_b_proj": _heads(keys) | {"role": "expand"},
+        "o_proj": "rowwise",
+    }
+    layer = _under("self_attn.", attention) | _experts(config, sizes)
+    layer |= _dense_mlp("mlp") | _dense_mlp("mlp.shared_experts")
+    return FamilyPlan(_under("layers.*.", layer), {"layers.*.self_attn.num_heads": "x"})
+
+
 def _olmo2(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
@@ -253,14 +310,19 @@ def _t5(config: Any, sizes: Sizes) -> FamilyPlan:
 FAMILIES: dict[str, Callable[[Any, Sizes], FamilyPlan]] = {
     "bert": _bert,
     "bloom": _bloom,
+    "deepseek_v3": _deepseek_v3,
     "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
     "gptj": _gptj,
+    "mixtral": _mixtral,
     "olmo2": _olmo2,
     "olmo3": _olmo2,
+    "olmoe": _olmoe,
     "opt": _opt,
     "phi3": _phi3,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
     "roberta": _bert,
     "stablelm": _stablelm,
     "t5": _t5,

@@ -21,12 +21,6 @@ from stretto.parallel.roles.families import FAMILIES, HEADS, family_plan, wildca
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
 
-_REFUSAL_OF_ROUTER_LOSS = (
-    "output_router_logits is set: the model's own code adds to its loss a load-balancing loss of this rank's rows "
-    "alone, whose gradients would be summed over the ranks. Set config.output_router_logits=False, or call "
-    "parallelize(..., blocks=[...]), which averages gradients"
-)
-
 
 def is_pretrained_model(model: nn.Module) -> bool:
     """Whether this is a transformers model, told by its class's attributes."""
@@ -43,6 +37,11 @@ def is_linear(module: nn.Module) -> bool:
     kind = type(module)
     is_falcon = kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
     return is_falcon or is_conv1d(module)
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model without its head; itself, if it has none."""
+    return _base(model)[0]
 
 
 def _base(model: nn.Module) -> tuple[nn.Module, str]:
@@ -66,8 +65,9 @@ def plan_of(
     base, prefix = _base(model)
     _refuse_attention_dropout(model)
     _refuse_config_dropout(model)
-    if getattr(config, "output_router_logits", False) is True and group_sizes(sizes)[LOSS] > 1:
-        raise UnknownRolesError(_REFUSAL_OF_ROUTER_LOSS)
+    ranks = group_sizes(sizes)[LOSS] if getattr(config, "output_router_logits", False) is True else 1
+    if refusal := refusal_of_router_loss(model, stages=1, summed_ranks=ranks):
+        raise UnknownRolesError(refusal)
     attributes: Mapping[str, str] = {}
     beside: Mapping[str, Any] = {}
     if (family := family_plan(config, sizes)) is not None:
@@ -336,21 +336,38 @@ def refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> No
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after)
-    if hasattr(model.config, "output_router_logits"):
-        _refuse_router_loss(model)
 
 
-def _refuse_router_loss(model: nn.Module) -> None:
-    signature = inspect.signature(model.forward)
+def balances_load(model: nn.Module) -> bool:
+    """Whether the model adds a load-balancing loss by transformers' function of the logits of all routers."""
+    return "load_balancing_loss_func" in _names_of_forward(model)
 
-    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        asks: Any = given.get("output_router_logits")
-        asks = model.config.output_router_logits if asks is None else asks  # type: ignore[union-attr]
-        if asks and given.get("labels") is not None:
-            raise ValueError(_REFUSAL_OF_ROUTER_LOSS)
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+def refusal_of_router_loss(model: nn.Module, *, stages: int, summed_ranks: int) -> str | None:
+    """Why the model's own load-balancing loss (output_router_logits) cannot be added; None if it can, or has none.
+
+    stages: of the pipeline. summed_ranks: how many have other tokens, and gradients that are summed over them.
+    """
+    if not any("aux" in name for name in _names_of_forward(model)):
+        return None
+    if stages > 1:
+        return (
+            f"output_router_logits is set, and pipe={stages}: the load-balancing loss takes the logits of all routers, "
+            "of which a pipeline stage has its own. Set config.output_router_logits=False, or choose pipe=1"
+        )
+    if summed_ranks > 1 and not balances_load(model):
+        return (
+            f"output_router_logits is set: the code of {type(model).__name__} adds to its loss a load-balancing loss "
+            "of this rank's rows alone, whose gradients would be summed over the ranks. Set "
+            "config.output_router_logits=False, or call parallelize(..., blocks=[...]), which averages gradients"
+        )
+    return None
+
+
+def _names_of_forward(model: nn.Module) -> tuple[str, ...]:
+    """The names that the code of a model's forward reads, of globals and of attributes."""
+    forward = inspect.unwrap(type(model).forward)
+    return forward.__code__.co_names if inspect.isfunction(forward) else ()
 
 
 def _loss_function(loss: ParallelLoss, *, is_shifted: bool) -> Callable[..., Tensor]:

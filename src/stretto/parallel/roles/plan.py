@@ -6,8 +6,9 @@
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -15,12 +16,16 @@ from torch import nn
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, group_sizes, layout_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.suggestions import did_you_mean, name_known
 
 KINDS = {
     "colwise": "linear, input over y and output over x (column-parallel)",
     "rowwise": "linear, input over x and output over y (row-parallel)",
+    "compress": "linear, input over y, whose output every rank has whole and each x rank uses for its own heads (the "
+    "compressed queries, keys and values of latent attention)",
+    "expand": "linear, from features that every rank has whole to an output over x (heads, of a latent)",
     "embedding": "token embedding, vocabulary over x and hidden over y",
     "positions": "small embedding, hidden over y",
     "norm": "LayerNorm or RMSNorm over the hidden features, which y splits",
@@ -238,7 +243,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collection[str]) -> None:
-    unknown = []
+    unknown, names_unknown = [], []
     of_roles = {id(parameter) for name in found for parameter in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules(remove_duplicate=False):
         is_whole = any(part in plain for part in _from_inside(name))
@@ -252,13 +257,22 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collecti
         looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         normalizes = looks_like_norm and not is_whole and not names
         if (owns or drops or normalizes) and name not in found:
+            names_unknown.append(name)
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
     if unknown:
+        routers = {wildcard(name): "router" for name in names_unknown if _is_beside_experts(name, found)}
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         raise UnknownRolesError(
             f"nothing says what these submodules are: {shown}. Stretto does not guess: "
             f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+            + (f"; if it chooses experts, roles={routers}" if routers else "")
         )
+
+
+def _is_beside_experts(name: str, found: Mapping[str, Role]) -> bool:
+    """Whether a submodule is in the module that holds some experts, as routers are."""
+    around = f"{name.rpartition('.')[0]}."
+    return any(role.role == "experts" and other.startswith(around) for other, role in found.items())
 
 
 @dataclass(frozen=True)
@@ -282,9 +296,14 @@ class ParameterSharding:
         )
 
 
-def linear_axes(role: Role) -> tuple[str, str]:
-    """The axes over which a linear's output and input features are split."""
-    return ("y", "x") if role.role == "rowwise" else ("x", "y")
+LINEARS = {
+    "colwise": ("x", "y"),
+    "rowwise": ("y", "x"),
+    "head": ("x", "y"),
+    "compress": (None, "y"),
+    "expand": ("x", None),
+}
+"""The axes over which linears' output and input features are split, by role; None: every rank has all of them."""
 
 
 def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> ParameterSharding:
@@ -298,30 +317,35 @@ EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """The parameters of a module with the role "experts": one of the first two, and the last."""
 
 
-def experts_sharding(part: str, sizes: Mapping[str, Any]) -> ParameterSharding:
-    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS.
+def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) -> ParameterSharding:
+    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS, whose whole shape this is.
 
-    On a grid without expert, experts are shared by the axes of all weights; z cuts their number there.
+    Weights are gathered over the last split's axis, along its dim: by experts if that divides those of a rank, else by
+    their rows, if it divides these. Without expert, the axes are those of all weights.
     """
+    ranks = layout_sizes(sizes)
     inner, outer = (2, 1) if part == "down_proj" else (1, 2)
-    splits = [Split(inner, "x", 2 if part == "gate_up_proj" else 1), Split(outer, "y")]
-    if layout_sizes(sizes)[EXPERT] == 1:
-        return ParameterSharding((*splits, Split(0, "z")), (REPLICAS,), is_weight=True)
-    if sizes.get("expert_tensor") == "fold":
-        del splits[0]
-    return ParameterSharding((Split(0, EXPERT), *splits, Split(0, EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+    folds = sizes.get("expert_tensor") == "fold"
+    cut = () if folds else (Split(inner, "x", 2 if part == "gate_up_proj" else 1),)
+    splits = (Split(0, EXPERT), *cut, Split(outer, "y"))
+    here = [shape[dim] // prod(ranks[split.axis] for split in splits if split.dim == dim) for dim in (0, 1)]
+    by_rows = here[0] % ranks[EXPERT_Z] != 0 and here[1] % ranks[EXPERT_Z] == 0
+    if ranks[EXPERT] > 1:
+        return ParameterSharding((*splits, Split(int(by_rows), EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+    return ParameterSharding((*splits[1:], Split(int(by_rows), "z")), (REPLICAS,), is_weight=True)
 
 
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
     """How a module of this role shards its `part`, "weight" or "bias". `is_transposed`: it is stored [in, out]."""
     match role.role:
-        case "colwise" | "rowwise" | "head":
-            output_axis, input_axis = linear_axes(role)
-            if part == "bias":
-                return ParameterSharding((Split(0, output_axis, role.segments),), (LOSS,))
+        case kind if kind in LINEARS:
+            output_axis, input_axis = LINEARS[kind]
             dim = 1 if is_transposed else 0
-            splits = (Split(dim, output_axis, role.segments), Split(1 - dim, input_axis), Split(0, "z"))
-            return ParameterSharding(splits, (REPLICAS,), is_weight=True)
+            of_output = () if output_axis is None else (Split(dim, output_axis, role.segments),)
+            if part == "bias":
+                return ParameterSharding(tuple(replace(split, dim=0) for split in of_output), (LOSS,))
+            of_input = () if input_axis is None else (Split(1 - dim, input_axis),)
+            return ParameterSharding((*of_output, *of_input, Split(0, "z")), (REPLICAS,), is_weight=True)
         case "embedding":
             return ParameterSharding((Split(0, "x"), Split(1, "y"), Split(0, "z")), (REPLICAS,), is_weight=True)
         case "positions":

@@ -83,7 +83,7 @@ def refuse_unnamed_counts(modules: Mapping[str, nn.Module], plan: ShardingPlan, 
 def _linears_around(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> dict[str, list[tuple[_Linear, bool]]]:
     """The colwise linears within each module that has code of its own, and whether it is the nearest around them."""
     found: dict[str, list[tuple[_Linear, bool]]] = {}
-    for name in plan.named("colwise"):
+    for name in plan.named("colwise", "expand"):
         if name in plan.of_own_plan:
             continue
         module, is_nearest = modules[name], True

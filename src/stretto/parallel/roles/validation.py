@@ -8,9 +8,10 @@ from torch import nn
 
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
+from stretto.parallel.roles.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
+    LINEARS,
     PLAIN,
     PlainPart,
     Role,
@@ -68,7 +69,7 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
     if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
-        huggingface.refuse_alibi(model, plan.named("colwise"))
+        huggingface.refuse_alibi(model, plan.named("colwise", "expand"))
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
@@ -86,19 +87,22 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
 
 
 def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks."""
-    for part in plan.plain:
-        if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
-            raise ValueError(
-                f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
-                "choose shard_sequence=False, or a balance over all tokens ('switch' or 'bias')"
-            )
+    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks, and no part of
+    it needs all tokens."""
     if not getattr(model, "takes_sharded_sequence", False):
         raise ValueError(
             f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
             "inside attention, it must take batch size and sequence length from what linears return, not from the "
             "input; if it does, set takes_sharded_sequence = True on it"
         )
+    if plan.replicated:
+        raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
+    for part in plan.plain:
+        if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
+            raise ValueError(
+                f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
+                "choose shard_sequence=False, or a balance over all tokens ('switch', or 'bias' without a loss)"
+            )
 
 
 def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:
@@ -116,7 +120,7 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
                 f"module with the role {role.role!r} has a weight and perhaps a bias: undo what has replaced them"
             )
     match role.role:
-        case "colwise" | "rowwise" | "head":
+        case kind if kind in LINEARS:
             _check_linear(name, module, role, sizes, hidden)
         case "embedding" | "positions":
             if role.role == "embedding" and isinstance(module, nn.Embedding):
@@ -161,6 +165,7 @@ def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
         )
     if not callable(getattr(module, "act_fn", None)):
         raise UnknownRolesError(f"{name} has the role 'experts', but no act_fn, a function of a tensor")
+    check_experts(module, name)
     check_divides(experts, sizes.expert, "expert", name, "experts")
     check_divides(inner, sizes.expert_x, "x", name, "inner features of an expert")
     check_divides(hidden, sizes["y"], "y", name, "hidden size")
@@ -280,7 +285,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
             continue
         for part, parameter in module.named_parameters(recurse=False):
             if role.role == "experts":
-                cut = experts_sharding(part, sizes.sizes()).on(sizes.sizes())
+                cut = experts_sharding(part, parameter.shape, sizes.sizes()).on(sizes.sizes())
             else:
                 cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
@@ -296,12 +301,13 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
         _expect(name, module, role, nn.Linear)
     shape: Any = module.weight.shape
     outputs, inputs = (shape[1], shape[0]) if huggingface.is_conv1d(module) else (shape[0], shape[1])
-    output_axis, input_axis = ("y", "x") if role.role == "rowwise" else ("x", "y")
+    output_axis, input_axis = LINEARS[role.role]
 
     def named(count: int, what: str) -> str:
         return "hidden size" if count == hidden else what
 
-    check_divides(inputs, sizes[input_axis], input_axis, name, named(inputs, "input features"))
+    if input_axis is not None:
+        check_divides(inputs, sizes[input_axis], input_axis, name, named(inputs, "input features"))
     if role.role == "head":
         _check_vocabulary(name, outputs, role, sizes)
         return
@@ -311,12 +317,14 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
         )
     units = outputs // role.segments // role.unit
     what = role.unit_name if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
-    check_divides(units, sizes[output_axis], output_axis, name, what)
+    if output_axis is not None:
+        check_divides(units, sizes[output_axis], output_axis, name, what)
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
     is_by_input = huggingface.is_conv1d(module)
     axis = input_axis if is_by_input else output_axis
-    rows = (inputs if is_by_input else outputs) // sizes[axis]
-    check_divides(rows, sizes["z"], "z", f"{name} (its rows, of which each {axis} rank has {rows})", "weight rows")
+    rows = (inputs if is_by_input else outputs) // (1 if axis is None else sizes[axis])
+    of_rank = "" if axis is None else f" (its rows, of which each {axis} rank has {rows})"
+    check_divides(rows, sizes["z"], "z", f"{name}{of_rank}", "weight rows")
 
 
 def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int]) -> None:

@@ -31,6 +31,7 @@ from stretto.train.checkpoint.metadata import (
     first_difference,
     read_metadata,
 )
+from stretto.train.checkpoint.model_tensors import persistent_buffers, saved_tensors
 from stretto.train.checkpoint.storage import (
     NO_TENSOR,
     AtomicWriter,
@@ -62,8 +63,14 @@ def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None)
 
 
 def check_shapes(path: Path, metadata: CheckpointMetadata, model: nn.Module) -> None:
-    """Raise ValueError unless a checkpoint has the parameters of this model, which may be on the meta device."""
-    if difference := first_difference(metadata.parameter_shapes(), _shapes(model)):
+    """Raise ValueError unless a checkpoint has the parameters of this model, which may be on the meta device.
+
+    Persistent buffers are compared where the checkpoint has them: those of older versions do not.
+    """
+    found = metadata.parameter_shapes()
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    wanted |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items() if name in found}
+    if difference := first_difference(found, wanted):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
 
 
@@ -159,8 +166,18 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     check_description(path, metadata, None, None if optimizer is None else optimizer.name)
     if optimizer is not None:
         allocate_slots(path, metadata, optimizer, elsewhere=names_elsewhere(model))
-    load_state(path, metadata, training_state(model, optimizer))
+    load_state(path, metadata, _without_missing_buffers(path, metadata, model, training_state(model, optimizer)))
     return metadata
+
+
+def _without_missing_buffers(
+    path: Path, metadata: CheckpointMetadata, model: nn.Module, state: dict[str, ShardedState]
+) -> dict[str, ShardedState]:
+    """Leave buffers out that a checkpoint does not have, and warn of it: older versions did not save any."""
+    missing = [name for name in persistent_buffers(model) if f"model.{name}" not in metadata.tensors]
+    if missing:
+        warnings.warn(f"the checkpoint {path} has no {', '.join(missing)}: they stay as they are", stacklevel=2)
+    return {name: whole for name, whole in state.items() if name.removeprefix("model.") not in missing}
 
 
 def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, ShardedState]) -> None:
@@ -185,11 +202,11 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:
-    """Collect parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`.
+    """Collect parameters and persistent buffers as `model.<name>`, the optimizer's tensors as `optimizer.<name>.<key>`.
 
     Of an optimizer that keeps fp32 weights apart, these are the parameters; and the loss scale is `training.<key>`.
     """
-    state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in model.named_parameters()}
+    state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in saved_tensors(model).items()}
     if isinstance(optimizer, StoredOptimizer):
         for name, parameter in optimizer.parameters.items():
             state[f"model.{name}"] = _lazy_state_of(parameter, partial(optimizer.weight, name))
@@ -288,7 +305,3 @@ def allocate_slots(
             if parameter is None or entry.shape not in ((), tuple(parameter.shape)):
                 raise ValueError(f"the checkpoint {path} has {full_name}, which is no state of this optimizer")
             optimizer.state(name)[key] = optimizer.make_slot(name, entry.shape, entry.torch_dtype)
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

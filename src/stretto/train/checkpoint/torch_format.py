@@ -26,6 +26,7 @@ from stretto.train.checkpoint.metadata import (
     check_files,
     read_metadata,
 )
+from stretto.train.checkpoint.model_tensors import persistent_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,7 +173,8 @@ def _read_step(path: Path, metadata: CheckpointMetadata) -> int:
 
 
 def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -> CheckpointMetadata:
-    """Leave out what torch's folder has beside a model's parameters: buffers, and second names of shared ones.
+    """Leave out what torch's folder has beside a model's tensors: second names of shared ones, and buffers that are not
+    part of its state.
 
     model: may be on the meta device. Returns an index of Stretto's as it is. Raises ValueError that lists the first
     parameters that are missing, unexpected or of another shape, with names like theirs.
@@ -181,7 +183,8 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
         return metadata
     first: dict[int, str] = {}
     alias = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    ignored = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    buffers = persistent_buffers(model)
+    ignored = {name for name, _ in model.named_buffers(remove_duplicate=False)} - buffers.keys()
     tensors: dict[str, TensorEntry] = {}
     for name, entry in metadata.tensors.items():
         kind, _, rest = name.partition(".")
@@ -191,8 +194,10 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
         renamed = alias.get(parameter, parameter)
         tensors.setdefault(".".join(filter(None, (kind, renamed, key))), entry)
     fitted = metadata.model_copy(update={"tensors": tensors})
+    found = fitted.parameter_shapes()
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if faults := list(_faults(fitted.parameter_shapes(), wanted)):
+    wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in found}
+    if faults := list(_faults(found, wanted)):
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise ValueError(f"the checkpoint {path} is of another model: {'; '.join(faults[:SHOWN])}{more}")
     return fitted

@@ -8,20 +8,24 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
+from stretto.train.checkpoint.file_tensors import FileTensor, PlainTensor, stack, with_scales
 from stretto.train.checkpoint.folders import resolve_checkpoint
+from stretto.train.checkpoint.hugging_face_names import match_names
 from stretto.train.checkpoint.metadata import TensorEntry, first_difference
+from stretto.train.checkpoint.model_tensors import persistent_buffers, saved_tensors
 from stretto.train.checkpoint.torch_format import read_index
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 FOLDER_FILE_BYTES = 5 * 10**9
 MAX_INDEX_BYTES = 1 << 26  # a tensor takes about 100
@@ -33,14 +37,28 @@ _COPIED = ("*token*", "*.model", "vocab*", "merges.txt", "*chat_template*", "tek
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor of a checkpoint and the dtype in which it is written."""
+    """A tensor to write: a tensor of a checkpoint, or a part of one, and the dtype in which it is written.
+
+    part: of the rows of one index of dim 0, which ones: (index, start, length); None for the whole tensor.
+    """
 
     entry: TensorEntry
     dtype: str
+    part: tuple[int, int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape if self.part is None else (self.part[2], *self.entry.shape[2:])
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.entry.shape) * _ITEMSIZES[self.dtype]
+        return prod(self.shape) * _ITEMSIZES[self.dtype]
+
+    def of(self, whole: "Tensor") -> "Tensor":
+        if self.part is None:
+            return whole
+        index, start, length = self.part
+        return whole[index, start : start + length]
 
 
 def export_safetensors(
@@ -63,12 +81,20 @@ def export_safetensors(
     if dtype is not None and dtype not in _SAFETENSORS_DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but must be one of {', '.join(_SAFETENSORS_DTYPES)}")
     path = resolve_checkpoint(checkpoint)
-    own = {
+    own = _weights_of(read_index(path).tensors, dtype)
+    return _write_files(path, file, {(names or {}).get(name, name): own[name] for name in own}, max_file_bytes)
+
+
+def _weights_of(tensors: Mapping[str, TensorEntry], dtype: str | None) -> dict[str, _Weight]:
+    return {
         name.removeprefix("model."): _Weight(entry, dtype or entry.dtype)
-        for name, entry in read_index(path).tensors.items()
+        for name, entry in tensors.items()
         if name.startswith("model.")
     }
-    weights = {(names or {}).get(name, name): weight for name, weight in own.items()}
+
+
+def _write_files(path: Path, file: Path, weights: Mapping[str, _Weight], max_file_bytes: int | None) -> list[Path]:
+    """Write weights of the checkpoint at `path` to `file`, or to several files like it with an index."""
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = _split(weights, max_file_bytes)
     if len(parts) == 1:
@@ -94,9 +120,12 @@ def export_folder(
 ) -> list[Path]:
     """Write a fine-tuned Hugging Face model as a folder that `from_pretrained` loads, and return the files' paths.
 
-    The weights (see `export_safetensors`), config.json from the checkpoint, and the files of tokenizer and generation
-    from the folder that training started from, or from `pretrained`. dtype: by default that of config.json, float32
-    where it says none. max_file_bytes: by default FOLDER_FILE_BYTES. The folder appears once it is complete.
+    The weights (see `export_safetensors`) under the names that they had in the folder that training started from, or
+    in `pretrained`, with one tensor for each expert where it has that; config.json from the checkpoint; and the
+    folder's files of tokenizer and generation. dtype: by default that of config.json, float32 where it says none;
+    what the model's class keeps in fp32 stays fp32. A folder whose weights were quantized is written in bfloat16,
+    without its quantization_config. max_file_bytes: by default FOLDER_FILE_BYTES. The folder appears once it is
+    complete.
 
     Raises ValueError for a folder that exists and is not empty, for a checkpoint of another kind of model, and if the
     folder that training started from is not there.
@@ -119,20 +148,17 @@ def export_folder(
             f"{source} is not the Hugging Face folder that training started from, which has the tokenizer's files: "
             "name where it is with --pretrained"
         )
-    names = _names_to_export(index.tensors, source)
     config = dict(model["config"])
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = dtype or config.get(key) or "float32"
+    default = "float32" if config.pop("quantization_config", None) is None else "bfloat16"
+    config[key] = dtype or config.get(key) or default
+    weights, has_dropped_layers = _weights_under_names_of(source, _weights_of(index.tensors, config[key]))
+    if has_dropped_layers:
+        config["num_nextn_predict_layers"] = 0
     unfinished = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    export_safetensors(
-        path,
-        unfinished / "model.safetensors",
-        max_file_bytes=max_file_bytes or FOLDER_FILE_BYTES,
-        dtype=config[key],
-        names=names,
-    )
+    _write_files(path, unfinished / "model.safetensors", weights, max_file_bytes or FOLDER_FILE_BYTES)
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in _COPIED:
         for each in source.glob(pattern):
@@ -149,9 +175,13 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
 
     `model` is plain or returned by `parallelize`: each rank reads only its own part, and converts it to the dtype of
     its parameters. A tied weight may have any of its names in the file. Of a Hugging Face model, names may have or lack
-    the prefix of the model without its head, as in files of either of the two, and what its class says to ignore is
-    ignored. Raises ValueError, before anything is changed, for a file that is not safetensors, and for the first
-    parameter that is missing, unexpected or of another shape.
+    the prefix of the model without its head, as in files of either of the two; what its class says to ignore is
+    ignored; tensors of one expert each are read into the parameter that has all experts; and fp8 with a scale for each
+    block of 128 x 128 is dequantized. Persistent buffers are filled too. Layers that predict further tokens
+    (`num_nextn_predict_layers`), which transformers' model does not have, are dropped with a warning.
+
+    Raises ValueError, before anything is changed, for a file that is not safetensors, and for the first parameter that
+    is missing, unexpected or of another shape.
     """
     import torch
 
@@ -159,13 +189,12 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
     from stretto.train.checkpoint.state import sharded_state_of
 
     with _open_weights(whole_model(model), file) as sources, torch.no_grad():
-        parameters = dict(model.named_parameters())
+        held = saved_tensors(model)
         for name, source in sources:
-            if name not in parameters:  # another pipeline stage has it
+            if name not in held:  # another pipeline stage has it
                 continue
-            for held in sharded_state_of(parameters[name]).boxes:
-                box = zip(held.offsets, held.values.shape, strict=True)
-                held.values.copy_(source[tuple(slice(start, start + length) for start, length in box)])
+            for box in sharded_state_of(held[name]).boxes:
+                source.copy_into(box.values, box.offsets)
 
 
 def check_safetensors(model: "nn.Module", file: Path) -> None:
@@ -175,90 +204,85 @@ def check_safetensors(model: "nn.Module", file: Path) -> None:
 
 
 @contextmanager
-def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Any]]]:
-    """Open the slices of the file's tensors, each with the name of the model's parameter that it is for."""
+def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, FileTensor]]]:
+    """Open the file's tensors, each with the name of the model's parameter or buffer that it is for."""
     from safetensors import SafetensorError, safe_open
 
-    with ExitStack() as stack:
-        sources: dict[str, Any] = {}
+    with ExitStack() as files:
+        opened: dict[str, PlainTensor] = {}
         for part in _files_of(file):
             try:
-                opened = stack.enter_context(safe_open(part, framework="pt", device="cpu"))
+                content = files.enter_context(safe_open(part, framework="pt", device="cpu"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{part} cannot be read as safetensors: {error}") from error
-            sources |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
-        names = _names_in_file(model, sources)
-        ignored = _ignored_names(model)
-        found = {
-            names.get(name, name): tuple(source.get_shape())
-            for name, source in sources.items()
-            if name in names or not any(re.search(pattern, name) for pattern in ignored)
-        }
+            opened |= {name: PlainTensor(content.get_slice(name)) for name in content.keys()}  # noqa: SIM118
+        try:
+            tensors = with_scales(opened)
+            names = match_names(model, tensors)
+            stacked = [(name, stack(tensors, experts)) for name, experts in names.stacked.items()]
+        except ValueError as error:
+            raise ValueError(f"{file} is of another model: {error}") from None
+        sources = [(name, tensors[there]) for there, name in names.own_names.items()] + stacked
+        found = {name: source.shape for name, source in sources}
+        buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
         wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        wanted |= {name: shape for name, shape in buffers.items() if name in found}
+        found |= {name: tensors[name].shape for name in names.unknown}
         if difference := first_difference(found, wanted):
             raise ValueError(f"{file} is of another model: {difference}")
-        yield [(name, sources[name_there]) for name_there, name in names.items()]
+        _warn_of_differences(file, names.dropped, [name for name in buffers if name not in found])
+        yield sources
 
 
-def _names_in_file(model: "nn.Module", sources: Mapping[str, Any]) -> dict[str, str]:
-    """Map the file's names of the model's parameters to the names that `named_parameters` gives them."""
-    own_name = {parameter: name for name, parameter in model.named_parameters()}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."  # of Hugging Face's models
-    names = {}
-    for alias, parameter in model.named_parameters(remove_duplicate=False):
-        for spelling in (alias, f"{prefix}{alias}", alias.removeprefix(prefix)):
-            if spelling in sources:
-                names[spelling] = own_name[parameter]
-                break
-    return names | _renamed_in_file(model, [name for name in sources if name not in names])
+def _warn_of_differences(file: Path, dropped: Sequence[str], missing: Sequence[str]) -> None:
+    """Warn, on the first rank, of tensors of the file that are not read, and of buffers that it does not have."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+        return
+    if dropped:
+        warnings.warn(
+            f"{file} has layers that predict further tokens ({dropped[0]} and {len(dropped) - 1} other tensors), which "
+            "transformers' model does not have: they are dropped, neither trained nor exported",
+            stacklevel=2,
+        )
+    if missing:
+        warnings.warn(f"{file} has no {', '.join(missing)}: the model's initial values stay", stacklevel=2)
 
 
-def _renamed_in_file(model: "nn.Module", names: Iterable[str]) -> dict[str, str]:
-    """Map names of a file to those of the model's parameters, where transformers renames them as it loads the file.
+def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[dict[str, _Weight], bool]:
+    """Name weights as the files of a Hugging Face folder do, in as many tensors as these have.
 
-    GPT-NeoX's files say embed_out for lm_head. Conversions that compute with tensors are not applied.
+    Returns them, and whether the folder has layers that the model does not have (see `import_safetensors`).
     """
-    if not hasattr(model, "base_model_prefix"):
-        return {}
-    try:
-        from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
-    except ImportError:  # transformers before 5, which has no such names
-        return {}
-    transformers_model: Any = model
-    renamings = [each for each in get_model_conversion_mapping(transformers_model) if type(each) is WeightRenaming]
-    own_name = {parameter: name for name, parameter in model.named_parameters()}
-    own = {alias: own_name[parameter] for alias, parameter in model.named_parameters(remove_duplicate=False)}
-    found = {}
-    for name in names:
-        renamed = name
-        for each in renamings:
-            renamed = each.rename_source_key(renamed)[0]
-        if renamed != name and renamed in own:
-            found[name] = own[renamed]
-    return found
-
-
-def _names_to_export(tensors: Mapping[str, Any], source: Path) -> dict[str, str]:
-    """The names in the folder that training started from of parameters that have been renamed when it was read."""
     from safetensors import safe_open
 
     from stretto.train.gpt.model_source import WEIGHTS, FolderSource
 
     file = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
-    if file is None:
-        return {}
-    names: list[str] = []
-    for part in _files_of(file):
+    names: dict[str, PlainTensor] = {}
+    for part in [] if file is None else _files_of(file):
         with safe_open(part, framework="pt", device="cpu") as opened:
-            names += opened.keys()
-    left = [name for name in names if f"model.{name}" not in tensors]
-    renamed = _renamed_in_file(FolderSource(str(source)).build(), left) if left else {}
-    return {own: name for name, own in renamed.items()}
-
-
-def _ignored_names(model: "nn.Module") -> list[str]:
-    """Patterns of tensors that a Hugging Face model's files may have beside its parameters, as its class says."""
-    return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+            names |= {name: PlainTensor(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+    if all(name in own for name in names):
+        return dict(own), False
+    model = FolderSource(str(source)).build()
+    matched = match_names(model, with_scales(names))
+    there = {name: alias for alias, name in matched.own_names.items()}
+    in_fp32 = [str(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    weights: dict[str, _Weight] = {}
+    for name, weight in own.items():
+        shape = weight.entry.shape
+        if name in matched.stacked and len(shape) == 3:
+            for expert, parts in enumerate(matched.stacked[name]):
+                rows = shape[1] // len(parts)
+                weights |= {part: replace(weight, part=(expert, at * rows, rows)) for at, part in enumerate(parts)}
+        else:
+            keeps = any(re.search(rf"(^|\.){re.escape(part)}($|\.)", name) for part in in_fp32)
+            weights[name if name in names else there.get(name, name)] = (
+                replace(weight, dtype="float32") if keeps else weight
+            )
+    return weights, bool(matched.dropped)
 
 
 def _files_of(file: Path) -> list[Path]:
@@ -303,8 +327,11 @@ def _write_file(checkpoint: Path, file: Path, weights: Mapping[str, _Weight]) ->
     with open(unfinished, "wb") as out:
         out.write(len(header).to_bytes(8, "little"))
         out.write(header)
+        last, whole = None, torch.empty(0)
         for weight in weights.values():
-            tensor = read_tensor(checkpoint, weight.entry).to(getattr(torch, weight.dtype))
+            if weight.entry is not last:  # parts of one tensor follow each other
+                last, whole = weight.entry, read_tensor(checkpoint, weight.entry)
+            tensor = weight.of(whole).to(getattr(torch, weight.dtype))
             out.write(tensor.flatten().view(torch.uint8).numpy().data)
         out.flush()
         os.fsync(out.fileno())
@@ -316,5 +343,5 @@ def _header(weights: Mapping[str, _Weight]) -> Iterator[tuple[str, dict[str, Any
     for name, weight in weights.items():
         stop = start + weight.num_bytes
         dtype = _SAFETENSORS_DTYPES[weight.dtype]
-        yield name, {"dtype": dtype, "shape": list(weight.entry.shape), "data_offsets": [start, stop]}
+        yield name, {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [start, stop]}
         start = stop

@@ -85,6 +85,13 @@ class RunConfig(RunOptions):
         False, "with micro-batches, add up the weights' gradients whole, and reduce-scatter them over z once a step in "
         "place of once a micro-batch; takes memory for gradients that z does not divide",
     )  # fmt: skip
+    drop_duplicates: bool = option(
+        True, "of tokens that every rank of x has, each sends its part to the experts of other ranks"
+    )
+    expert_rows: Annotated[int | None, CanBeNone] = option(
+        None, "rows of experts' inputs that a rank has room for, with which nothing waits for their number; more are "
+        "an error", unit="rows", unset="as many as come", ge=1, lt=1 << 40,
+    )  # fmt: skip
     tune_matmuls: bool = option(False, "autotune the layouts of each linear's matrix products in the first step")
     shard_sequence: bool = option(
         False, "sequence parallelism over x between blocks: all-gathers and reduce-scatters, fused with the matrix "
@@ -238,6 +245,8 @@ class TrainConfig(JobConfig):
             tune_matmuls=self.train.tune_matmuls,
             accumulate_unsharded=self.train.accumulate_unsharded,
             stages=self.pipeline.stages if self.is_pipelined else None,
+            drop_duplicates=self.train.drop_duplicates,
+            expert_rows=self.train.expert_rows,
         )
 
     @property

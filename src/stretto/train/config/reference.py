@@ -31,8 +31,8 @@ no quotes. The text `none` turns off an option that can be turned off. Unknown o
 stores the whole configuration in `config.toml`, which is again a file for `stretto train`.
 
 [configs/demo.toml](../configs/demo.toml), [configs/gpt2-small.toml](../configs/gpt2-small.toml),
-[configs/llama-7b-one-gpu.toml](../configs/llama-7b-one-gpu.toml) and [configs/dlrm.toml](../configs/dlrm.toml) are
-examples. The options of GPTs and of
+[configs/llama-7b-one-gpu.toml](../configs/llama-7b-one-gpu.toml), [configs/moe.toml](../configs/moe.toml) and
+[configs/dlrm.toml](../configs/dlrm.toml) are examples. The options of GPTs and of
 [Hugging Face models](fine-tuning.md) come first, then [those of DLRMs](#a-dlrms-options).
 """
 DLRM_HEAD = """\

@@ -68,6 +68,11 @@ def contradictions(config: "TrainConfig") -> list[str]:
             f"train.cuda_graph and train.{name} are both on, but a block that is run again asks for the "
             "state of random numbers, which a graph does not have; train.cuda_graph=false would do"
         )
+    if run.cuda_graph and grid.expert > 1 and run.expert_rows is None:
+        problems.append(
+            f"train.cuda_graph is on and grid.expert is {grid.expert}, but a graph cannot wait for how many rows come "
+            "to a rank's experts; train.expert_rows=(their most), grid.expert=1 or train.cuda_graph=false would do"
+        )
     if run.cuda_graph and config.model.dropout:
         problems.append(
             f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "

@@ -19,7 +19,7 @@ from stretto.cluster import read_bounded
 from stretto.models import GPTConfig
 from stretto.planner import read_architecture
 from stretto.planner.hugging_face import FAMILIES
-from stretto.pretrained import refusal_of_attention_dropout
+from stretto.pretrained import refusal_of_attention_dropout, refusal_of_quantization
 from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class FolderSource(ModelSource):
         self._without_dropout = without_dropout
         if refusal := refusal_of_attention_dropout({} if without_dropout else self.config):
             raise ValueError(f"{self.folder}: {refusal}, or set model.dropout=0")
+        if refusal := refusal_of_quantization(self.config):
+            raise ValueError(f"{self.folder}: {refusal}")
 
     @property
     def vocab(self) -> int | None:
@@ -163,6 +165,8 @@ class FolderSource(ModelSource):
 
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            if hasattr(config, "quantization_config"):  # weights are dequantized as they are read
+                del config.quantization_config
             if self._without_dropout:
                 for name, value in config.to_dict().items():
                     if "drop" in name and isinstance(value, float):

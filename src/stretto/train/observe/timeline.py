@@ -9,27 +9,34 @@ Copies between the host and the GPU are neither, and have a row for each directi
 slower ranks, so their delay counts as communication. On a CPU there are no kernels: operators (aten) are computation,
 and the work of gloo's threads is communication; before the first step each axis communicates alone under its own mark,
 which identifies its threads.
+
+What a mixture of experts' layers compute (operators within their mark, those of the backward pass that belong to them,
+and the kernels of both) is a row beside all computation.
 """
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stretto.axes import INNER_TO_OUTER, NAMES
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, INNER_TO_OUTER
 
 Interval = tuple[float, float]  # start and end; half-open, so that neighbours do not overlap
 Intervals = tuple[Interval, ...]
 
 TRACE_FILE = "trace.json"
 COMPUTE = "compute"
+EXPERTS = "experts"  # the part of computation that is in a mixture of experts' experts
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
 TO_DEVICE, TO_HOST = HOST_COPIES = ("host to device", "device to host")
 BUBBLE = "bubble"  # of a pipeline: the rank waits for a message that was not sent yet
-ROWS = (COMPUTE, *INNER_TO_OUTER, OTHER, *HOST_COPIES, BUBBLE)
+AXES = (*INNER_TO_OUTER, EXPERT)
+ROW_OF = {EXPERT_DATA: "data", EXPERT_Z: "z"}  # what experts' parameters send over what expert leaves of an axis
+ROWS = (COMPUTE, EXPERTS, *AXES, OTHER, *HOST_COPIES, BUBBLE)
 # Copy engines communicate only over z; these kernels start their copies, wait for them, and sum what they brought.
 COPY_ENGINE_AXIS = "z"
 COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
@@ -37,6 +44,7 @@ COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
 _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
 _WAIT = re.compile(r"stretto waited (\d+\.\d+) (\d+\.\d+)")  # stretto.parallel.pipeline marks them
+_EXPERTS = "stretto experts"  # stretto.models.moe marks them
 _COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)"
 
 
@@ -93,6 +101,11 @@ class Timeline:
         return self._a_step(self.busy(COMPUTE))
 
     @property
+    def experts(self) -> float:
+        """Seconds per step of the computation in experts."""
+        return self._a_step(self.busy(EXPERTS))
+
+    @property
     def communication(self) -> dict[str, float]:
         """Seconds per step in which an axis's collectives run, for every axis, and for "other" if it occurs."""
         return {row: self._a_step(self.busy(row)) for row in self._communication_rows}
@@ -139,11 +152,11 @@ class Timeline:
             "host_copies": self.host_copies,
             "exposed_host_copies": self.exposed_host_copies,
             "idle": self.idle,
-        } | ({"bubble": self.bubble} if BUBBLE in self.rows else {})
+        } | {row: getattr(self, row) for row in (EXPERTS, BUBBLE) if row in self.rows}
 
     @property
     def _communication_rows(self) -> tuple[str, ...]:
-        return (*INNER_TO_OUTER, OTHER) if OTHER in self.rows else INNER_TO_OUTER
+        return (*INNER_TO_OUTER, *(row for row in (EXPERT, OTHER) if row in self.rows))
 
     @cached_property
     def _busy(self) -> dict[str, Intervals]:
@@ -174,7 +187,8 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
     steps = _steps(events, "gpu_user_annotation") or _steps(events, "user_annotation")
     if not steps:
         raise ValueError(f"{where} has no step: `stretto train --trace` marks those that it traces")
-    spans = _gpu_spans(events, about["groups"]) if is_gpu else _cpu_spans(events)
+    experts = _expert_operators(events)
+    spans = _gpu_spans(events, about["groups"], experts) if is_gpu else _cpu_spans(events, experts)
     spans += _waits(events)
     origin, end = steps[0].start, steps[-1].end
     return Timeline(
@@ -206,8 +220,46 @@ def _steps(events: Iterable[Mapping[str, Any]], category: str) -> list[TracedSte
     ]
 
 
-def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -> list[Span]:
-    """Collect kernels and copies. NCCL's group is named by the kernel's event, or by the call that launched it."""
+def _expert_operators(events: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """The ids of the operators that experts run: within their marks, and in the backward pass of such operators.
+
+    A node of autograd has the sequence number of the operator that has made it.
+    """
+    operators = [event for event in events if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})]
+    marks = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == _EXPERTS]
+    numbers = {_sequence_number(event) for event in _within(operators, marks)} - {None}
+    nodes = [
+        event
+        for event in operators
+        if event["name"].startswith("autograd::engine::evaluate_function") and _sequence_number(event) in numbers
+    ]
+    return {event["args"]["External id"] for event in _within(operators, [*marks, *nodes])}
+
+
+def _sequence_number(event: Mapping[str, Any]) -> Any:
+    return event["args"].get("Sequence number")
+
+
+def _within(events: Iterable[Mapping[str, Any]], outer: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    """The events that begin within one of the outer events of their thread."""
+    spans: dict[Any, list[Interval]] = {}
+    for event in outer:
+        spans.setdefault(event["tid"], []).append(_interval(event))
+    merged = {thread: merge(parts) for thread, parts in spans.items()}
+    starts = {thread: [start for start, _ in parts] for thread, parts in merged.items()}
+    for event in events:
+        if (thread := event["tid"]) in merged:
+            begin, _ = _interval(event)
+            place = bisect_right(starts[thread], begin) - 1
+            if place >= 0 and begin < merged[thread][place][1]:
+                yield event
+
+
+def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str], experts: Collection[Any]) -> list[Span]:
+    """Collect kernels and copies. NCCL's group is named by the kernel's event, or by the call that launched it.
+
+    experts: the ids of experts' operators, whose kernels have a row of their own too.
+    """
     calls = {
         event["args"]["External id"]: event["args"]
         for event in events
@@ -224,7 +276,8 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -
                 row = COPY_ENGINE_AXIS
             elif event["name"].startswith("nccl") or "Collective name" in about:
                 row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)
-            spans.append(Span(row, event["name"], *_interval(event)))
+            rows = [row, EXPERTS] if row == COMPUTE and about.get("External id") in experts else [row]
+            spans += [Span(each, event["name"], *_interval(event)) for each in rows]
     return spans
 
 
@@ -264,11 +317,12 @@ def is_by_copy_engine(event: Mapping[str, Any], copying: Collection[Any]) -> boo
 def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:
     described = str(about.get("Process Group Description", "")).removeprefix("mesh_")
     axis = groups.get(str(about.get("Process Group Name")), described)
-    return axis if axis in NAMES else OTHER
+    axis = ROW_OF.get(axis, axis)
+    return axis if axis in AXES else OTHER
 
 
-def _cpu_spans(events: list[Mapping[str, Any]]) -> list[Span]:
-    """Collect the outermost operators, and the work of gloo's threads."""
+def _cpu_spans(events: list[Mapping[str, Any]], experts: Collection[Any]) -> list[Span]:
+    """Collect the outermost operators, those of experts in a row of their own too, and the work of gloo's threads."""
     gloo = [event for event in events if event["name"].startswith("gloo:")]
     axes = _axes_of_threads(events, gloo)
     spans = [
@@ -286,7 +340,8 @@ def _cpu_spans(events: list[Mapping[str, Any]]) -> list[Span]:
         if (is_collective or event["name"].startswith("aten::")) and start >= busy_until.get(thread, start):
             busy_until[thread] = end
             if not is_collective:
-                spans.append(Span(COMPUTE, event["name"], start, end))
+                rows = [COMPUTE, EXPERTS] if event.get("args", {}).get("External id") in experts else [COMPUTE]
+                spans += [Span(row, event["name"], start, end) for row in rows]
     return spans
 
 
@@ -298,7 +353,7 @@ def _axes_of_threads(events: Iterable[Mapping[str, Any]], gloo: Iterable[Mapping
         if event["name"].startswith(GROUP_MARK) and event.get("cat") == "user_annotation"
     }
     return {
-        event["tid"]: axis
+        event["tid"]: ROW_OF.get(axis, axis)
         for axis, (start, end) in marks.items()
         for event in gloo
         if start <= _interval(event)[0] < end

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads parts of a parameter from safetensors files: from one tensor, from one scaled by blocks, or from many.
+
+A mixture of experts has one tensor for each expert and projection in its file, and one parameter for all of them in
+transformers' model. A rank reads the experts and the rows and columns that it holds, and nothing else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stretto.pretrained import FP8_BLOCK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FP8 = "F8_E4M3"
+
+
+class FileTensor(Protocol):
+    """A tensor that files hold. `shape`: the whole one's."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
+        """Fill `values`, in its dtype, with the box of the whole tensor that begins at `offsets`."""
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """A tensor of a file. opened: what safetensors' `get_slice` returns."""
+
+    opened: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.opened.get_shape())
+
+    @property
+    def is_fp8(self) -> bool:
+        return bool(self.opened.get_dtype() == _FP8)
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> "Tensor":
+        box = zip(offsets, sizes, strict=True)
+        values: Tensor = self.opened[tuple(slice(start, start + length) for start, length in box)]
+        return values
+
+    def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
+        values.copy_(self.read(offsets, values.shape))
+
+
+@dataclass(frozen=True)
+class BlockScaledTensor:
+    """A matrix in fp8 (e4m3) of which each block of 128 x 128 has a scale: the values times their block's, in fp32.
+
+    scales: fp32 [ceil(rows / 128), ceil(columns / 128)], in the file `<name>_scale_inv`.
+    """
+
+    values: PlainTensor
+    scales: PlainTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
+        sizes = tuple(values.shape)
+        first = [offset // FP8_BLOCK for offset in offsets]
+        count = [
+            -(-(offset + size) // FP8_BLOCK) - block for offset, size, block in zip(offsets, sizes, first, strict=True)
+        ]
+        scales = self.scales.read(first, count).float()
+        for dim, (offset, size, block) in enumerate(zip(offsets, sizes, first, strict=True)):
+            scales = scales.repeat_interleave(FP8_BLOCK, dim).narrow(dim, offset - block * FP8_BLOCK, size)
+        values.copy_(self.values.read(offsets, sizes).float() * scales)
+
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """Matrices as one tensor [experts, rows, columns]: an expert's rows are those of its parts, one after another.
+
+    parts: of each expert, all of one shape (the gate's and the up projection's, say).
+    """
+
+    parts: tuple[tuple[FileTensor, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.parts[0][0].shape
+        return len(self.parts), len(self.parts[0]) * rows, columns
+
+    def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
+        first, start, column = offsets
+        stop = start + values.shape[1]
+        for parts, expert in zip(self.parts[first : first + values.shape[0]], values, strict=True):
+            begin = 0
+            for part in parts:
+                end = begin + part.shape[0]
+                low, high = max(begin, start), min(end, stop)
+                if low < high:
+                    part.copy_into(expert[low - start : high - start], (low - begin, column))
+                begin = end
+
+
+def stack(tensors: Mapping[str, FileTensor], names: Sequence[Sequence[str]]) -> FileTensor:
+    """Stack the matrices of these names, of each expert its parts. Raises ValueError for those of another shape."""
+    first = names[0][0]
+    if len(tensors[first].shape) != 2:
+        raise ValueError(f"{first} has shape {list(tensors[first].shape)} there, and is to be a matrix")
+    for name in (name for parts in names for name in parts):
+        if tensors[name].shape != tensors[first].shape:
+            raise ValueError(
+                f"{name} has shape {list(tensors[name].shape)} there, and {first} has {list(tensors[first].shape)}"
+            )
+    return StackedTensor(tuple(tuple(tensors[name] for name in parts) for parts in names))
+
+
+def with_scales(tensors: Mapping[str, PlainTensor]) -> dict[str, FileTensor]:
+    """The tensors of files by their names, those in fp8 with their scales.
+
+    Raises ValueError for fp8 without scales, or with those of other blocks.
+    """
+    found: dict[str, FileTensor] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_fp8:
+            scaled = tensors.get(name.removesuffix("_scale_inv"))
+            if not (name.endswith("_scale_inv") and scaled is not None and scaled.is_fp8):
+                found[name] = tensor
+            continue
+        scales = tensors.get(f"{name}_scale_inv")
+        blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
+        if scales is None or len(tensor.shape) != 2 or scales.shape != blocks:
+            there = "none" if scales is None else f"some of shape {list(scales.shape)}"
+            raise ValueError(
+                f"{name} is in fp8 and needs scales {name}_scale_inv of shape {list(blocks)}, one for each block of "
+                f"{FP8_BLOCK} x {FP8_BLOCK}, and there are {there}: dequantize it with transformers, and write it in "
+                "bfloat16"
+            )
+        found[name] = BlockScaledTensor(tensor, scales)
+    return found

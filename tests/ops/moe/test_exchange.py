@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine between real processes, against a loop over tokens in fp64."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ops.moe.oracle import differentiate_dense, draw, list_rows, make_layer
+
+from stretto.ops import moe
+
+SEED = 20
+EXACT = 1e-12
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: of each rank. chosen: the experts that tokens choose among (None: all)."""
+
+    tokens: tuple[int, ...]
+    k: int
+    experts: int
+    chosen: range | None = None
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tokens)
+
+
+CASES = {
+    "as many tokens each": Case((4, 4), 2, 4),
+    "different numbers": Case((5, 2, 4), 3, 6),
+    "a rank without tokens": Case((4, 0, 3, 1), 2, 8),
+    "no tokens at all": Case((0, 0), 2, 4),
+    "all to one expert": Case((3, 4), 1, 4, range(2, 3)),
+    "all to the experts of one rank": Case((3, 4, 2), 2, 6, range(4, 6)),
+    "experts without tokens": Case((3, 2), 2, 8, range(1, 7, 2)),
+    "one expert a rank": Case((3, 1, 2, 5), 4, 4),
+}
+EXTRA = [
+    Case(tokens, k, len(tokens) * local)
+    for tokens in ((6, 1), (1, 6), (3, 0, 5), (2, 7, 1, 4), (0, 0, 0, 9))
+    for k in (1, 2, 3, 4)
+    for local in (1, 2, 3)
+    if k <= len(tokens) * local
+]
+
+
+def part(tensor, sizes, index):
+    """The part of a tensor's first dim that is this rank's."""
+    return tensor.split(list(sizes))[index]
+
+
+def find_differences(case, max_rows=None):
+    """Largest differences of this rank's output, gradients and identity experts' output from the oracle's."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
+    grad = draw(SEED + 9, *layer.x.shape)
+    expected = differentiate_dense(layer, grad)
+    experts = [case.experts // world] * world
+    sizes = (case.tokens, case.tokens, experts, experts)
+    leaves = [part(one, size, rank).clone().requires_grad_() for one, size in zip(layer.leaves, sizes, strict=True)]
+    x, weights, gate_up, down = leaves
+    sent = moe.dispatch(x, part(layer.ids, case.tokens, rank), case.experts, group, max_rows=max_rows)
+    same = moe.combine(sent.rows, sent.handle, weights, group)
+    out = moe.combine(moe.experts_mlp(sent.rows, sent.offsets, gate_up, down), sent.handle, weights, group)
+    grads = torch.autograd.grad(out, leaves, part(grad, case.tokens, rank))
+    got, sizes = [out, *grads], (case.tokens, *sizes)
+    wanted = [part(one, size, rank) for one, size in zip(expected, sizes, strict=True)]
+    got.append(same)
+    wanted.append(x * weights.sum(1, keepdim=True))
+    for one, other in zip(got, wanted, strict=True):
+        assert one.shape == other.shape
+    return [(one - other).abs().max().item() for one, other in zip(got, wanted, strict=True) if one.numel()]
+
+
+def require_exact(results):
+    assert all(difference < EXACT for differences in results for difference in differences), results
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_output_and_gradients_are_those_of_a_loop_over_tokens(ranks, case):
+    require_exact(ranks(case.ranks).run(find_differences, case))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", EXTRA, ids=str)
+def test_output_and_gradients_are_those_of_a_loop_over_tokens_for_many_shapes(ranks, case):
+    require_exact(ranks(case.ranks).run(find_differences, case))
+    if len(set(case.tokens)) == 1:
+        require_exact(ranks(case.ranks).run(find_differences, case, sum(case.tokens) * case.k))
+
+
+@pytest.mark.parametrize("case", [Case((4, 4), 2, 4), Case((3, 3, 3), 3, 6), Case((0, 0), 1, 2)], ids=str)
+@pytest.mark.parametrize("spare", [0, 5])
+def test_a_fixed_number_of_rows_gives_the_same_output_and_gradients(ranks, case, spare):
+    needed = max(count_needed(case))
+    require_exact(ranks(case.ranks).run(find_differences, case, max(needed + spare, 1)))
+
+
+def count_needed(case):
+    """The rows that each rank's experts get."""
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
+    local = case.experts // case.ranks
+    return [int(((layer.ids // local) == rank).sum()) for rank in range(case.ranks)]
+
+
+def dispatch_numbers(case, max_rows=None):
+    """(rows as (rank, token), offsets, number of rows) that this rank gets."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    ids = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen).ids
+    tokens = case.tokens[rank]
+    x = torch.stack((torch.full((tokens,), float(rank)), torch.arange(float(tokens)))).t()
+    sent = moe.dispatch(x, part(ids, case.tokens, rank), case.experts, group, max_rows=max_rows)
+    assert sent.offsets.dtype == torch.int32
+    return sent.rows.tolist(), sent.offsets.tolist()
+
+
+@pytest.mark.parametrize("case", [CASES["different numbers"], CASES["a rank without tokens"]], ids=str)
+def test_rows_are_by_expert_then_source_rank_then_token(ranks, case):
+    ids = make_layer(SEED, sum(case.tokens), case.k, case.experts).ids
+    ids = [one.tolist() for one in ids.split(list(case.tokens))]
+    local = case.experts // case.ranks
+    for rank, (rows, offsets) in enumerate(ranks(case.ranks).run(dispatch_numbers, case)):
+        expected = list_rows(ids, range(rank * local, (rank + 1) * local))
+        assert ([tuple(row) for row in rows], offsets) == expected
+
+
+def test_a_fixed_number_of_rows_has_the_same_rows_and_then_zeros(ranks):
+    case = Case((4, 4, 4), 2, 6)
+    most = max(count_needed(case)) + 3
+    exact = ranks(3).run(dispatch_numbers, case)
+    for (rows, offsets), (padded, same) in zip(exact, ranks(3).run(dispatch_numbers, case, most), strict=True):
+        assert same == offsets
+        assert padded == rows + [[0.0, 0.0]] * (most - len(rows))
+
+
+def exceed(case, max_rows):
+    """(whether the output and gradients are NaN where a rank got too many rows, messages of later errors)."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
+    x, ids = part(layer.x, case.tokens, rank).clone().requires_grad_(), part(layer.ids, case.tokens, rank)
+    weights = part(layer.weights, case.tokens, rank)
+
+    def run(limit):
+        sent = moe.dispatch(x, ids, case.experts, group, max_rows=limit)
+        out = moe.combine(sent.rows * 2, sent.handle, weights, group)
+        return out, torch.autograd.grad(out.sum(), x)[0]
+
+    is_nan = [bool(one.isnan().all()) for one in run(max_rows)]
+    messages = []
+    for look in (lambda: run(None), lambda: run(None), lambda: moe.check_rows(group)):
+        try:
+            look()
+        except ValueError as error:
+            messages.append(str(error))
+    for limit in (max_rows, 2 * sum(case.tokens)):  # the latter suffices
+        run(limit)
+        try:
+            moe.check_rows(group)
+        except ValueError as error:
+            messages.append(str(error))
+    return is_nan, messages
+
+
+def test_too_many_rows_give_nan_and_an_error_on_all_ranks_that_names_the_rank_and_the_rows(ranks):
+    case = Case((3, 3, 3), 2, 6, range(2, 5))
+    needed = count_needed(case)
+    assert needed[1] > needed[2] > 0 == needed[0]
+    for is_nan, messages in ranks(3).run(exceed, case, needed[1] - 1):
+        assert is_nan[0]
+        assert len(messages) == 2  # once for each call that needed more
+        for message in messages:
+            assert f"rank 1 of the group (rank 1 of all) needs {needed[1]} rows" in message
+            assert f"more than max_rows={needed[1] - 1}" in message
+
+
+GRID = 2
+"""Ranks of each of the two groups."""
+
+
+def run_on_grid(case, max_rows=None):
+    """As `find_differences`, on 2 x 2 ranks: pairs of neighbours have halves of the same experts, and other tokens."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    half, expert_rank = rank % GRID, rank // GRID
+    gather_group, group = pairs[expert_rank], columns[half]
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
+    grad = draw(SEED + 9, *layer.x.shape)
+    out, grad_x, grad_weights, grad_up, grad_down = differentiate_dense(layer, grad)
+    x, weights = (part(one, case.tokens, rank).clone().requires_grad_() for one in (layer.x, layer.weights))
+    local = case.experts // GRID
+    held = slice(expert_rank * local, (expert_rank + 1) * local)
+    inner = layer.down.shape[2]
+    columns_of_half = torch.arange(inner).tensor_split(GRID)[half]
+    both = torch.cat((columns_of_half, columns_of_half + inner))
+    gate_up = layer.gate_up[held][:, both].clone().requires_grad_()
+    down = layer.down[held][:, :, columns_of_half].clone().requires_grad_()
+    ids = part(layer.ids, case.tokens, rank)
+    sent = moe.dispatch(x, ids, case.experts, group, gather_group=gather_group, max_rows=max_rows)
+    rows = moe.experts_mlp(sent.rows, sent.offsets, gate_up, down)
+    result = moe.combine(rows, sent.handle, weights, group)
+    grads = torch.autograd.grad(result, (x, weights, gate_up, down), part(grad, case.tokens, rank))
+    wanted = (
+        part(out, case.tokens, rank),
+        part(grad_x, case.tokens, rank),
+        part(grad_weights, case.tokens, rank),
+        grad_up[held][:, both],
+        grad_down[held][:, :, columns_of_half],
+    )
+    return [(a - b).abs().max().item() for a, b in zip((result, *grads), wanted, strict=True) if a.numel()]
+
+
+@pytest.mark.parametrize(
+    ("case", "max_rows"),
+    [
+        (Case((2, 4, 3, 1), 2, 4), None),
+        (Case((2, 0, 0, 5), 3, 6), None),
+        (Case((0, 0, 0, 0), 1, 2), None),
+        (Case((3, 3, 3, 3), 2, 4), 24),
+    ],
+    ids=str,
+)
+def test_experts_that_two_ranks_share_get_both_ranks_tokens(ranks, case, max_rows):
+    require_exact(ranks(4).run(run_on_grid, case, max_rows))
+
+
+def gather_numbers(ids):
+    """Rows of a gather group of two, beside each group of two: [(rank, token)], offsets."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = torch.tensor(ids[rank])
+    x = torch.stack((torch.full((len(mine),), float(rank)), torch.arange(float(len(mine))))).t()
+    sent = moe.dispatch(x, mine, 4, columns[rank % 2], gather_group=pairs[rank // 2])
+    return [tuple(row) for row in sent.rows.tolist()], sent.offsets.tolist()
+
+
+def test_gathered_rows_are_by_expert_then_rank_of_the_gather_group_then_source_rank(ranks):
+    ids = [[[0, 3], [1, 2]], [[3, 1]], [[0, 1], [2, 0], [3, 2]], [[1, 0]]]
+    order = [0, 2, 1, 3]  # of the ranks: first those that send to the first rank of the gather group
+    for rank, (rows, offsets) in enumerate(ranks(4).run(gather_numbers, ids)):
+        first = rank // 2 * 2
+        expected, ends = list_rows([ids[one] for one in order], range(first, first + 2))
+        assert (rows, offsets) == ([(order[one], token) for one, token in expected], ends)
+
+
+def gather_alone(max_rows):
+    """Without a group, tokens are gathered over gather_group alone: the sum over it, of identity experts."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    x = draw(SEED + rank, 2 if max_rows else 2 + rank, 3)
+    ids = torch.arange(len(x))[:, None] % 2
+    sent = moe.dispatch(x, ids, 2, None, gather_group=world, max_rows=max_rows)
+    total = moe.combine(sent.rows * (rank + 1), sent.handle, torch.ones(len(x), 1).double(), None)
+    return len(sent.rows), (total - x * 3).abs().max().item()
+
+
+@pytest.mark.parametrize("max_rows", [None, 4])
+def test_a_gather_group_needs_no_other_group(ranks, max_rows):
+    for rows, difference in ranks(2).run(gather_alone, max_rows):
+        assert rows == (max_rows or 5)
+        assert difference < EXACT
+
+
+def compute_twice_and_alone(dtype):
+    """(whether repeated calls have the same bits, whether they are those of one rank with all tokens and experts)."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    case = Case((4, 3), 3, 4)
+    layer = make_layer(SEED, 7, 3, 4)
+    everything = [layer.x.to(dtype), layer.weights.float(), layer.gate_up.to(dtype), layer.down.to(dtype)]
+    experts = [case.experts // world] * world
+    sizes = (case.tokens, case.tokens, experts, experts)
+
+    def run(leaves, ids, group):
+        x, weights, gate_up, down = leaves = [one.clone().requires_grad_() for one in leaves]
+        sent = moe.dispatch(x, ids, case.experts, group)
+        out = moe.combine(moe.experts_mlp(sent.rows, sent.offsets, gate_up, down), sent.handle, weights, group)
+        assert out.dtype == dtype
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    mine = [part(one, size, rank) for one, size in zip(everything, sizes, strict=True)]
+    first, second = (run(mine, part(layer.ids, case.tokens, rank), group) for _ in range(2))
+    alone = run(everything, layer.ids, None)
+    alone = [part(one, size, rank) for one, size in zip(alone, (case.tokens, *sizes), strict=True)]
+    return all(map(torch.equal, first, second)), all(map(torch.equal, first, alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_the_same_in_each_call_and_on_one_rank(ranks, dtype):
+    assert ranks(2).run(compute_twice_and_alone, dtype) == [(True, True)] * 2
+
+
+def find_relative_error(max_rows):
+    """The error of bf16 rows with fp32 weights, relative to the largest number, for output and gradients of x."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    case = Case((8, 8), 4, 4)
+    layer = make_layer(SEED, 16, 4, 4)
+    grad = draw(SEED + 9, *layer.x.shape).bfloat16()
+    for name in ("x", "gate_up", "down"):
+        setattr(layer, name, getattr(layer, name).bfloat16().double())
+    layer.weights = layer.weights.float().double()
+    expected = differentiate_dense(layer, grad.double())[:3]
+    x = part(layer.x, case.tokens, rank).bfloat16().requires_grad_()
+    weights = part(layer.weights, case.tokens, rank).float().requires_grad_()
+    gate_up, down = (part(one, (2, 2), rank).bfloat16() for one in (layer.gate_up, layer.down))
+    sent = moe.dispatch(x, part(layer.ids, case.tokens, rank), 4, group, max_rows=max_rows)
+    out = moe.combine(moe.experts_mlp(sent.rows, sent.offsets, gate_up, down), sent.handle, weights, group)
+    got = (out, *torch.autograd.grad(out, (x, weights), part(grad, case.tokens, rank)))
+    assert [one.dtype for one in got] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    pairs = zip(got, expected, strict=True)
+    return [((a.double() - part(b, case.tokens, rank)).abs().max() / b.abs().max()).item() for a, b in pairs]
+
+
+@pytest.mark.parametrize("max_rows", [None, 64])
+def test_bf16_rows_with_fp32_weights_are_within_rounding(ranks, max_rows):
+    for errors in ranks(2).run(find_relative_error, max_rows):
+        assert max(errors) < 2 * 2**-8

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of each expert's rows with its weight, and what is built on them."""
+
+import pytest
+import torch
+from tests.ops.moe.oracle import draw
+from torch.autograd import gradcheck
+from torch.nn.functional import gelu, silu
+
+from stretto.ops import moe
+from stretto.ops.moe.grouped_matmul import _clear_empty, _clear_padding, clear_empty_experts, clear_padding_rows
+
+SEED = 80
+OFFSETS = {
+    "some rows each": [0, 2, 5, 7],
+    "an expert without rows": [0, 3, 3, 7],
+    "all rows to one": [0, 0, 7, 7],
+    "padding": [0, 2, 4, 5],
+    "padding alone": [0, 0, 0, 0],
+}
+
+
+def as_offsets(numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def multiply(rows, weight, offsets):
+    """Row by row."""
+    out = rows.new_zeros(len(rows), weight.shape[1])
+    for expert in range(len(weight)):
+        for row in range(offsets[expert], offsets[expert + 1]):
+            out[row] = weight[expert] @ rows[row]
+    return out
+
+
+@pytest.mark.parametrize("numbers", OFFSETS.values(), ids=OFFSETS)
+def test_each_expert_multiplies_its_rows(numbers):
+    rows, weight, grad = draw(SEED, 7, 4), draw(SEED + 1, 3, 5, 4), draw(SEED + 2, 7, 5)
+    leaves = [one.clone().requires_grad_() for one in (rows, weight)]
+    out = moe.grouped_matmul(*leaves, as_offsets(numbers))
+    torch.testing.assert_close(out, multiply(rows, weight, numbers), rtol=0, atol=1e-13)
+    grad_rows, grad_weight = torch.autograd.grad(out, leaves, grad)
+    expected = torch.zeros_like(weight)
+    for expert in range(3):
+        for row in range(numbers[expert], numbers[expert + 1]):
+            expected[expert] += grad[row][:, None] * rows[row]
+    torch.testing.assert_close(grad_weight, expected, rtol=0, atol=1e-13)
+    assert torch.equal(grad_weight, moe.grouped_weight_gradient(grad, rows, as_offsets(numbers)))
+    torch.testing.assert_close(grad_rows, multiply(grad, weight.mT, numbers), rtol=0, atol=1e-13)
+
+
+def test_gradients_are_those_of_finite_differences():
+    rows, weight = draw(SEED, 5, 3).requires_grad_(), draw(SEED + 1, 3, 2, 3).requires_grad_()
+    offsets = as_offsets([0, 2, 2, 4])
+    assert gradcheck(lambda rows, weight: moe.grouped_matmul(rows, weight, offsets), (rows, weight))
+    down = draw(SEED + 2, 3, 3, 1).requires_grad_()
+    assert gradcheck(lambda *all: moe.experts_mlp(all[0], offsets, *all[1:]), (rows, weight, down))
+
+
+@pytest.mark.parametrize(("rows", "experts", "inner"), [(0, 3, 4), (5, 1, 4), (5, 2, 0)])
+def test_nothing_to_multiply_gives_zeros(rows, experts, inner):
+    offsets = as_offsets([0] * experts + [rows])
+    leaves = [draw(SEED, rows, inner).requires_grad_(), draw(SEED, experts, 2, inner).requires_grad_()]
+    out = moe.grouped_matmul(*leaves, offsets)
+    assert out.shape == (rows, 2)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert [one.shape for one in grads] == [one.shape for one in leaves]
+    if rows == 0 or inner == 0:
+        assert not out.any()
+        assert not any(one.any() for one in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_products_are_summed_in_fp32(dtype):
+    offsets = [0, 6, 16]
+    rows, weight = draw(SEED, 16, 256).to(dtype), draw(SEED, 2, 8, 256).to(dtype)
+    out = moe.grouped_matmul(rows, weight, as_offsets(offsets))
+    assert out.dtype == dtype
+    exact = multiply(rows.double(), weight.double(), offsets)
+    assert ((out.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 1e-4).all()
+
+
+def test_only_gradients_that_are_needed_are_computed_and_only_their_operands_kept():
+    rows, weight = draw(SEED, 5, 3), draw(SEED, 2, 4, 3)
+    kept = []
+    for of_rows, of_weight in ((True, False), (False, True)):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
+            out = moe.grouped_matmul(
+                rows.clone().requires_grad_(of_rows), weight.clone().requires_grad_(of_weight), as_offsets([0, 2, 5])
+            )
+        assert (rows.shape in kept) == of_weight
+        assert (weight.shape in kept) == of_rows
+        out.sum().backward()
+
+
+def test_torch_finds_nothing_wrong_with_the_operators():
+    inputs = draw(SEED, 5, 3).requires_grad_(), draw(SEED, 2, 4, 3).requires_grad_(), as_offsets([0, 2, 5])
+    torch.library.opcheck(torch.ops.stretto.grouped_matmul.default, inputs)
+    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5])
+    torch.library.opcheck(torch.ops.stretto.grouped_matmul_weight_gradient.default, inputs)
+
+
+def test_flops_are_those_of_one_product_of_all_rows():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rows, weight = draw(SEED, 5, 3).requires_grad_(), draw(SEED, 2, 4, 3).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        moe.grouped_matmul(rows, weight, as_offsets([0, 2, 5])).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 5 * 3 * 4
+
+
+@pytest.mark.parametrize(("name", "function"), [("silu", silu), ("gelu", gelu), (torch.tanh, torch.tanh)])
+def test_gates_come_first(name, function):
+    x = draw(SEED, 3, 8)
+    torch.testing.assert_close(moe.gated_activation(x, name), function(x[:, :4]) * x[:, 4:])
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_an_experts_mlp_is_each_experts_mlp(is_gated):
+    rows, up, down = draw(SEED, 5, 3), draw(SEED + 1, 2, 8 if is_gated else 4, 3), draw(SEED + 2, 2, 3, 4)
+    out = moe.experts_mlp(rows, as_offsets([0, 2, 5]), up, down, "gelu")
+    for row, expert in enumerate((0, 0, 1, 1, 1)):
+        hidden = up[expert] @ rows[row]
+        hidden = gelu(hidden[:4]) * hidden[4:] if is_gated else gelu(hidden)
+        torch.testing.assert_close(out[row], down[expert] @ hidden)
+
+
+ROWS, WEIGHT = torch.zeros(5, 3), torch.zeros(2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "offsets", "message"),
+    [
+        (ROWS[:, :2], WEIGHT, as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight \\[experts, b, a\\]"),
+        (ROWS, WEIGHT[0], as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight"),
+        (ROWS.double(), WEIGHT, as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
+        (ROWS, WEIGHT, as_offsets([0, 5]), "offsets for 2 experts is \\[3\\], not \\[2\\]"),
+        (ROWS, WEIGHT, as_offsets([0, 2, 5]).long(), "not torch.int64"),
+        (ROWS, WEIGHT.to("meta"), as_offsets([0, 2, 5]), "rows is on cpu, weight on meta"),
+    ],
+)
+def test_wrong_operands_are_refused(rows, weight, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        moe.grouped_matmul(rows, weight, offsets)
+
+
+@pytest.mark.parametrize(
+    ("grad", "offsets", "message"),
+    [
+        (ROWS[:4], as_offsets([0, 2, 5]), "grad \\[n, b\\] and rows \\[n, a\\], not \\[4, 3\\]"),
+        (ROWS.double(), as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
+        (ROWS, as_offsets([[0, 2, 5]]), "offsets is \\[experts \\+ 1\\]"),
+        (ROWS, as_offsets([0, 2, 5]).long(), "offsets is torch.int32, not torch.int64"),
+    ],
+)
+def test_wrong_operands_of_a_weight_gradient_are_refused(grad, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        moe.grouped_weight_gradient(grad, ROWS, offsets)
+
+
+def test_projections_that_do_not_fit_and_unknown_activations_are_refused():
+    offsets = as_offsets([0, 2, 5])
+    with pytest.raises(ValueError, match="down \\[e, h, F\\], not \\[2, 4, 3\\] and \\[2, 3, 3\\]"):
+        moe.experts_mlp(ROWS, offsets, WEIGHT, torch.zeros(2, 3, 3))
+    with pytest.raises(ValueError, match=r"one of gelu, .*, not 'swish'"):
+        moe.experts_mlp(ROWS, offsets, WEIGHT, torch.zeros(2, 3, 2), "swish")
+    with pytest.raises(ValueError, match="x \\[n, 2 \\* F\\], not \\[5, 3\\]"):
+        moe.gated_activation(ROWS)
+
+
+def clear():
+    """(rows, experts) that the kernels have cleared."""
+    found = []
+    for offsets in ([0, 30, 30, 37], [0, 0, 0, 0], [0, 20, 40, 40]):
+        rows = torch.ones(40, 1030, dtype=torch.bfloat16)
+        _clear_padding(rows, as_offsets(offsets))
+        experts = torch.ones(3, 9, 5000, dtype=torch.bfloat16)
+        _clear_empty(experts, as_offsets(offsets))
+        for one in (rows, experts.flatten(1)):
+            assert ((one == 0).all(1) | (one == 1).all(1)).all()
+        found.append(((rows == 0).all(1).nonzero().flatten().tolist(), (experts == 0).all(2).all(1).tolist()))
+    return found
+
+
+def test_kernels_clear_padding_and_experts_without_rows(interpret):
+    expected = [
+        (list(range(37, 40)), [False, True, False]),
+        (list(range(40)), [True, True, True]),
+        ([], [False, False, True]),
+    ]
+    assert interpret(1, clear) == [expected]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_kernels_that_clear_compile(target):
+    from stretto.tiles.compile_only import compile_kernel
+
+    out, offsets = torch.ones(40, 64, dtype=torch.bfloat16), as_offsets([0, 30, 40])
+    for kernel, arguments in (
+        (clear_padding_rows, (out, offsets, 2, 40, 64, 16, 1024)),
+        (clear_empty_experts, (out, offsets, 64, 32, 1024)),
+    ):
+        assert "cubin" in compile_kernel(kernel, arguments, {}, target)

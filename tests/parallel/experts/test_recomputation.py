@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes of recomputation with experts: the same gradients to the bit, with losses, capacity and frozen experts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.models import GPT
+from stretto.parallel import Grid, no_sync, parallelize
+from tests.parallel.experts.training import gpt
+from tests.parallel.test_recomputation import MODES, differences, gradients
+from tests.parallel.training import SEED, my_rows
+
+CONFIG = gpt(
+    layers=4, dropout=0.1, moe_layers="every:2", balance="switch", z_loss=0.1, capacity_factor=0.8, shared_ffn=16,
+    shared_expert_gate=True,
+)  # fmt: skip
+
+
+def train(sizes: dict[str, Any], recompute: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Gradients of two micro-batches, the first within no_sync, with frozen experts in a block; and the counts."""
+    grid = Grid(**sizes)
+    torch.manual_seed(SEED)
+    model = parallelize(GPT(CONFIG), grid, recompute=recompute, **options)
+    model.blocks[1].mlp.experts.requires_grad_(False)
+    text = torch.randint(61, (8, 17))[my_rows(grid, 8)]
+    torch.manual_seed(SEED + 1)
+    first, second = text.chunk(2)
+    with no_sync(model):
+        model(first[:, :-1], first[:, 1:], num_targets=128).backward()
+    model(second[:, :-1], second[:, 1:], num_targets=128).backward()
+    return gradients(model), [block.mlp.router.statistics for block in (model.blocks[1], model.blocks[3])]
+
+
+def compare_modes(sizes: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    right, counts = train(sizes, "none", options)
+    assert not any("blocks.1.mlp.experts" in name for name in right)
+    found = {mode: train(sizes, mode, options) for mode in MODES}
+    wrong = [mode for mode, (_, seen) in found.items() if not all(map(torch.equal, seen, counts))]
+    return [f"{mode}: counts" for mode in wrong] + differences(right, {mode: seen for mode, (seen, _) in found.items()})
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"data": 2, "x": 2, "expert": 2}, {}),
+        ({"data": 2, "x": 2, "expert": 2}, {"drop_duplicates": False, "keep_gathered": False}),
+        ({"x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}),
+        ({"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {}),
+        ({"y": 2, "z": 2, "expert": 2}, {}),
+        ({"data": 2, "z": 2, "expert": 2}, {"accumulate_unsharded": True, "keep_gathered": False}),
+        ({"x": 2, "z": 2}, {}),
+        ({"data": 2, "expert": 2}, {"expert_rows": 256}),
+    ],
+    ids=str,
+)
+def test_all_modes_give_the_same_gradients_and_counts_to_the_bit(ranks, sizes, options):
+    print(f"seed {SEED}")
+    count = 1
+    for axis in ("data", "x", "y", "z"):
+        count *= sizes.get(axis, 1)
+    assert ranks(count).run(compare_modes, sizes, options) == [[]] * count

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers on a grid: what they count is of all ranks and counted once, and their parameters' gradients are whole."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.models import GPT
+from stretto.models.moe import update_biases
+from stretto.parallel import Grid, count_collectives, gather, parallelize
+from tests.parallel.experts.training import EXACT, gpt, gradient_distances
+from tests.parallel.experts.training import Run as Training
+from tests.parallel.training import SEED, Case, batches, build, my_rows, plain_loss
+
+FULL = Case(GPT, (gpt(balance="bias", balance_loss=0.1, bias_rate=0.01, capacity_factor=0.75),))
+BIAS = Case(GPT, (gpt(balance="bias", bias_rate=0.01, capacity_factor=0.75),))
+SWITCH = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1, capacity_factor=0.75),))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("sizes", "options", "case"),
+    [
+        ({"data": 2, "z": 2, "expert": 2}, {"recompute": "full"}, FULL),
+        ({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True, "recompute": "communication"}, SWITCH),
+        ({"x": 2, "y": 2}, {}, SWITCH),
+    ],
+    ids=["z", "sequence", "y"],
+)
+def test_losses_and_capacity_see_the_tokens_of_all_ranks(ranks, sizes, options, case):
+    print(f"seed {SEED}")
+    for found in ranks(4).run(gradient_distances, Training(sizes, options), case):
+        assert max(found.values()) < 1e-11, found
+
+
+def statistics(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
+    """Counts and biases of two steps, and the all-reduces of the second."""
+    grid = Grid(**sizes)
+    model = parallelize(build(BIAS, EXACT), grid, **options)
+    counts, biases = [], []
+    for _, (tokens, targets) in zip(range(2), batches(BIAS), strict=False):
+        rows = my_rows(grid, BIAS.batch)
+        with count_collectives(grid) as calls:
+            model(tokens[rows], targets[rows]).backward()
+        found = update_biases(model)
+        counts += [found.counts, found.dropped]
+        biases.append(found.biases)
+    kinds = [call.kind for call in calls.calls if call.axis == "batch" and call.bytes_sent < 200]
+    return counts, biases, {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("recompute", ["none", "full", "communication"])
+def test_choices_are_counted_once_over_all_ranks_whatever_is_recomputed(ranks, recompute):
+    plain = build(BIAS, EXACT)
+    expected, of_bias = [], []
+    for _, (tokens, targets) in zip(range(2), batches(BIAS), strict=False):
+        plain_loss(BIAS, plain, tokens, targets).backward()
+        found = update_biases(plain)
+        expected += [found.counts, found.dropped]
+        of_bias.append(found.biases)
+    assert expected[1].sum() > 0
+    sent = {}
+    for sizes, options in (
+        ({"data": 2, "x": 2, "expert": 2}, {}),
+        ({"x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}),
+    ):
+        for counts, biases, calls in ranks(4).run(statistics, sizes, options | {"recompute": recompute}):
+            assert all(map(torch.equal, counts, expected))
+            assert all(map(torch.equal, biases, of_bias))
+            sent = calls
+    # Of each of two blocks: choices for the loss and capacity, summed, and those of earlier ranks, gathered.
+    passes = 2 if recompute == "full" else 1
+    assert sent["all_gather"] == 2 * passes
+
+
+class Gated(nn.Module):
+    """An MLP of which a linear's sigmoid takes a part, as of a shared expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.up, self.down, self.gate = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 1)
+        self.head = nn.Linear(16, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.down(torch.relu(self.up(x))) * self.gate(x).sigmoid())
+
+
+ROLES = {"embedding": "embedding", "up": "colwise", "down": "rowwise", "gate": "router", "head": "head"}
+
+
+def gate_gradients(sizes: dict[str, int]) -> dict[str, float]:
+    torch.manual_seed(SEED)
+    plain, tokens = Gated().double(), torch.arange(24).view(4, 6)
+    model = Gated().double()
+    model.load_state_dict(plain.state_dict())
+    model = parallelize(model, Grid(**sizes), roles=ROLES)
+    for each in (plain, model):
+        each(tokens).square().sum().backward()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    return {name: float((gather(ours.grad) - theirs.grad).norm()) for (name, ours), theirs in pairs}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sizes", [{}, {"x": 2}, {"y": 2}, {"x": 2, "y": 2}], ids=str)
+def test_a_linear_that_scales_features_has_its_whole_gradient(ranks, sizes):
+    count = sizes.get("x", 1) * sizes.get("y", 1)
+    for found in ranks(count).run(gate_gradients, sizes):
+        assert max(found.values()) < 1e-10, found

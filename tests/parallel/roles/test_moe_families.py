@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's mixtures of experts train on grids, with no roles given, as the plain model does on one rank."""
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.axes import NAMES
+from stretto.parallel import Grid, Pipeline, gather, parallelize, validate
+from stretto.train.checkpoint.model_tensors import saved_tensors
+from tests.parallel import moe_families
+from tests.parallel.moe_families import FAMILIES, VOCAB, build
+from tests.parallel.training import IGNORED, my_rows
+
+SEED = 67
+BATCH, SEQ_LEN, STEPS = 4, 10, 5
+TOLERANCE = 1e-5
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "x2": {"x": 2},
+    "expert2": {"data": 2, "expert": 2},
+    "x2-expert2": {"data": 2, "x": 2, "expert": 2},
+    "z2": {"z": 2},
+    "z2-expert2": {"z": 2, "expert": 2},
+    "y2": {"y": 2},
+    "x2-y2-expert2": {"x": 2, "y": 2, "z": 2, "expert": 2},
+    "pipe2-expert2": {"pipe": 2, "data": 2, "expert": 2},
+    "x2-fold": {"x": 2, "expert": 2, "expert_tensor": "fold"},
+}
+ONE_GRID = "x2-expert2"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Logits before training [batch, seq, vocab], the losses of the steps, and all tensors after them."""
+
+    logits: Tensor | None
+    losses: list[float]
+    tensors: dict[str, Tensor]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels; the labels of some tokens are ignored, of other numbers of them in each row."""
+    tokens = torch.randint(3, VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(SEED))
+    labels = tokens.clone()
+    for row in range(BATCH):
+        labels[row, : 2 * row] = IGNORED
+    return tokens, labels
+
+
+def train(model: nn.Module, rows: slice = slice(None)) -> Trace:
+    tokens, labels = (each[rows] for each in batch())
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Trace(logits, losses, whole_tensors(model))
+
+
+def train_by_pipeline(model: nn.Module, grid: Grid, rows: slice) -> Trace:
+    """The same with the stages of a pipeline, which makes no logits; tensors are those of this rank's stages."""
+    tokens, labels = (each[rows] for each in batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    with Pipeline(model, grid, micro_batch_size=1) as pipeline:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            losses.append(pipeline.step(input_ids=tokens, labels=labels, use_cache=False).item())
+            optimizer.step()
+    return Trace(None, losses, whole_tensors(model))
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: gather(tensor).detach() for name, tensor in saved_tensors(model).items()}
+
+
+@cache
+def trained_plainly(family: str) -> Trace:
+    return train(build(family))
+
+
+def trained_on_grid(family: str, sizes: dict[str, Any]) -> tuple[Trace, slice]:
+    grid = Grid(**sizes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is sharded over z alone")
+        warnings.filterwarnings("error", message=".*of the parameters of .* are split neither over")
+        model = parallelize(build(family), grid)
+    rows = my_rows(grid, BATCH)
+    return (train_by_pipeline(model, grid, rows) if grid.size("pipe") > 1 else train(model, rows)), rows
+
+
+def check(ranks: Any, family: str, sizes: dict[str, Any]) -> None:
+    print(f"seeds {moe_families.SEED} {SEED}")
+    expected = trained_plainly(family)
+    assert expected.losses[-1] < expected.losses[0]
+    count = prod(sizes.get(axis, 1) for axis in NAMES)
+    for found, rows in ranks(count).run(trained_on_grid, family, sizes):
+        if "pipe" not in sizes:
+            torch.testing.assert_close(found.logits, expected.logits[rows], rtol=TOLERANCE, atol=TOLERANCE)
+        assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert found.tensors.keys() == expected.tensors.keys() or "pipe" in sizes
+        for name, tensor in found.tensors.items():
+            torch.testing.assert_close(
+                tensor,
+                expected.tensors[name],
+                rtol=TOLERANCE,
+                atol=TOLERANCE,
+                msg=lambda text, n=name: f"{n}: {text}",
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_with_divided_experts_as_on_one_rank(ranks, family):
+    check(ranks, family, GRIDS[ONE_GRID])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in GRIDS if name != ONE_GRID])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_on_other_grids_as_on_one_rank(ranks, family, name):
+    check(ranks, family, GRIDS[name])
+
+
+def balanced(family: str) -> nn.Module:
+    """A model that adds its load-balancing loss, which weighs much."""
+    return build(family, output_router_logits=True, router_aux_loss_coef=0.7)
+
+
+@cache
+def balanced_plainly(family: str) -> Trace:
+    return train(balanced(family))
+
+
+def balanced_on_grid(family: str, sizes: dict[str, Any]) -> tuple[Trace, int, int]:
+    """The trace, and the rows of the router's logits that a caller gets, and of its own tokens."""
+    grid = Grid(**sizes)
+    model, rows = parallelize(balanced(family), grid), my_rows(grid, BATCH)
+    trace = train(model, rows)
+    tokens, labels = (each[rows] for each in batch())
+    return trace, model(input_ids=tokens, labels=labels).router_logits[0].shape[0], tokens.numel()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mixtral", "x2-expert2"),
+        pytest.param("qwen3_moe", "z2-expert2", marks=pytest.mark.exhaustive),
+        pytest.param("qwen2_moe", "z2", marks=pytest.mark.exhaustive),
+        pytest.param("olmoe", "x2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_load_balancing_loss_is_that_of_the_global_batch(ranks, family, name):
+    print(f"seeds {moe_families.SEED} {SEED}")
+    expected, without = balanced_plainly(family), trained_plainly(family)
+    assert expected.losses[0] > without.losses[0] + 0.5
+    count = prod(GRIDS[name].get(axis, 1) for axis in NAMES)
+    for found, logits, tokens in ranks(count).run(balanced_on_grid, family, GRIDS[name]):
+        assert logits == tokens, "a caller gets the logits of its own tokens"
+        assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        for key, tensor in expected.tensors.items():
+            torch.testing.assert_close(found.tensors[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def refused_calls(sizes: dict[str, Any]) -> list[str]:
+    grid = Grid(**sizes)
+    model, rows = parallelize(build("mixtral"), grid), my_rows(grid, BATCH)
+    tokens, labels = (each[rows] for each in batch())
+    model(input_ids=tokens, labels=labels, attention_mask=torch.ones_like(tokens))
+    with pytest.raises(ValueError) as caught:
+        model(input_ids=tokens, labels=labels, attention_mask=torch.ones_like(tokens), output_router_logits=True)
+    return [str(caught.value)]
+
+
+def refused_steps() -> list[str]:
+    """What is said of models that are split by roles and by blocks, whose stages have some of the routers."""
+    grid, said = Grid(pipe=2), []
+    for options in ({}, {"blocks": ["model.layers.*"]}):
+        model = parallelize(balanced("mixtral"), grid, **options)
+        tokens, labels = batch()
+        with Pipeline(model, grid, micro_batch_size=1) as pipeline, pytest.raises(Exception) as caught:
+            pipeline.step(input_ids=tokens, labels=labels, use_cache=False)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_load_balancing_loss_of_masked_tokens_and_of_a_pipeline_is_refused(ranks):
+    for (said,) in ranks(2).run(refused_calls, {"data": 2}):
+        assert said.startswith("output_router_logits is set, and attention_mask is of this rank's rows")
+    for said in ranks(2).run(refused_steps):
+        assert len(said) == 2
+        for each in said:
+            assert "output_router_logits is set, and pipe=2: the load-balancing loss takes the logits of all" in each
+
+
+def test_noise_of_a_router_is_refused_where_ranks_share_tokens():
+    validate(build("mixtral", router_jitter_noise=0.1), {"data": 2})
+    with pytest.raises(ValueError, match=r"router_jitter_noise is 0\.1: ranks of x and y share tokens, .* Set it to"):
+        validate(build("mixtral", router_jitter_noise=0.1), {"x": 2})
+
+
+def test_heads_and_experts_that_a_grid_does_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"q_b_proj: 4 attention heads cannot be split over x=8; the nearest"):
+        validate(build("deepseek_v3"), {"x": 8})
+    with pytest.raises(ValueError, match=r"experts: 12 experts cannot be split over expert=8; the nearest"):
+        validate(build("qwen3_moe"), {"data": 8, "expert": 8})
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "queries that are not compressed, biases": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+    "angles in halves": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False}),
+    "window and biases": ("qwen3_moe", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 4}),
+    "clipped queries": ("olmoe", {"clip_qkv": 0.5, "num_key_value_heads": 4}),
+    "one expert a token": ("mixtral", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
+}
+
+
+def trained_variant(name: str, sizes: dict[str, Any]) -> tuple[Trace, slice]:
+    family, options = VARIANTS[name]
+    grid = Grid(**sizes)
+    model, rows = parallelize(build(family, **options), grid), my_rows(grid, BATCH)
+    return train(model, rows), rows
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_a_family_train_as_on_one_rank(ranks, name):
+    family, options = VARIANTS[name]
+    expected = train(build(family, **options))
+    for found, rows in ranks(8).run(trained_variant, name, GRIDS["x2-y2-expert2"]):
+        torch.testing.assert_close(found.logits, expected.logits[rows], rtol=TOLERANCE, atol=TOLERANCE)
+        for key, tensor in expected.tensors.items():
+            torch.testing.assert_close(found.tensors[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
