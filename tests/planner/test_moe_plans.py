@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tests.planner.test_blocks import MACHINE
 
 import stretto
 from stretto.axes import GridSizes
 from stretto.execution import Recomputation
-from stretto.models import GPTConfig
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import validate
 from stretto.planner import predict, read_architecture
 from stretto.planner.compute import Device
 from stretto.planner.expert_cost import (
@@ -23,7 +25,7 @@ from stretto.planner.expert_cost import (
     weight_traffic,
 )
 from stretto.planner.expert_layers import MoeLayer, MoeShape
-from stretto.planner.grids import list_expert_grids, why_impossible
+from stretto.planner.grids import every_grid, list_expert_grids, why_impossible
 from stretto.planner.memory import local_parameters, recomputed_blocks
 from stretto.planner.pipeline_space import make_pipeline_space
 from stretto.planner.stage_times import PartTimes, PipelineParts, cut_blocks
@@ -263,3 +265,20 @@ def test_deepseek_v3_on_2048_gpus_is_planned_beside_its_authors_layout():
     assert best.fits
     assert best.grid["pipe"] in (8, 16, 32)
     assert why_impossible(read_architecture(CONFIGS["DeepSeek-V3"], 4096), AUTHORS, 15360) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_grid_is_possible_just_when_it_is_for_parallelize(ranks):
+    config = replace(CONFIG, layers=2, num_experts=4, shared_ffn=24)
+    with torch.device("meta"):
+        model = GPT(config)
+    found = read_architecture(config, SEQ_LEN)
+    for grid in every_grid(ranks):
+        for way in (GridSizes(**dict(grid), expert=n, expert_tensor=t) for n in (1, 2, 4, 8) for t in ("cut", "fold")):
+            try:
+                validate(model, way.sizes())
+                refusal = None
+            except ValueError as error:
+                refusal = str(error)
+            possible = why_impossible(found, way, 64)
+            assert (possible is None) == (refusal is None), f"{way}: {possible}, and parallelize says {refusal}"
