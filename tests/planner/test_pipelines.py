@@ -351,7 +351,7 @@ def test_many_grids_are_searched_by_their_bounds_and_a_note_says_what_was_left_o
 
 @pytest.mark.exhaustive
 def test_32768_gpus_with_pipelines_are_searched_with_few_looks_at_a_grid(monkeypatch):
-    from stretto.planner import pipeline_search as module
+    from stretto.planner.pipeline import search as module
 
     looks = []
     measure = module.measure_parts
