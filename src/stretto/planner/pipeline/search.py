@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches how a pipeline runs best on each grid: schedule, virtual stages, limit, micro-batch and memory's choices.
 
-Closed forms rank all of them (`pipeline_cost.phase_time`). Of many grids, those are left out whose bound, a step
+Closed forms rank all of them (`pipeline.cost.phase_time`). Of many grids, those are left out whose bound, a step
 without bubbles, messages and waits, is slower than what was found already.
 """
 
