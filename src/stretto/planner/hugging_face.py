@@ -305,8 +305,6 @@ def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterat
         yield "nothing says what q_norm and k_norm are, whose weights differ from head to head"
     if config.get("quantization_config") and not _is_read_into_bf16(config):
         yield "quantization_config makes linears of other classes, where roles take exactly nn.Linear"
-    if family.has_experts and config.get("output_router_logits"):
-        yield "output_router_logits adds a load-balancing loss of a rank's own rows, wherever data x z > 1"
     if head.labels:
         roles = {head.submodule: "head"}
         if head.submodule in ("score", "classifier") and head.logits == "whole":
