@@ -6,9 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.ops.moe import test_exchange
 from tests.ops.moe.oracle import draw, make_layer
 from tests.tiles.machine_code import compile_to_ptx, find_spills
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.nn.functional import silu
 
@@ -157,6 +159,49 @@ def gate():
 
 def test_gated_silu_and_its_gradient_are_rounded_once(interpret):
     interpret(1, gate)
+
+
+def exchange_by_kernels(max_rows):
+    """`find_differences` of an exchange, and how often each operator was called."""
+    names = ("sum_on_gpu", "weigh_on_gpu", "multiply_on_gpu", "weigh_and_multiply_on_gpu")
+    spies = {name: mock.Mock(wraps=getattr(copies_kernels, name)) for name in names}
+    case = test_exchange.CASES["as many tokens each"]
+    with by_kernels()[0], by_kernels()[1], mock.patch.multiple(copies_kernels, **spies):
+        differences = test_exchange.find_differences(case, max_rows)
+    return differences, [spies[name].call_count for name in names]
+
+
+@pytest.mark.parametrize(("max_rows", "calls"), [(None, [3, 0, 0, 1]), (16, [3, 1, 1, 0])])
+def test_ranks_exchange_tokens_by_kernels(interpret, max_rows, calls):
+    for differences, counts in interpret(2, exchange_by_kernels, max_rows):
+        assert max(differences) < test_exchange.EXACT
+        assert counts == calls
+
+
+def test_kernels_take_cuda_tensors_but_no_gradients_of_gradients():
+    with FakeTensorMode():  # which needs no GPU for its CUDA tensors
+        x, rows, weights = (torch.empty(size, 4, device="cuda") for size in (3, 12, 3))
+        positions = torch.empty(3, 4, dtype=torch.int64, device="cuda")
+        suits = copies_kernels.suits_kernels
+        assert suits(rows, None, weights)
+        assert not suits(rows.cpu(), weights)
+        assert not suits(rows.to(torch.complex64))
+        assert activation.suits_kernel(x)
+        assert not any(map(activation.suits_kernel, (x.cpu(), torch.empty(4, device="cuda"), x.to(torch.complex64))))
+        rows.requires_grad_()
+        assert not suits(weights, rows)
+        with torch.no_grad():
+            assert suits(weights, rows)
+            results = [
+                permutation.sum_copies(rows, positions, weights),
+                permutation.weigh_tokens(x, weights, torch.empty(12, dtype=torch.int64, device="cuda")),
+                permutation.multiply_copies(x, rows, positions),
+                *permutation.weigh_and_multiply(x, rows.half(), positions, weights),
+                moe.gated_activation(rows),
+            ]
+    assert [list(one.shape) for one in results] == [[3, 4], [12, 4], [3, 4], [12, 4], [3, 4], [12, 2]]
+    assert [one.dtype for one in results[3:5]] == [torch.float16, torch.float32]
+    assert all(one.is_cuda for one in results)
 
 
 class Doubled(nn.SiLU):
