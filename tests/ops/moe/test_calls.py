@@ -163,6 +163,7 @@ def find_errors():
         lambda: moe.dispatch(x, ids, 6, "world"),
         lambda: moe.dispatch(x, ids, 6, outside) if rank == 2 else moe.combine(sent.rows, sent.handle, weights, other),
         lambda: moe.combine(sent.rows, sent.handle, weights, other),
+        lambda: moe.exchange._dispatch_to_ranks(x, ids + 5, 6, group, None, None, moe.exchange.call),
         lambda: moe.dispatch(x[: rank + 1], ids[: rank + 1], 6, group, max_rows=9),
     ):
         try:
@@ -182,6 +183,7 @@ def test_wrong_groups_and_different_calls_are_refused(ranks):
             "group is a torch.distributed.ProcessGroup",
             "(rank 2) is not in the group" if rank == 2 else "the group that dispatch was given",
             "the group that dispatch was given",
+            "2 of topk_ids are no experts: they are numbered 0 to 5",
             "ranks of a group make the same calls",
         )
         for message, part in zip(messages, expected, strict=True):

@@ -75,8 +75,9 @@ def dispatch(
 
     Expert e is on rank e // (num_experts / ranks) of the group. An expert's rows are in the order of their source rank,
     then of its tokens. group: None, or a group of one rank, has all experts here: nothing is sent, n = t * k, and
-    nothing waits for the device. x is bf16, fp16, fp32 or fp64, topk_ids int64 or int32; ids are checked on CPUs alone
-    (see `permute`). t may differ between ranks, and may be 0; all else is the same on all ranks.
+    nothing waits for the device. x is bf16, fp16, fp32 or fp64, topk_ids int64 or int32; ids are checked on CPUs, and
+    where the host reads the rows' numbers (for others see `permute`). t may differ between ranks, and may be 0; all
+    else is the same on all ranks.
 
     max_rows: None for as many rows as there are, for which the host reads their numbers, once a call. Or how many rows
     to return, with zeros after those that there are: the host waits for nothing, and the program may be captured in a
@@ -171,12 +172,18 @@ def _dispatch_to_ranks(
     same = f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}"
     for one in groups:
         # With max_rows the ranks' tokens are gathered, and the host does not learn how many they are.
-        require_agreement(same if max_rows is None else f"{same}, {t} tokens", False, find_name(one), x.device)
+        fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
+        require_agreement(same + fixed, False, find_name(one), x.device)
     order = sort_by_expert(topk_ids, num_experts)
     if max_rows is None:
         counts = (order.offsets[1:] - order.offsets[:-1]).to(torch.int64)
         with torch.no_grad():
             exact, offsets = find_route(counts, group, gather_group, around)
+        if sum(exact.sends) != t * k:  # on CPUs it was checked before
+            raise ValueError(
+                f"dispatch: {t * k - sum(exact.sends)} of topk_ids are no experts: they are numbered 0 to "
+                f"{num_experts - 1}"
+            )
         rows = _Dispatch.apply(x, order, exact, around)
         return Dispatched(rows, offsets, DispatchHandle(rows.shape[0], (t, k), order, exact, group))
     shards, shard = (1, 0) if group is None else (group.size(), group.rank())
