@@ -123,6 +123,7 @@ ANSWERS = (
     Answer("bench compile --largest 4", REFUSED, "the smallest case has 8 ranks"),
     Answer("bench published --batch 0", REFUSED, "0"),
     Answer("bench published-pipelines --batch 100", REFUSED, "128 would do"),
+    Answer("bench published-experts --micro-batch 3", REFUSED, "would do"),
     Answer("bench collectives", REFUSED, "Without GPUs these run"),
     Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
     Answer("bench ablations --step 1", REFUSED, "by a factor of 1"),

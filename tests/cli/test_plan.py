@@ -3,7 +3,7 @@
 
 import pytest
 
-from stretto.cli.plan import _print_table
+from stretto.cli.plan_tables import print_table
 from stretto.cluster import Cluster
 from stretto.planner import predict
 
@@ -15,5 +15,5 @@ def test_plans_with_several_modes_of_recomputation_are_printed_with_all_of_them(
     cluster = Cluster.preset("perlmutter")
     sizes = {"batch": 8, "seq_len": 512}
     plans = [predict("gpt2-small", cluster, grid={"data": 8}, recompute=mode, **sizes) for mode in ("full", "every:2")]
-    _print_table(plans, cluster, "full", 2, has_memory=False)
+    print_table(plans, cluster, "full", 2, has_memory=False)
     assert "* with activation checkpointing: every:2, full" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
     MemorySetting,
     PlanSetting,
+    PublishedExpertsSetting,
     PublishedPipelinesSetting,
     PublishedSetting,
     SchedulesSetting,
@@ -278,6 +279,14 @@ def published_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
     from stretto.bench.plan.published_pipelines import bench_published_pipelines
 
     return bench_published_pipelines(out, setting.batch)
+
+
+@_command("published-experts", PublishedExpertsSetting)
+def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
+    """Plans for the mixtures of experts of Singh's chapter 7 on Summit, beside the published figures (needs no GPU)."""
+    from stretto.bench.plan.published_experts import bench_published_experts
+
+    return bench_published_experts(out, setting.micro_batch)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)

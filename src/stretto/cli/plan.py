@@ -3,20 +3,17 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from stretto.axes import name_grid
 from stretto.cli.console import Json, refusing_bad_input
+from stretto.cli.plan_tables import print_formulas, print_modes, print_table
 from stretto.execution import StateLocation, StateOptions, resolve_recompute
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto.cluster import Cluster
     from stretto.planner import GridPlan
 
@@ -83,6 +80,16 @@ def plan(
         typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or not)."),
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Collectives are hidden where they can be.")] = True,
+    expert: Annotated[
+        int | None, typer.Option(help="Ranks that divide a mixture's experts, from data, then z (default: searched).")
+    ] = None,
+    expert_tensor: Annotated[
+        str | None,
+        typer.Option(help="cut: x cuts each expert. fold: ranks of x divide the experts, too (default: searched)."),
+    ] = None,
+    imbalance: Annotated[
+        float | None, typer.Option(help="Rows of the busiest rank of experts over the mean (default: 1.1).")
+    ] = None,
     pipe: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +122,7 @@ def plan(
     - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4
     - stretto plan --model gpt-40b --cluster dgx-h200 --gpus 8 --batch 64 --seq-len 2048 --memory auto --explain
     - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
+    - stretto plan --model Qwen3-30B-A3B/config.json --cluster dgx-h100 --gpus 64 --batch 512 --seq-len 4096
     """
     with refusing_bad_input(as_json=as_json):
         given: dict[str, Any] = {
@@ -125,6 +133,9 @@ def plan(
             "optimizer": optimizer,
             "accumulate_unsharded": accumulate_unsharded,
             "clips": clip,
+            "expert": expert,
+            "expert_tensor": expert_tensor,
+            "imbalance": imbalance,
             "pipe": _read_pipe(pipe),
             "schedule": schedule,
             "virtual_stages": virtual_stages,
@@ -166,11 +177,11 @@ def plan(
     if as_json:
         print(json.dumps([plan.as_dict() for plan in plans]), flush=True)
     elif modes:
-        _print_modes(plans, cost)
+        print_modes(plans, cost)
     else:
-        _print_table(plans, machine, cost, top, has_memory=is_auto or plans[0].optimizer_state != "fp32")
+        print_table(plans, machine, cost, top, has_memory=is_auto or plans[0].optimizer_state != "fp32")
     if explain and not as_json:
-        _print_formulas(plans[0])
+        print_formulas(plans[0])
 
 
 def _read_pipe(pipe: str | None) -> int | str | None:
@@ -286,163 +297,3 @@ def _in_each_mode(
         )
         for mode in ("none", "full", *segments, "products", "communication", "host")
     ]
-
-
-def _print_modes(plans: "list[GridPlan]", cost: str) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    first = plans[0]
-    table = Table(
-        title=f"Modes of recomputation on {name_grid(first.grid)}, micro-batches of {first.micro_batch}",
-        box=box.SIMPLE_HEAD,
-    )
-    headings = ("recompute", "step", "computation", "communication", "memory", "kept", "of it on hosts", "fits")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "recompute" else "right", no_wrap=True)
-    for plan in plans:
-        table.add_row(
-            plan.recompute,
-            f"{plan.step_time:.4g} s",
-            "-" if plan.compute_time is None else f"{plan.compute_time:.4g} s",
-            f"{plan.communication['total']:.4g} s",
-            _memory(plan.peak_memory),
-            _memory(plan.kept_activations),
-            _memory(plan.activations_on_host),
-            "yes" if plan.fits else "no",
-        )
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table)
-    console.print("communication: all that a rank sends in a step, hidden or not", highlight=False, soft_wrap=True)
-    console.print("kept: activations of all blocks, between the passes of a micro-batch", highlight=False)
-    if cost == "paper":
-        console.print("the paper's model counts no recomputation: --cost full does", highlight=False)
-
-
-def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int, *, has_memory: bool) -> None:
-    """has_memory: whether to say where optimizer state lies, and what is computed again."""
-    from rich import box
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-
-    from stretto.axes import INNER_TO_OUTER, STAGE_AXES
-    from stretto.planner.memory import USABLE, most_allocated
-    from stretto.planner.optimizer_state import USABLE_OF_HOST
-
-    fitting = sum(plan.fits for plan in plans)
-    title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    console = Console()
-    axes = INNER_TO_OUTER if any(plan.grid["pipe"] > 1 for plan in plans) else STAGE_AXES[::-1]
-    time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
-    for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(axes)}", "memory", "fits"):
-        table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
-    has_pipelines = any(plan.schedule is not None for plan in plans)
-    for heading in ("schedule", "bubble") if has_pipelines else ():
-        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
-    for heading in ("state", "recompute", "host, a node") if has_memory else ():
-        table.add_column(heading, justify="right", no_wrap=True)
-    marks = ("", "") if has_memory else (" ", "*")
-    for place, plan in enumerate(plans[:top], start=1):
-        exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in axes)
-        table.add_row(
-            str(place),
-            name_grid(plan.grid),
-            f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{marks[plan.checkpoint_activations]}",
-            f"{plan.step_time:.4g} s",
-            exposed,
-            _memory(plan.peak_memory),
-            "yes" if plan.fits else "no",
-            *((_name_schedule(plan), _milliseconds(plan.bubble) if plan.schedule else "-") if has_pipelines else ()),
-            *((plan.optimizer_state, plan.recompute, _memory(plan.host_memory_of_node)) if has_memory else ()),
-            style=None if plan.fits else "dim",
-        )
-    whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
-    console.print(table)
-    usable = most_allocated(cluster.require("gpu.memory"))
-    console.print(
-        f"fits: allocates at most {_memory(usable)}, which with fragmentation and all that is outside of torch's "
-        f"allocator takes {USABLE:.0%} of a GPU's memory here",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if has_memory and cluster.host_memory is not None:
-        pinned = _memory(USABLE_OF_HOST * cluster.host_memory)
-        console.print(f"and pins at most {USABLE_OF_HOST:.0%} of a node's memory, {pinned}", highlight=False)
-    elif has_memory:
-        console.print(f"the memory of a node's host is not checked: {cluster.name} does not say it", highlight=False)
-    modes = {plan.recompute for plan in plans[:top] if plan.checkpoint_activations}
-    if modes and not has_memory:  # several where pipelines keep every k-th block's input
-        which = "" if modes == {"full"} else f": {', '.join(sorted(modes))}"
-        console.print(f"* with activation checkpointing{which}", highlight=False)
-    if any(plan.shard_sequence for plan in plans[:top]):
-        console.print("+ with train.shard_sequence", highlight=False)
-    if cost == "paper":
-        console.print("communication: of the linears, as the paper counts it, nothing hidden", highlight=False)
-    if has_pipelines:
-        _explain_pipelines(plans[:top], console)
-    for place, plan in enumerate(plans[:top], start=1):
-        console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
-    for note in plans[0].notes:
-        console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _name_schedule(plan: "GridPlan") -> str:
-    """A schedule and its options, short."""
-    if plan.schedule is None:
-        return "-"
-    parts = [
-        plan.schedule,
-        f"v={plan.virtual_stages}" if plan.schedule == "interleaved" else "",
-        f"+{plan.extra_warm_up}" if plan.extra_warm_up else "",
-        f"limit={plan.limit} {plan.serve_first} first" if plan.limit else "",
-    ]
-    return " ".join(filter(None, parts))
-
-
-def _explain_pipelines(plans: "list[GridPlan]", console: "Console") -> None:
-    """Say what the table's columns of pipelines mean, and how the first of them is cut."""
-    console.print("schedule: its virtual stages (v), extra warm-up (+), or limit; bubble: ms a step", highlight=False)
-    first = next((plan for plan in plans if plan.schedule is not None), None)
-    if first is None or first.is_possible is False:
-        return
-    blocks = [str(end - start) for start, end in pairwise(first.stages)]
-    console.print(
-        f"blocks of each stage of the first of them, {name_grid(first.grid)}: {' '.join(blocks)}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _print_formulas(plan: "GridPlan") -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"Memory of a rank on {name_grid(plan.grid)}, optimizer_state={plan.optimizer_state}, in bytes"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in ("what", "formula", "with", "bytes"):
-        table.add_column(heading, justify="right" if heading == "bytes" else "left", no_wrap=True)
-    for each in plan.formulas:
-        terms = ", ".join(f"{name} = {value:,.0f}" for name, value in each.terms.items())
-        table.add_row(each.name.replace("_", " "), each.formula or "by layers", terms, f"{each.bytes:,.0f}")
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table)
-    if (step := plan.terms.get("the optimizer")) is not None:
-        console.print(f"a step of the optimizer takes {step:.4g} s of {plan.step_time:.4g} s", highlight=False)
-
-
-def _memory(size: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB")):
-        if size >= 0.9995 * unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size / 1e6:.3g} MB"
-
-
-def _milliseconds(time: float) -> str:
-    return f"{time * 1e3:,.0f}" if time >= 0.01 else f"{time * 1e3:.2g}"

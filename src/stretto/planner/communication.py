@@ -9,7 +9,7 @@ run over, which for a rowwise linear is the other one: x and y change roles in e
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stretto.axes import EXPERT, INNER_TO_OUTER, REPLICAS, GridSizes, axes_of
+from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.layers import Linear
@@ -236,3 +236,12 @@ def seconds(volume: Volume, rates: Rates, grid: GridSizes) -> Volume:
     """Bytes over the bandwidth of the axis, or group of axes, that they are sent over; without experts' all-to-alls."""
     rated = [kind for kind in KINDS if AXIS_OF[kind] != EXPERT]
     return Volume(*(getattr(volume, kind) / (slowest_rate(rates, grid, GROUP_OF[kind]) or 1.0) for kind in rated))
+
+
+def sum_by_axis(times: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by axis; that of experts only where all-to-alls take any."""
+    by_axis = dict.fromkeys(NAMES, 0.0)
+    for kind in KINDS:
+        if time := times.get(kind, 0.0):
+            by_axis[AXIS_OF[kind]] = by_axis.get(AXIS_OF[kind], 0.0) + time
+    return by_axis

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from stretto.axes import EXPERT, NAMES, REPLICAS, GridSizes
+from stretto.axes import EXPERT, REPLICAS, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.planner.collective_times import chunked_sums, collective_seconds, group_seconds, message_latency
 from stretto.planner.communication import (
-    AXIS_OF,
     KINDS,
     MEANINGS,
     LinearTraffic,
@@ -27,6 +26,7 @@ from stretto.planner.communication import (
     features_traffic,
     linear_traffic,
     seconds,
+    sum_by_axis,
 )
 from stretto.planner.compute import Compute, Device, compute
 from stretto.planner.expert_cost import (
@@ -446,12 +446,3 @@ def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
     over, into = linear.output_shards(grid), linear.input_shards(grid)
     is_large = token_bytes / grid.z * linear.outputs / over >= HALVED_BYTES
     return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
-
-
-def sum_by_axis(times: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by axis; that of experts only where all-to-alls take any."""
-    by_axis = dict.fromkeys(NAMES, 0.0)
-    for kind in KINDS:
-        if time := times.get(kind, 0.0):
-            by_axis[AXIS_OF[kind]] = by_axis.get(AXIS_OF[kind], 0.0) + time
-    return by_axis

@@ -17,6 +17,8 @@ from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.communication import Volume, WeightTraffic, group_bandwidth, network_bandwidth
 from stretto.planner.expert_layers import MoeLayer, expert_parts, rows_of_rank
+from stretto.planner.optimizer_state import Formula
+from stretto.planner.workload import StepConfig, StepWorkload
 
 # Seconds that each peer adds to an all-to-all besides its bytes. Messages to peers start together, so it is less than a
 # hop of a ring takes.
@@ -157,6 +159,40 @@ def expert_seconds(volume: Volume, grid: GridSizes, cluster: Cluster) -> Volume:
         over(volume.all_reduce_data, replicas),
         all_to_all_transfer(volume.all_to_all, grid, cluster),
     )
+
+
+def explain_messages(workload: StepWorkload, config: StepConfig) -> tuple[Formula, ...]:
+    """What one block's experts send for one micro-batch, as lines of an explanation."""
+    grid, tokens, shape = config.grid, config.micro_batch * workload.seq_len, workload.model.moe
+    assert shape is not None
+    layer = workload.model.kinds[-1].model.moe_layer
+    assert layer is not None
+    forward = [
+        message
+        for message in expert_messages(
+            layer, grid, tokens, config.token_parts, drops_duplicates=config.drops_duplicates
+        )
+        if message.is_forward
+    ]
+    lines = []
+    exchanged = sum(message.numbers for message in forward if message.axis == EXPERT) * workload.element
+    if exchanged:
+        distinct = config.drops_duplicates or config.token_parts > 1 or grid.expert_x == 1
+        terms = {
+            "bytes": float(workload.element),
+            "G_expert": float(grid.expert),
+            "tokens": float(tokens),
+            "k": float(shape.active),
+            "hidden": layer.hidden / grid.y,
+            "imbalance": shape.imbalance,
+        } | ({"G_x": float(grid.x)} if distinct and grid.x > 1 else {})
+        parts = " / G_x" if "G_x" in terms else ""
+        formula = f"2 bytes (G_expert - 1) / G_expert tokens k hidden imbalance{parts}"
+        lines.append(Formula("all-to-alls, a forward pass of a block", formula, terms, exchanged))
+    over_x = sum(message.numbers for message in forward if message.axis == "x") * workload.element
+    if over_x:
+        lines.append(Formula("rows over x, a forward pass of a block", "the sum of its messages", {}, over_x))
+    return tuple(lines)
 
 
 def ranks_in_node(grid: GridSizes, gpus_per_node: int) -> int:

@@ -2,6 +2,7 @@
 """`GridPlan`, and the candidates that plans are made of: one grid with its options, time and memory."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,22 +10,18 @@ from typing import Any
 from stretto.axes import INNER_TO_OUTER
 from stretto.cluster import Cluster
 from stretto.execution import StateLocation
+from stretto.planner.capacity import peak, reserved
 from stretto.planner.communication import Rates, has_nvlink_over_z
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
+from stretto.planner.expert_cost import explain_messages
 from stretto.planner.explanation import explain, list_formulas
-from stretto.planner.memory import (
-    kept_activations,
-    largest_micro_batch,
-    local_parameters,
-    memory,
-    peak,
-    reserved,
-    step_memory,
-)
+from stretto.planner.grids import divisors
+from stretto.planner.memory import kept_activations, local_parameters, memory, step_memory
 from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, host_memory, host_traffic
 from stretto.planner.pipeline_memory import RankMemory
 from stretto.planner.search_space import StepChoice
+from stretto.planner.ted import explain_memory, list_memory
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.schedules import ServeFirst
 
@@ -177,10 +174,15 @@ def judge(
         impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
     has_nvlink = has_nvlink_over_z(cluster, config.grid)
     size = micro_batch
-    if size is None and impossible is None:
+    if size is None and impossible is None and device is None and workload.model.moe is not None:
+        size = local  # the paper's model of memory has no activations
+    elif size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)
     config = replace(config, micro_batch=size or 1)
-    components = memory(workload, config, has_nvlink=has_nvlink)
+    if device is None and workload.model.moe is not None:
+        components = list_memory(workload.model, config.grid)
+    else:
+        components = memory(workload, config, has_nvlink=has_nvlink)
     parameters = local_parameters(workload.model, workload.model.splitting_sizes(config.grid))
     host = host_memory(workload, config, cluster, parameters, kept_activations(workload, config)[1])
     fits = impossible is None and peak(components) <= limit and host.fits
@@ -191,6 +193,26 @@ def judge(
     )
     check_finite(cost, cluster)
     return Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))
+
+
+def largest_micro_batch(
+    workload: StepWorkload, config: StepConfig, limit: float, *, has_nvlink: bool = False
+) -> int | None:
+    """The largest micro-batch at which the config stays within `limit` bytes (by `memory`); None if none does."""
+    candidates = [
+        size
+        for size in divisors(workload.batch // config.grid.batch_parts)
+        if size * workload.seq_len % config.token_parts == 0
+    ]
+
+    def is_too_large(micro_batch: int) -> bool:
+        return peak(memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
+
+    # Alone among them, a rank's whole part is no accumulation, which may keep more than it saves.
+    if candidates and not is_too_large(candidates[-1]):
+        return candidates[-1]
+    fitting = bisect_left(candidates[:-1], True, key=is_too_large)
+    return candidates[fitting - 1] if fitting else None
 
 
 def check_finite(cost: Cost, cluster: Cluster) -> None:
@@ -240,7 +262,7 @@ def to_plan(
         optimizer_state=config.state.location,
         step_memory=in_step,
         host_traffic=host_traffic(workload, config.state).times(parameters)._asdict(),
-        formulas=list_formulas(workload, config, parameters, in_step, host),
+        formulas=list_formulas(workload, config, parameters, in_step, host) + _list_expert_formulas(workload, config),
         keep_gathered=config.options.keep_gathered,
         shard_sequence=config.options.shard_sequence,
         bandwidth=cost.bandwidth,
@@ -257,6 +279,13 @@ def to_plan(
         notes=notes,
         **_describe_pipeline(candidate),
     )
+
+
+def _list_expert_formulas(workload: StepWorkload, config: StepConfig) -> tuple[Formula, ...]:
+    """What experts send, and what their memory would be at least; none of a dense model."""
+    if workload.model.moe is None:
+        return ()
+    return (*explain_messages(workload, config), explain_memory(workload.model, config.grid))
 
 
 def _describe_pipeline(candidate: Candidate) -> dict[str, Any]:

@@ -8,28 +8,18 @@ recomputation, a block that is computed again stands beside what is kept of all 
 are given at the worst moment, so that their sum is the peak of what is allocated.
 """
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from stretto.axes import GridSizes
 from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT, Recomputation
 from stretto.planner.architecture import Architecture
+from stretto.planner.capacity import peak
 from stretto.planner.expert_cost import local_expert_parameters
 from stretto.planner.expert_layers import expert_parts
-from stretto.planner.grids import divisors
 from stretto.planner.layers import STATISTIC
 from stretto.planner.optimizer_state import number_bytes, parameters_and_optimizer, take_over
 from stretto.planner.workload import StepConfig, StepWorkload
-
-# By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
-# (results/memory).
-RESERVED = 1.02
-# Of a GPU's memory, what a plan that fits may take: the rest is for what these factors are off by.
-USABLE = 0.95
-_OUTSIDE = 1.4e9  # bytes that a process takes beside the allocator (results/memory): CUDA's context and kernels' code
-_MOST_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
@@ -433,49 +423,9 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     return parameters_and_optimizer(workload, config.state, parameters) | max(moments, key=peak)
 
 
-def peak(components: Mapping[str, float]) -> float:
-    """Bytes in all."""
-    return sum(components.values())
-
-
-def reserved(allocated: float) -> float:
-    """Bytes that torch's allocator takes from the device if so many are allocated at the peak."""
-    return RESERVED * allocated
-
-
-def outside_of_allocator(capacity: float) -> float:
-    """Bytes of a device of so many that a process takes beside the allocator."""
-    return min(_OUTSIDE, _MOST_OUTSIDE * capacity)
-
-
-def most_allocated(capacity: float) -> float:
-    """Bytes that may be allocated at the peak of a plan that fits a device of so many."""
-    return (USABLE * capacity - outside_of_allocator(capacity)) / RESERVED
-
-
 def kept_activations(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
     """Bytes of what all blocks keep between the passes of a micro-batch, and how many of them are in host memory."""
     grid = workload.model.splitting_sizes(config.grid)
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
     num_bytes = config.micro_batch * workload.seq_len * workload.element
     return (blocks.on_host or blocks.between) * num_bytes, blocks.on_host * num_bytes
-
-
-def largest_micro_batch(
-    workload: StepWorkload, config: StepConfig, limit: float, *, has_nvlink: bool = False
-) -> int | None:
-    """The largest micro-batch at which the config stays within `limit` bytes (by `memory`); None if none does."""
-    candidates = [
-        size
-        for size in divisors(workload.batch // config.grid.batch_parts)
-        if size * workload.seq_len % config.token_parts == 0
-    ]
-
-    def is_too_large(micro_batch: int) -> bool:
-        return peak(memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
-
-    # Alone among them, a rank's whole part is no accumulation, which may keep more than it saves.
-    if candidates and not is_too_large(candidates[-1]):
-        return candidates[-1]
-    fitting = bisect_left(candidates[:-1], True, key=is_too_large)
-    return candidates[fitting - 1] if fitting else None

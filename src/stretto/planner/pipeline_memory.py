@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from stretto.axes import GridSizes
 from stretto.planner.architecture import Architecture
+from stretto.planner.capacity import peak
 from stretto.planner.communication import message_numbers
 from stretto.planner.grids import divisors
-from stretto.planner.memory import local_parameters, peak, recomputed_blocks, step_memory
+from stretto.planner.memory import local_parameters, recomputed_blocks, step_memory
 from stretto.planner.optimizer_state import take_over
 from stretto.planner.stage_times import RankStages, stage_workload
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from stretto.axes import NAMES, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions
+from stretto.planner.best_candidates import BestTimes, best_of_each_grid
+from stretto.planner.capacity import peak
 from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
 from stretto.planner.compute import Device, compute
 from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, Cost
@@ -21,7 +23,7 @@ from stretto.planner.expert_cost import expert_seconds, expert_volume, local_exp
 from stretto.planner.expert_search import choose_expert_grids
 from stretto.planner.grid_plan import Candidate, check_finite, rounded
 from stretto.planner.grids import divisors, grids_of_stages, why_impossible
-from stretto.planner.memory import local_parameters, peak
+from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
 from stretto.planner.pipeline_cost import (
     PipelineEstimate,
@@ -371,40 +373,6 @@ class PipelineSearch:
         host = host_memory(self.workload, config, self.cluster, 0.0, 0.0)
         cost = Cost({"computation": 0.0}, bandwidths(self.cluster, grid), Volume(), dict.fromkeys(NAMES, 0.0))
         return Candidate(config, cost, {"parameters": 0.0}, host, False, why, 1)
-
-
-class BestTimes:
-    """The times of the best plans that were found, of each grid that of its best way to divide experts."""
-
-    def __init__(self, listed: int, found: Sequence[Candidate] = ()) -> None:
-        self._listed = listed
-        self._by_grid: dict[tuple[int, ...], float] = {}
-        for candidate in found:
-            self.note(candidate)
-
-    def note(self, candidate: Candidate) -> None:
-        if candidate.fits:
-            time, of_grid = candidate.cost.step_time, _without_experts(candidate.config.grid)
-            self._by_grid[of_grid] = min(time, self._by_grid.get(of_grid, time))
-
-    @property
-    def most(self) -> float:
-        """Seconds of the last of those that are listed at least; infinite where there are fewer."""
-        times = sorted(self._by_grid.values())
-        return times[self._listed - 1] if len(times) >= self._listed else float("inf")
-
-
-def _without_experts(grid: GridSizes) -> tuple[int, ...]:
-    return tuple(grid[axis] for axis in NAMES)
-
-
-def best_of_each_grid(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each grid, the best way to divide experts."""
-    best: dict[tuple[int, ...], Candidate] = {}
-    for candidate in candidates:
-        of_grid = _without_experts(candidate.config.grid)
-        best[of_grid] = min(candidate, best.get(of_grid, candidate), key=lambda each: each.rank_on_its_grid)
-    return list(best.values())
 
 
 def _alone(grid: GridSizes) -> GridSizes:

@@ -46,7 +46,7 @@ def bench_moe_demo(setting: MoeDemoSetting, out: Path) -> dict[str, Any]:
             config = preflight(configure(name, setting, Path(folder) / name.replace(" ", "-")))
             assert isinstance(config, TrainConfig)
             print(f"{name}: {config.ranks} ranks, {config.grid}", flush=True)
-            config.out.mkdir(parents=True)
+            config.out.mkdir(parents=True, exist_ok=True)
             (config.out / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
             run_ranks(config.ranks, train, config)
             row, curves[name] = _read(config, name)

@@ -167,6 +167,21 @@ class PublishedPipelinesSetting:
             )
 
 
+@dataclass(frozen=True)
+class PublishedExpertsSetting:
+    """The micro-batch that `stretto bench published-experts` assumes for the runs of chapter 7."""
+
+    micro_batch: Annotated[int, Option("Micro-batch of the steps on Summit, in sequences of 2048 tokens.")] = 1
+
+    def __post_init__(self) -> None:
+        if self.micro_batch not in (1, 2, 4, 8):
+            near = min((1, 2, 4, 8), key=lambda size: abs(size - self.micro_batch))
+            raise ValueError(
+                f"--micro-batch is {self.micro_batch}, which does not divide the sequences of a rank in all runs; "
+                f"{near} would do"
+            )
+
+
 def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
     """Read the predicted grids by workload. ValueError if the file lacks one, or predicts it for another model."""
     remedy = f"write it before you measure: stretto bench plan --predict {file} --cluster CLUSTER.toml"

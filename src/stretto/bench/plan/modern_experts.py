@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of Qwen3-30B-A3B and DeepSeek-V3 on 64 and 2,048 H100, beside the layout that DeepSeek-V3's authors
+published."""
+
+import time
+from typing import Any
+
+from stretto.axes import GridSizes
+from stretto.bench.harness import Column
+from stretto.cluster import Cluster
+from stretto.planner import GridPlan, plan, predict
+from stretto.planner.search_space import PredictKeywords
+
+SEQ_LEN = 4096
+CONFIGS: dict[str, dict[str, Any]] = {  # as their config.json have them
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+}
+# DeepSeek-V3's batch of 15,360 sequences (its report, section 4.2); the others are chosen for as many a GPU.
+RUNS = (
+    ("Qwen3-30B-A3B", 64, 512),
+    ("Qwen3-30B-A3B", 2048, 16384),
+    ("DeepSeek-V3", 64, 512),
+    ("DeepSeek-V3", 2048, 15360),
+)
+# Section 3.2 of DeepSeek-V3's report: 16 stages, 64 ranks for experts over 8 nodes, ZeRO-1, no tensor parallelism. z
+# stands for ZeRO-1, for a pipeline stage gathers its weights once a step; z=128 does not divide its 576 latent rows.
+AUTHORS = GridSizes(pipe=16, data=2, z=64, expert=64)
+AUTHORS_OPTIONS: PredictKeywords = {"schedule": "dualpipe-v", "recompute": "full"}
+
+MODERN_COLUMNS = (
+    Column("model", "model"),
+    Column("gpus", "H100"),
+    Column("whose", "plan"),
+    Column("grid", "grid"),
+    Column("schedule", "schedule"),
+    Column("micro_batch", "micro-batch"),
+    Column("recompute", "recompute"),
+    Column("step_seconds", "step (s)", "{:.2f}"),
+    Column("tokens_per_second", "tokens/s a GPU", "{:,.0f}"),
+    Column("all_to_all_seconds", "all-to-alls (s)", "{:.2f}"),
+    Column("memory_gigabytes", "memory (GB)", "{:.1f}"),
+    Column("plan_seconds", "planned in (s)", "{:.1f}"),
+)
+
+
+def plan_modern() -> list[dict[str, Any]]:
+    """The best plan of each run, with and without stages, and that of DeepSeek-V3's authors."""
+    cluster, rows = Cluster.preset("dgx-h100"), []
+    for model, gpus, batch in RUNS:
+        began = time.process_time()
+        best = plan(CONFIGS[model], cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, pipe="auto")[0]
+        took = time.process_time() - began
+        rows.append(_row(model, gpus, batch, "fastest", best) | {"plan_seconds": took})
+    grid = AUTHORS.sizes()
+    batch = RUNS[-1][2]
+    authors = predict(
+        CONFIGS["DeepSeek-V3"], cluster, grid=grid, batch=batch, seq_len=SEQ_LEN, micro_batch=1, **AUTHORS_OPTIONS
+    )
+    return [*rows, _row("DeepSeek-V3", AUTHORS.ranks, batch, "its authors'", authors)]
+
+
+def _row(model: str, gpus: int, batch: int, whose: str, found: GridPlan) -> dict[str, Any]:
+    schedule = found.schedule
+    if schedule == "interleaved":
+        schedule += f", {found.virtual_stages} stages a rank"
+    return {
+        "model": model,
+        "gpus": gpus,
+        "whose": whose if found.fits else f"{whose}, does not fit",
+        "grid": str(GridSizes(**found.grid)),
+        "schedule": schedule,
+        "micro_batch": found.micro_batch,
+        "recompute": found.recompute,
+        "step_seconds": found.step_time,
+        "tokens_per_second": batch * SEQ_LEN / found.step_time / gpus,
+        "all_to_all_seconds": found.communication.get("all_to_all", 0.0),
+        "memory_gigabytes": found.peak_memory / 1e9,
+    }

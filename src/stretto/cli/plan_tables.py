@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of `stretto plan`: plans, modes of recomputation, and by which formulas a plan needs what it needs."""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from stretto.axes import name_grid
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stretto.cluster import Cluster
+    from stretto.planner import GridPlan
+
+
+def print_modes(plans: "list[GridPlan]", cost: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    first = plans[0]
+    table = Table(
+        title=f"Modes of recomputation on {name_grid(first.grid)}, micro-batches of {first.micro_batch}",
+        box=box.SIMPLE_HEAD,
+    )
+    headings = ("recompute", "step", "computation", "communication", "memory", "kept", "of it on hosts", "fits")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "recompute" else "right", no_wrap=True)
+    for plan in plans:
+        table.add_row(
+            plan.recompute,
+            f"{plan.step_time:.4g} s",
+            "-" if plan.compute_time is None else f"{plan.compute_time:.4g} s",
+            f"{plan.communication['total']:.4g} s",
+            _memory(plan.peak_memory),
+            _memory(plan.kept_activations),
+            _memory(plan.activations_on_host),
+            "yes" if plan.fits else "no",
+        )
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    console.print("communication: all that a rank sends in a step, hidden or not", highlight=False, soft_wrap=True)
+    console.print("kept: activations of all blocks, between the passes of a micro-batch", highlight=False)
+    if cost == "paper":
+        console.print("the paper's model counts no recomputation: --cost full does", highlight=False)
+
+
+def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int, *, has_memory: bool) -> None:
+    """has_memory: whether to say where optimizer state lies, and what is computed again."""
+    from rich import box
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    from stretto.axes import EXPERT, INNER_TO_OUTER, STAGE_AXES
+    from stretto.planner.capacity import USABLE, most_allocated
+    from stretto.planner.optimizer_state import USABLE_OF_HOST
+
+    fitting = sum(plan.fits for plan in plans)
+    title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    console = Console()
+    axes = INNER_TO_OUTER if any(plan.grid["pipe"] > 1 for plan in plans) else STAGE_AXES[::-1]
+    axes += (EXPERT,) * any(plan.exposed.get(EXPERT) for plan in plans)
+    time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
+    for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(axes)}", "memory", "fits"):
+        table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
+    has_pipelines = any(plan.schedule is not None for plan in plans)
+    for heading in ("schedule", "bubble") if has_pipelines else ():
+        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
+    for heading in ("state", "recompute", "host, a node") if has_memory else ():
+        table.add_column(heading, justify="right", no_wrap=True)
+    marks = ("", "") if has_memory else (" ", "*")
+    for place, plan in enumerate(plans[:top], start=1):
+        exposed = "/".join(_milliseconds(plan.exposed.get(axis, 0.0)) for axis in axes)
+        table.add_row(
+            str(place),
+            name_grid(plan.grid),
+            f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{marks[plan.checkpoint_activations]}",
+            f"{plan.step_time:.4g} s",
+            exposed,
+            _memory(plan.peak_memory),
+            "yes" if plan.fits else "no",
+            *((_name_schedule(plan), _milliseconds(plan.bubble) if plan.schedule else "-") if has_pipelines else ()),
+            *((plan.optimizer_state, plan.recompute, _memory(plan.host_memory_of_node)) if has_memory else ()),
+            style=None if plan.fits else "dim",
+        )
+    whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
+    console.print(table)
+    usable = most_allocated(cluster.require("gpu.memory"))
+    console.print(
+        f"fits: allocates at most {_memory(usable)}, which with fragmentation and all that is outside of torch's "
+        f"allocator takes {USABLE:.0%} of a GPU's memory here",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if has_memory and cluster.host_memory is not None:
+        pinned = _memory(USABLE_OF_HOST * cluster.host_memory)
+        console.print(f"and pins at most {USABLE_OF_HOST:.0%} of a node's memory, {pinned}", highlight=False)
+    elif has_memory:
+        console.print(f"the memory of a node's host is not checked: {cluster.name} does not say it", highlight=False)
+    modes = {plan.recompute for plan in plans[:top] if plan.checkpoint_activations}
+    if modes and not has_memory:  # several where pipelines keep every k-th block's input
+        which = "" if modes == {"full"} else f": {', '.join(sorted(modes))}"
+        console.print(f"* with activation checkpointing{which}", highlight=False)
+    if any(plan.shard_sequence for plan in plans[:top]):
+        console.print("+ with train.shard_sequence", highlight=False)
+    if cost == "paper":
+        console.print("communication: of the linears, as the paper counts it, nothing hidden", highlight=False)
+    if has_pipelines:
+        _explain_pipelines(plans[:top], console)
+    for place, plan in enumerate(plans[:top], start=1):
+        console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
+    for note in plans[0].notes:
+        console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _name_schedule(plan: "GridPlan") -> str:
+    """A schedule and its options, short."""
+    if plan.schedule is None:
+        return "-"
+    parts = [
+        plan.schedule,
+        f"v={plan.virtual_stages}" if plan.schedule == "interleaved" else "",
+        f"+{plan.extra_warm_up}" if plan.extra_warm_up else "",
+        f"limit={plan.limit} {plan.serve_first} first" if plan.limit else "",
+    ]
+    return " ".join(filter(None, parts))
+
+
+def _explain_pipelines(plans: "list[GridPlan]", console: "Console") -> None:
+    """Say what the table's columns of pipelines mean, and how the first of them is cut."""
+    console.print("schedule: its virtual stages (v), extra warm-up (+), or limit; bubble: ms a step", highlight=False)
+    first = next((plan for plan in plans if plan.schedule is not None), None)
+    if first is None or first.is_possible is False:
+        return
+    blocks = [str(end - start) for start, end in pairwise(first.stages)]
+    console.print(
+        f"blocks of each stage of the first of them, {name_grid(first.grid)}: {' '.join(blocks)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def print_formulas(plan: "GridPlan") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"Memory of a rank on {name_grid(plan.grid)}, optimizer_state={plan.optimizer_state}, in bytes"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for heading in ("what", "formula", "with", "bytes"):
+        table.add_column(heading, justify="right" if heading == "bytes" else "left", no_wrap=True)
+    for each in plan.formulas:
+        terms = ", ".join(f"{name} = {value:,.0f}" for name, value in each.terms.items())
+        table.add_row(each.name.replace("_", " "), each.formula or "by layers", terms, f"{each.bytes:,.0f}")
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    if (step := plan.terms.get("the optimizer")) is not None:
+        console.print(f"a step of the optimizer takes {step:.4g} s of {plan.step_time:.4g} s", highlight=False)
+
+
+def _memory(size: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB")):
+        if size >= 0.9995 * unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e6:.3g} MB"
+
+
+def _milliseconds(time: float) -> str:
+    return f"{time * 1e3:,.0f}" if time >= 0.01 else f"{time * 1e3:.2g}"
