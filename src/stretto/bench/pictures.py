@@ -37,6 +37,7 @@ _PLOTS = {
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
     "moe-demo.json": "experts.plot:plot_moe_demo",
+    "experts.json": "experts.plot:plot_experts",
 }
 
 
