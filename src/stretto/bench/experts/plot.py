@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stretto.bench.pictures import describe_origin
 from stretto.report.expert_plot import draw_loads
-from stretto.report.style import EXPOSED, OTHER_PEER, PEER, SERIES, STRETTO, drawing, name_bars
+from stretto.report.style import EXPOSED, LIGHT, OTHER_PEER, PEER, SERIES, STRETTO, THIRD_PEER, drawing, name_bars
 
 
 def plot_moe_demo(result: Path, picture: Path) -> None:
@@ -38,7 +38,8 @@ def plot_experts(result: Path, picture: Path) -> None:
     rows = {(row["name"], row["part"]): row for row in data["rows"]}
     names = list(dict.fromkeys(row["name"] for row in data["rows"]))[::-1]
     parts = ("all-to-all", "all-reduce", "reduce-scatter, all-gather", "gradients, and all else")
-    with drawing(picture, 11, 0.75 * len(names) + 0.6) as drawn:
+    compared = [row for row in data["rows"] if row["published_saved"] is not None][::-1]
+    with drawing(picture, 11, max(0.75 * len(names), 0.45 * len(compared)) + 0.6) as drawn:
         steps, saved = drawn.panels(1, 2, width_ratios=(3, 2))[0]
         lengths = [0.0] * len(names)
         looks = (EXPOSED, STRETTO, OTHER_PEER, SERIES[3])
@@ -53,12 +54,11 @@ def plot_experts(result: Path, picture: Path) -> None:
         drawn.label_bars(steps, bars, [f"{seconds:,.2f}" for seconds in whole])
         name_bars(steps, range(len(names)), names)
         steps.set_xlabel("seconds a step")
-        compared = [row for row in data["rows"] if row["published_saved"] is not None][::-1]
         places = range(len(compared))
         kinds = (
-            ("published_saved", "published, figure 7.5", PEER.bar),
-            ("predicted_saved", "predicted here", OTHER_PEER.bar),
-            ("saved", "measured here", STRETTO.bar),
+            ("published_saved", "published, figure 7.5", THIRD_PEER.bar),
+            ("predicted_saved", "predicted here", {"facecolor": LIGHT}),
+            ("saved", "measured here", SERIES[2].bar),
         )
         for turn, (key, label, bar) in enumerate(kinds):
             values = [100 * row[key] for row in compared]
