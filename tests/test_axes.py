@@ -303,6 +303,7 @@ from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
 from pathlib import Path
+from dataclasses import replace
 
 config = GPTConfig(layers=2, hidden=16, heads=2, vocab=32, max_seq_len=8)
 
@@ -323,6 +324,19 @@ with count_collectives(grid) as counts:
     model(part, part).backward()
 grads = {name: gather(p.grad, layout_of(p)) for name, p in model.named_parameters()}
 norm = float(clip_grad_norm_(model.parameters(), 1e9, grid))
+
+def make_experts():
+    torch.manual_seed(4)
+    return GPT(replace(config, layers=1, num_experts=4, balance="none")).double()
+
+whole, own = make_experts(), parallelize(make_experts(), Grid(z=2, sheaf=2, expert=2))
+whole(torch.cat((tokens, tokens + 1)) % 32, torch.cat((tokens, tokens))).backward()
+mine = (part + grid.coordinate("sheaf")) % 32  # the ranks of sheaf have other tokens
+own(mine, part).backward()
+of_experts = max(
+    float((gather(mine.grad, layout_of(mine)) - theirs.grad).abs().max())
+    for mine, theirs in zip(own.parameters(), whole.parameters())
+)
 
 torch.manual_seed(3)
 dropped = ParallelDropout(0.5, grid, "x")(torch.ones(2, 64))
@@ -354,6 +368,7 @@ found = {
     "at": at, "ranks": grid.mesh.mesh.flatten().tolist(), "parameters": grid.parameter_axes,
     "mesh": next(iter(model.parameters())).device_mesh.mesh_dim_names,
     "distance": max(float((grads[name] - grad).abs().max()) for name, grad in wanted.items()),
+    "of experts": of_experts,
     "dropped": dropped.flatten().tolist(),
     "norm": norm / float(torch.stack([grad.norm() for grad in wanted.values()]).norm()),
     "summed over": sorted(counts.bytes_by_axis()),
@@ -386,6 +401,7 @@ def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_on
         assert found["ranks"] == [0, 1, 2, 3]
         assert found["parameters"] == found["mesh"] == ["sheaf", "z"]
         assert found["distance"] < 1e-12
+        assert found["of experts"] < 1e-12
         assert found["norm"] == pytest.approx(1)
         assert {"replicas", "z", "loss"} <= set(found["summed over"])
         assert found["checkpoint"]

@@ -188,7 +188,7 @@ def test_the_whole_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tm
 
 
 def test_configurations_that_the_package_has_are_those_of_the_repository() -> None:
-    for name, folder in (("demo.toml", "cli"), ("moe.toml", "bench/experts")):
+    for name, folder in (("demo.toml", "cli"), ("moe.toml", "bench/training")):
         packaged = ROOT / "src" / "stretto" / folder / name
         assert (ROOT / "configs" / name).read_text() == packaged.read_text(), f"copy {packaged} to configs"
     assert not [path for path in (ROOT / "configs").iterdir() if path.is_symlink()]

@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_config(family: str, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return CONFIG_MAPPING[family](**{**_SIZES, **FAMILIES[family], **options})
+        return CONFIG_MAPPING[family](**{**_SIZES, **FAMILIES.get(family, {}), **options})
 
 
 def build(family: str, **options: Any) -> nn.Module:

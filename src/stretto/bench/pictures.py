@@ -36,8 +36,8 @@ _PLOTS = {
     "two-level.json": "two_level.plot:plot_two_level",
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
-    "moe-demo.json": "experts.plot:plot_moe_demo",
-    "experts.json": "experts.plot:plot_experts",
+    "moe-demo.json": "training.plot:plot_moe_demo",
+    "experts.json": "training.plot:plot_experts",
 }
 
 

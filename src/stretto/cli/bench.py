@@ -18,7 +18,7 @@ import typer
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
-from stretto.bench.experts.settings import ExpertsSetting, MoeDemoSetting, MoeLayersSetting
+from stretto.bench.experts.settings import ExpertsSetting, MoeLayersSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
@@ -36,6 +36,7 @@ from stretto.bench.training.settings import (
     ChunksSetting,
     DdpSetting,
     DlrmSetting,
+    MoeDemoSetting,
     OffloadSetting,
     OverlapSetting,
     ParitySetting,
@@ -378,7 +379,7 @@ def recompute(setting: RecomputeSetting, out: Path) -> Any:
 @_command("moe-demo", MoeDemoSetting)
 def moe_demo(setting: MoeDemoSetting, out: Path) -> Any:
     """A mixture of experts on 4 processes of the CPU, beside a dense model of its active size: losses and load."""
-    from stretto.bench.experts.demo import bench_moe_demo
+    from stretto.bench.training.moe_demo import bench_moe_demo
 
     return bench_moe_demo(setting, out)
 

@@ -90,7 +90,7 @@ class GPTConfig:
             given = [
                 field.name
                 for field in fields(self)[[field.name for field in fields(self)].index("num_experts") :]
-                if getattr(self, field.name) != field.default
+                if getattr(self, field.name) != field.default and (field.name, self.balance) != ("balance", "none")
             ]
             if given:
                 raise ValueError(

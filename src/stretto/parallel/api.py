@@ -2,15 +2,13 @@
 """`parallelize`: shards an nn.Module over a grid, in place, under its own names."""
 
 import dataclasses
-import functools
-import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
@@ -22,13 +20,14 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.loss import MeansOverBatch
 from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
 from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.router_loss import balance_over_batch
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.meta import MetaInitializer
+from stretto.parallel.model_loss import install_loss, replace_module, take_means_over_batch
 from stretto.parallel.pipeline.cutting import Cut, cut_into_stages, restrict_plan, wrap_forwards
 from stretto.parallel.precision import Precision
 from stretto.parallel.recomputation import check_blocks, checkpoint_activations
@@ -178,7 +177,7 @@ def _shard_by_roles(
     buffers = builder.buffers()
     attributes = _local_attributes(model, plan, grid)
     for name, module in built.items():
-        _replace(model, name, module)
+        replace_module(model, name, module)
     for owner, key, parameter in shared:
         place_shared(owner, key, parameter)
     for part in plan.plain:
@@ -192,7 +191,7 @@ def _shard_by_roles(
             read_as_tensors(model, part, places, precision, grid)
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
-    _install_loss(model, plan, grid, sharded_loss)
+    install_loss(model, plan, grid, sharded_loss)
     _finish(model, builder)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(_explain_sizes, always_call=True)
@@ -228,7 +227,12 @@ def _plan_or_blocks(
     if blocks is not None:
         if roles or local_attributes:
             raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
-        _refuse_expert(sizes)
+        if sizes.get("expert", 1) > 1:
+            raise ValueError(
+                f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every "
+                "rank: leave blocks= out, and give submodules roles ('experts' and 'router' among them), or choose "
+                "expert=1"
+            )
         return _BlockPlan(tuple(find_blocks(model, blocks)), "blocks= was given")
     sizes = check_sizes(sizes).sizes()
     has_roles = roles is not None or local_attributes is not None or hasattr(model, "parallel_plan")
@@ -236,20 +240,12 @@ def _plan_or_blocks(
         plan = read_plan(model, roles, local_attributes, sizes)
         validate_plan(model, plan, sizes)
     except ValueError as error:
-        is_unsplit = sizes["x"] == sizes["y"] == sizes.get("expert", 1) == 1
-        if has_roles or not (is_unsplit or isinstance(error, UnknownRolesError)):
+        is_unsplit = sizes["x"] == sizes["y"] == 1
+        is_divided = sizes.get("expert", 1) > 1
+        if has_roles or is_divided or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
-        _refuse_expert(sizes, f". Of this one, {error}")
         return _BlockPlan(tuple(find_blocks(model)), str(error))
     return plan
-
-
-def _refuse_expert(sizes: Mapping[str, Any], reason: str = "") -> None:
-    if sizes.get("expert", 1) > 1:
-        raise ValueError(
-            f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every rank: "
-            f"give its submodules roles ('experts' and 'router' among them), or choose expert=1{reason}"
-        )
 
 
 def _shard_by_blocks(
@@ -292,7 +288,7 @@ def _shard_by_blocks(
         balance_over_batch(model, grid, averages=True)
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
-        _take_means_over_batch(model, means, only_with_labels=True)
+        take_means_over_batch(model, means, only_with_labels=True)
     _finish(model, builder)
     _finish_blocks(model, options, cut)
     return model
@@ -321,9 +317,6 @@ def validate(
 ) -> None:
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
     _plan_or_blocks(model, sizes, roles, local_attributes, blocks)
-
-
-_TARGETS = ("targets", "labels")  # what a model's forward calls them
 
 
 def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[tuple[nn.Module, str, int]]:
@@ -367,94 +360,3 @@ def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None
             "Code that views or splits by the whole model's numbers needs -1 there, or their attributes' names in "
             "parallelize(..., local_attributes=); what is passed in (inputs_embeds, say) must be this rank's part"
         )
-
-
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    old = model.get_submodule(name)
-    for key in vars(nn.Module()):
-        if "_hook" in key:  # the dicts themselves, so that what removes a user's hook still does
-            setattr(new, key, getattr(old, key))
-    setattr(model.get_submodule(parent), child, new)
-
-
-def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: bool) -> None:
-    """Replace the model's loss by the sharded one, and have the head skip its product while the model computes it."""
-    head = next((model.get_submodule(name) for name in plan.named("head")), None)
-    loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
-    if huggingface.is_pretrained_model(model):
-        loss = huggingface.install_loss(model, loss)
-        if grid.size(LOSS) > 1 and huggingface.computes_masked_loss(model):
-            _take_means_over_batch(model, MeansOverBatch(grid), only_with_labels=False)
-            return
-        is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
-        balance_over_batch(model, grid)
-        if grid.size(LOSS) > 1:
-            huggingface.refuse_losses_of_one_rank(model, loss)
-    elif loss is not None and (names := plan.named("loss")):
-        _replace(model, names[0], loss)
-    else:  # the model returns whole logits, or a loss of its own
-        if grid.size(LOSS) > 1:
-            model.register_forward_hook(_refuse_means_of_one_rank)
-        return
-    signature = inspect.signature(model.forward)
-    target = next((name for name in _TARGETS if name in signature.parameters), None)
-    if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
-        _defer_loss(model, head, signature, target)
-
-
-def _take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:
-    """Have the cross-entropy that a model's own code computes be the mean over the global batch.
-
-    only_with_labels: leave calls that have no argument of such a name as they are.
-    """
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def forward_with_means(*args: Any, **kwargs: Any) -> Any:
-        if only_with_labels and all(value is None for key, value in kwargs.items() if "label" in key):
-            return forward(*args, **kwargs)
-        means.adds_sums = kwargs.get("num_items_in_batch") is not None  # transformers divides a sum by it
-        with means:
-            return forward(*args, **kwargs)
-
-    model.forward = torch.compiler.disable(forward_with_means, recursive=False)
-
-
-def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:
-    """Have the head leave its product to the loss in calls of the model that have targets."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        head.defers_loss = signature.bind_partial(*args, **kwargs).arguments.get(target) is not None
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        was_deferred, was_taken = head.defers_loss, head.passed_through is None
-        head.defers_loss, head.passed_through = False, None
-        if was_deferred and not was_taken and output is not None:  # None: the forward has raised
-            raise ValueError(
-                f"{type(model).__name__} was given {target}, but has not called the loss that Stretto has put in the "
-                "place of its own: call parallelize(..., sharded_loss=False)"
-            )
-        if was_deferred and getattr(output, "logits", None) is not None:
-            # Logits were never made: the field holds the head's input. Setting it to None would leave the item.
-            output = dataclasses.replace(output, logits=None)
-        elif was_deferred and isinstance(output, tuple):
-            output = (output[0], None, *output[2:])
-        return output
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after, always_call=True)
-
-
-@torch.compiler.disable
-def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Raise ValueError if a model returns a loss that its own code has computed from this rank's rows."""
-    found = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
-    for item in found:
-        if isinstance(item, Tensor) and not item.dim() and item.requires_grad and not is_mean_over_batch(item):
-            raise ValueError(
-                f"{type(model).__name__} has computed a loss in its own code, from this rank's rows alone, where ranks "
-                "have parts of the batch: gradients are summed over them, so it would be too large. Use "
-                "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
-                "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
-            )

@@ -123,3 +123,41 @@ def test_where_x_has_one_rank_dropping_duplicates_sends_nothing_more(ranks, reco
 def test_experts_of_one_rank_are_summed_over_x_as_any_mlp(ranks):
     for calls, _ in ranks(2).run(sent_by_a_block, {"x": 2}, {"recompute": "full"}):
         assert calls == {("all_reduce", "x"): 5}  # what the block adds at last is not recomputed
+
+
+def all_calls(sizes: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[str, str, int]]:
+    """All collectives of a step with everything that routers count, but those of weights and their gradients."""
+    grid = Grid(**sizes)
+    torch.manual_seed(SEED)
+    config = GPTConfig(
+        layers=2, hidden=32, heads=4, vocab=61, max_seq_len=32, activation="swiglu", num_experts=8, expert_ffn=16,
+        shared_ffn=16, shared_expert_gate=True, capacity_factor=0.9, z_loss=0.1,
+    )  # fmt: skip
+    model = parallelize(GPT(config).double(), grid, **options)
+    tokens = torch.randint(61, (4, 32), generator=torch.Generator().manual_seed(grid.coordinate("batch")))
+    with count_collectives(grid) as counts:
+        model(tokens, tokens).backward()
+    others = ("data", "z", "expert_data", "expert_z")
+    return Counter((call.kind, call.axis, call.bytes_sent) for call in counts.calls if call.axis not in others)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (TED, {}),
+        (TED, {"drop_duplicates": False}),
+        (TED, {"shard_sequence": True}),
+        ({"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {}),
+        ({"data": 2, "y": 2, "expert": 2}, {}),
+        ({"x": 2, "y": 2}, {}),
+        ({"x": 2, "y": 2}, {"shard_sequence": True}),
+        ({"data": 2, "z": 2, "expert": 4}, {"expert_rows": 512}),
+    ],
+    ids=str,
+)
+def test_recomputation_that_keeps_communication_sends_what_no_recomputation_sends(ranks, sizes, options):
+    expected = ranks(4).run(all_calls, sizes, options)
+    assert ranks(4).run(all_calls, sizes, options | {"recompute": "communication"}) == expected
+    again = ranks(4).run(all_calls, sizes, options | {"recompute": "full"})
+    assert all(full > found for full, found in zip(again, expected, strict=True))

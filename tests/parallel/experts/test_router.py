@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models import GPT
-from stretto.models.moe import update_biases
-from stretto.parallel import Grid, count_collectives, gather, parallelize
+from stretto.models.moe import Experts, update_biases
+from stretto.parallel import Grid, count_collectives, gather, layout_of, parallelize
 from tests.parallel.experts.training import EXACT, gpt, gradient_distances
 from tests.parallel.experts.training import Run as Training
 from tests.parallel.training import SEED, Case, batches, build, my_rows, plain_loss
@@ -111,3 +111,44 @@ def test_a_linear_that_scales_features_has_its_whole_gradient(ranks, sizes):
     count = sizes.get("x", 1) * sizes.get("y", 1)
     for found in ranks(count).run(gate_gradients, sizes):
         assert max(found.values()) < 1e-10, found
+
+
+class Own(nn.Module):
+    """A mixture of experts of a user's own: a linear scores experts, and the model's code chooses two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(61, 16), nn.LayerNorm(16)
+        self.scores = nn.Linear(16, 4)
+        self.experts = Experts(16, 8, 4, is_gated=False)
+        self.head = nn.Linear(16, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        weights, ids = self.scores(x).flatten(0, -2).softmax(-1).topk(2)
+        return self.head(x + self.experts(x.flatten(0, -2), ids, weights).view(x.shape))
+
+
+OWN_ROLES = {"embedding": "embedding", "norm": "norm", "scores": "router", "experts": "experts", "head": "head"}
+
+
+def own_gradients(sizes: dict[str, int]) -> dict[str, float]:
+    torch.manual_seed(SEED)
+    plain, tokens = Own().double(), torch.arange(48).view(8, 6)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    model = Own().double()
+    model.load_state_dict(plain.state_dict())
+    grid = Grid(**sizes)
+    model = parallelize(model, grid, roles=OWN_ROLES)
+    plain(tokens).square().sum().backward()
+    model(tokens[my_rows(grid, 8)]).square().sum().backward()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    return {n: float((gather(p.grad, layout_of(p)) - o.grad).norm() / o.grad.norm()) for (n, p), o in pairs}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [{"data": 2, "x": 2, "expert": 2}, {"y": 2, "z": 2, "expert": 2}], ids=str)
+def test_a_model_of_ones_own_needs_two_roles(ranks, sizes):
+    for found in ranks(4).run(own_gradients, sizes):
+        assert max(found.values()) < 1e-11, found

@@ -242,3 +242,59 @@ def test_variants_of_a_family_train_as_on_one_rank(ranks, name):
         torch.testing.assert_close(found.logits, expected.logits[rows], rtol=TOLERANCE, atol=TOLERANCE)
         for key, tensor in expected.tensors.items():
             torch.testing.assert_close(found.tensors[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+ANOTHER_FAMILY = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16}
+ANOTHER_FAMILY |= {"first_k_dense_replace": 1, "head_dim": 8, "num_nextn_predict_layers": 0, "n_group": 2}
+ROUTER = {"model.layers.*.mlp.gate": "router"}
+
+
+def another_family() -> nn.Module:
+    """One that Stretto has no roles for: GLM-4's, of which transformers' plan says all but what the router is."""
+    return build("glm4_moe", **ANOTHER_FAMILY)
+
+
+def trained_with_a_role(sizes: dict[str, Any]) -> tuple[Trace, slice]:
+    grid = Grid(**sizes)
+    model, rows = parallelize(another_family(), grid, roles=ROUTER), my_rows(grid, BATCH)
+    return train(model, rows), rows
+
+
+def test_a_router_that_nothing_is_known_of_is_named_with_the_role_that_it_may_have():
+    message = r"submodules are: model\.layers\.1\.mlp\.gate \(Glm4MoeTopkRouter\).*"
+    message += r"; if it chooses experts, roles=\{'model\.layers\.\*\.mlp\.gate': 'router'\}"
+    with pytest.raises(ValueError, match=message):
+        validate(another_family(), {"data": 2, "expert": 2})
+    validate(another_family(), {"data": 2, "z": 2})  # block by block, as any model
+
+
+@pytest.mark.exhaustive
+def test_another_family_trains_with_divided_experts_once_its_router_is_named(ranks):
+    expected = train(another_family())
+    for found, rows in ranks(4).run(trained_with_a_role, GRIDS[ONE_GRID]):
+        torch.testing.assert_close(found.logits, expected.logits[rows], rtol=TOLERANCE, atol=TOLERANCE)
+        assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
+class LimitedExperts(nn.Module):
+    """Experts with transformers' interface whose activations have a limit."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = experts.num_experts, experts.act_fn
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        gate, up = torch.einsum("th,erh->ter", hidden, self.gate_up_proj).chunk(2, -1)
+        made = torch.einsum("tef,ehf->teh", self.act_fn(gate).clamp(max=7) * up, self.down_proj)
+        chosen = made.gather(1, top_k_index.unsqueeze(-1).expand(-1, -1, made.shape[-1]))
+        return (chosen * top_k_weights.unsqueeze(-1)).sum(1)
+
+
+def test_experts_that_compute_something_else_are_refused():
+    model: Any = build("mixtral")
+    model.model.layers[1].mlp.experts = LimitedExperts(model.model.layers[1].mlp.experts)
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.experts \(LimitedExperts\) has the role 'experts', but does"
+    ):
+        validate(model, {"data": 2, "expert": 2})

@@ -3,17 +3,22 @@
 
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.conftest import Ranks
 from tests.parallel import moe_families
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint.file_tensors import PlainTensor, StackedTensor, with_scales
 from stretto.train.checkpoint.model_tensors import saved_tensors
 from stretto.train.checkpoint.weights import check_safetensors, import_safetensors
@@ -242,3 +247,41 @@ def test_a_bias_of_experts_scores_is_saved_and_loaded_with_a_checkpoint(tmp_path
     state = training_state(model, None)
     assert "model.model.layers.1.mlp.gate.e_score_correction_bias" in state
     assert not any("inv_freq" in name for name in state), "what transformers computes anew is not saved"
+
+
+def read_on_grid(folder: Path, sizes: dict[str, int]) -> tuple[dict[str, Tensor], int, int]:
+    """The whole tensors, how many numbers of the files this rank has read, and how many it holds."""
+    grid = Grid(**sizes)
+    model = parallelize(FolderSource(str(folder)).build(), grid, seed=None)
+    count = 0
+    read = PlainTensor.read
+
+    def counting(self: PlainTensor, offsets: Any, box: Any) -> Tensor:
+        nonlocal count
+        values = read(self, offsets, box)
+        count += values.numel()
+        return values
+
+    with mock.patch.object(PlainTensor, "read", counting):
+        import_safetensors(model, folder / SINGLE)
+    held = saved_tensors(model)
+    local = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in held.values())
+    return {name: gather(tensor).detach() for name, tensor in held.items()}, count, local
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "x": 2, "expert": 2},
+        pytest.param({"x": 2, "y": 2, "z": 2, "expert": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_rank_reads_what_it_holds_of_experts_and_nothing_else(
+    ranks: Callable[[int], Ranks], tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    expected = saved_tensors(moe_families.write_folder(tmp_path, "deepseek_v3"))
+    whole = sum(tensor.numel() for tensor in expected.values())
+    for found, count, local in ranks(prod(sizes.values()) // 2).run(read_on_grid, tmp_path, sizes):
+        assert count == local < 0.6 * whole
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from stretto.models import GPT
 from stretto.models.moe import Router, routers
 from stretto.train.checkpoint import checkpoint_path
-from stretto.train.config import TrainConfig
+from stretto.train.config import ConfigError, TrainConfig
 from stretto.train.data import Sampler, open_dataset
 from stretto.train.optimizer import learning_rate
 from stretto.train.preflight import preflight
@@ -238,5 +238,13 @@ def test_the_options_of_experts_are_checked_before_a_run(tmp_path: Path) -> None
         preflight(runs.configure(tmp_path / "run", *SMALL, "model.experts_per_token=5"))
     with pytest.raises(ValueError, match=r"model\.z_loss is 0\.1, but belongs to a mixture of experts"):
         preflight(runs.configure(tmp_path / "run", "model.z_loss=0.1"))
+    with pytest.raises(ConfigError, match=r"model\.balance is 'sequence', the loss of each .*='switch' would do"):
+        runs.configure(tmp_path / "run", *SMALL, "grid.x=2", "train.shard_sequence=true", "model.balance=sequence")
     blocks = runs.configure(tmp_path / "run", *SMALL, "model.moe_layers=[0, 1]")
     assert blocks.model.to_gpt(data_vocab=256, seq_len=16).moe_blocks == (0, 1)
+
+
+def test_a_router_may_have_no_balance_at_all(tmp_path: Path) -> None:
+    config = runs.configure(tmp_path / "run", *SMALL, "model.balance=none")
+    assert config.model.to_gpt(data_vocab=256, seq_len=16).balance == "none"
+    assert runs.configure(tmp_path / "run", *SMALL).model.to_gpt(data_vocab=256, seq_len=16).balance == "switch"

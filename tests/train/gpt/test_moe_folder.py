@@ -119,6 +119,19 @@ def test_a_folder_in_fp8_is_exported_in_bf16_without_what_says_fp8_or_further_la
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.bfloat16
 
 
+def test_a_load_balancing_loss_of_each_micro_batch_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "mixtral", output_router_logits=True)
+    run = tmp_path / "run"
+    for options in ([], ["grid.x=2", "train.micro_batch=8"], ["grid.data=2", "grid.expert=2"]):
+        preflight(model_folders.configure(run, folder, *options))
+    with pytest.raises(
+        ValueError, match=r"output_router_logits of .*train\.micro_batch=2: .*train\.micro_batch=4 and no"
+    ):
+        preflight(model_folders.configure(run, folder, "grid.data=2", "train.micro_batch=2"))
+    with pytest.raises(ValueError, match=r"the run has pipeline stages: set it to false there, or take"):
+        preflight(model_folders.configure(run, folder, "grid.pipe=2"))
+
+
 def test_a_folder_of_another_name_for_the_same_experts_names_those_of_the_export(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

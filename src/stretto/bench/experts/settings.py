@@ -1,21 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the benches of mixtures of experts."""
+"""Settings of `stretto bench experts` and `stretto bench moe-layers`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_known, require_least
 from stretto.models.gpt_config import GPTConfig
-
-
-@dataclass(frozen=True)
-class MoeDemoSetting:
-    """What `stretto bench moe-demo` trains. Raises ValueError for settings that cannot work."""
-
-    steps: Annotated[int, Option("Steps of each run.")] = 150
-
-    def __post_init__(self) -> None:
-        require_least(2, steps=self.steps)
 
 
 @dataclass(frozen=True)

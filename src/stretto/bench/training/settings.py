@@ -244,6 +244,16 @@ class ChunksSetting:
 
 
 @dataclass(frozen=True)
+class MoeDemoSetting:
+    """What `stretto bench moe-demo` trains. Raises ValueError for settings that cannot work."""
+
+    steps: Annotated[int, Option("Steps of each run.")] = 300
+
+    def __post_init__(self) -> None:
+        require_least(2, steps=self.steps)
+
+
+@dataclass(frozen=True)
 class PipelineSetting:
     """What `stretto bench pipeline` measures. Raises ValueError for settings that cannot work."""
 

@@ -29,10 +29,11 @@ from torch.autograd.function import once_differentiable
 from stretto.axes import EXPERT
 from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
 from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
-from stretto.parallel.comm.collectives import Pending, all_reduce, collective, gather_rows, own, start_all_reduce
+from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
+from stretto.parallel.layers.token_shards import cut_tokens, gather_tokens, own_tokens
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import local
 
@@ -204,8 +205,10 @@ class ParallelExperts(ShardedModule):
         if plan.over_y is not None:
             weights = sum_gradient(weights, plan.over_y)
         if flow.cut_over is not None:
-            x, weights = _CutTokens.apply(x, flow.cut_over), _CutTokens.apply(weights, flow.cut_over)
-            ids = ids[_own_tokens(tokens, flow.cut_over)]
+            if plan.max_rows is not None:
+                self._check_divides(tokens, flow.cut_over.size())
+            x, weights = cut_tokens(x, flow.cut_over), cut_tokens(weights, flow.cut_over)
+            ids = ids[own_tokens(tokens, flow.cut_over)]
         if flow.sum_tokens_over is not None:
             x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
         limit, gather_over = plan.max_rows, flow.gather_over
@@ -214,9 +217,9 @@ class ParallelExperts(ShardedModule):
         inner = gated_activation(inner, self.act_fn) if self._up == "gate_up_proj" else self.act_fn(inner)
         y = combine(self._multiply(self._down, inner, found.offsets), found.handle, weights, plan.group, around=_around)
         if flow.cut_over is not None:
-            y = _GatherTokens.apply(y, tokens, flow.cut_over)
+            y = gather_tokens(y, tokens, flow.cut_over)
         if flow.sum_tokens_over is not None:
-            y = _Sum.apply(y, flow.sum_tokens_over)
+            y = _SumTokens.apply(y, flow.sum_tokens_over)
         return note_features(y.view(hidden.shape), "y")
 
     def _multiply(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -227,6 +230,15 @@ class ParallelExperts(ShardedModule):
         """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""
         numbers = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) % self.num_experts
         return torch.where(ids == self.num_experts, numbers, ids)
+
+    def _check_divides(self, tokens: int, ranks: int) -> None:
+        """Raise ValueError unless ranks of x get equally many tokens, as they must where nobody waits for numbers."""
+        if tokens % ranks:
+            nearest = max(1, round(tokens / ranks)) * ranks
+            raise ValueError(
+                f"{self.plan.name}: expert_rows is {self.plan.max_rows}, so x={ranks} must divide a rank's {tokens} "
+                f"tokens; {nearest} would do, or expert_rows=None"
+            )
 
     def _refuse_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -250,13 +262,7 @@ def _around(kind: str, make: Callable[[], T]) -> T:
     return keep_output(_KEPT_AS[kind], marked)
 
 
-def _own_tokens(tokens: int, group: dist.ProcessGroup) -> slice:
-    """This rank's part of so many tokens, as torch.chunk cuts them."""
-    part = -(-tokens // group.size())
-    return slice(min(group.rank() * part, tokens), min((group.rank() + 1) * part, tokens))
-
-
-class _Sum(torch.autograd.Function):
+class _SumTokens(torch.autograd.Function):
     """The sum over ranks that have parts of a tensor; they all have its gradient."""
 
     @staticmethod
@@ -267,36 +273,3 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _CutTokens(torch.autograd.Function):
-    """[t, ...] -> this rank's rows: the gradient is gathered, so that every rank has all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.tokens, ctx.group = whole.shape[0], group
-        return whole[_own_tokens(whole.shape[0], group)].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gather_rows(gradient.contiguous(), ctx.tokens, ctx.group), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    """This rank's rows -> [t, ...], the reverse: every rank has the whole gradient, and keeps its part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.own = _own_tokens(tokens, group)
-
-        def gather() -> Tensor:
-            rows = gather_rows(part, tokens, group)
-            return rows.clone() if rows._is_view() else rows  # autograd lets nobody write to a Function's view
-
-        return keep_output("gathered tokens", gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient[ctx.own].contiguous(), None, None

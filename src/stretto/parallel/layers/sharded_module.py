@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.layout import layout_of, note_layout, shard_like
 from stretto.parallel.low_precision_weights import copy_of
 from stretto.parallel.segment_planner import refuse_default_planners
@@ -162,7 +163,11 @@ class _GatherFeatures(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
         first = -(-features // group.size()) * group.rank()
         ctx.part = slice(first, first + part.shape[-1])
-        return gather_rows(part.movedim(-1, 0).contiguous(), features, group).movedim(0, -1)
+
+        def gather() -> Tensor:
+            return gather_rows(part.movedim(-1, 0).contiguous(), features, group).movedim(0, -1)
+
+        return keep_output("gathered features", gather)
 
     @staticmethod
     @once_differentiable

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.parallel.comm.collectives import gather_rows, scatter_rows
+from stretto.parallel.comm.kept_outputs import keep_output
 
 
 @dataclass
@@ -77,7 +78,7 @@ class TokenShards:
 
     def gather(self, part: Tensor) -> Tensor:
         """Hidden [tokens / x, features] of all tokens. Its gradient must be the same on all ranks of x."""
-        return _GatherTokens.apply(part, self.group)
+        return gather_tokens(part, part.shape[0] * self.group.size(), self.group)
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
         """This rank's tokens [1, tokens / x, features] of the sum over x of [batch, seq, features]."""
@@ -90,13 +91,46 @@ class TokenShards:
         return self.whole(gather_rows(rows, rows.shape[0] * self.group.size(), self.group))
 
 
-class _GatherTokens(torch.autograd.Function):
+def own_tokens(tokens: int, group: dist.ProcessGroup) -> slice:
+    """This rank's part of so many tokens, as torch.chunk cuts them."""
+    part = -(-tokens // group.size())
+    return slice(min(group.rank() * part, tokens), min((group.rank() + 1) * part, tokens))
+
+
+def cut_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of what all ranks of the group have; they all get the whole gradient."""
+    return _CutTokens.apply(whole, group)
+
+
+def gather_tokens(part: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+    """The reverse of `cut_tokens`: [tokens, ...] on every rank. Its gradient must be the same on all of them."""
+    return _GatherTokens.apply(part, tokens, group)
+
+
+class _CutTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.here = slice(group.rank() * part.shape[0], (group.rank() + 1) * part.shape[0])
-        return gather_rows(part, part.shape[0] * group.size(), group)
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.tokens, ctx.group = whole.shape[0], group
+        return whole[own_tokens(whole.shape[0], group)].clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[ctx.here], None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gather_rows(gradient.contiguous(), ctx.tokens, ctx.group), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.own = own_tokens(tokens, group)
+
+        def gather() -> Tensor:
+            rows = gather_rows(part, tokens, group)
+            return rows.clone() if rows._is_view() else rows  # autograd lets nobody write to a Function's view
+
+        return keep_output("gathered tokens", gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[ctx.own].contiguous(), None, None

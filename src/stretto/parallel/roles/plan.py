@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, group_sizes, layout_sizes
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, axes_of, group_sizes, layout_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.families import wildcard
@@ -331,7 +331,8 @@ def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) 
     here = [shape[dim] // prod(ranks[split.axis] for split in splits if split.dim == dim) for dim in (0, 1)]
     by_rows = here[0] % ranks[EXPERT_Z] != 0 and here[1] % ranks[EXPERT_Z] == 0
     if ranks[EXPERT] > 1:
-        return ParameterSharding((*splits, Split(int(by_rows), EXPERT_Z)), (EXPERT_DATA,), is_weight=True)
+        sums = (EXPERT_DATA, *(axis for axis in axes_of(REPLICAS) if axis != "data"))
+        return ParameterSharding((*splits, Split(int(by_rows), EXPERT_Z)), sums, is_weight=True)
     return ParameterSharding((*splits[1:], Split(int(by_rows), "z")), (REPLICAS,), is_weight=True)
 
 

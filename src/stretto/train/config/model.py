@@ -104,7 +104,7 @@ class ModelConfig(Section):
     groups_per_token: Annotated[int | None, CanBeNone] = option(
         None, "groups that a token's experts are in", unset="`1`", ge=1, le=MAX_EXPERTS
     )
-    balance: Annotated[Literal["switch", "sequence", "bias", "none"] | None, CanBeNone] = option(
+    balance: Literal["switch", "sequence", "bias", "none"] | None = option(  # "none" is a value of its own
         None, "what spreads tokens evenly over experts: the `switch` loss over all tokens of a micro-batch, a loss "
         "over each `sequence`, or a `bias` for the choice alone, without a loss", unset="`switch`",
     )  # fmt: skip

@@ -2,7 +2,8 @@
 """The rules between the options of a GPT's training run, and the grid nearest to one that breaks them. No torch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from stretto.axes import NAMES, STAGE_AXES, GridSizes, check_sizes
@@ -43,6 +44,13 @@ def contradictions(config: "TrainConfig") -> list[str]:
                 f"train.shard_sequence is on, but grid.x = {grid.x} must divide a rank's {tokens} tokens at once "
                 f"(its micro-batch x train.seq_len); train.seq_len={nearest_multiple(run.seq_len, grid.x)} would do"
             )
+    model = config.model
+    if run.shard_sequence and (model.balance == "sequence" or (model.balance == "bias" and model.balance_loss)):
+        loss = "model.balance" if model.balance == "sequence" else "model.balance_loss"
+        problems.append(
+            f"train.shard_sequence is on, but {loss} is {getattr(model, loss.partition('.')[2])!r}, the loss of each "
+            "sequence, of which a rank of x would have a part; model.balance='switch' would do"
+        )
     problems += contradictions_of_run(run)
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
@@ -209,13 +217,15 @@ def nearest_grid(
         # Of grids that are equally close, the one with the smallest sizes inside data.
         return sum(ratio > 0 for ratio in ratios), sum(ratios), *(sizes[axis] for axis in STAGE_AXES[1:])
 
-    kept = grid.pipe if ranks % grid.pipe == 0 else 1
-    of_stage = every_grid(ranks // kept)
-    suitable = filter(suits, (GridSizes(**{**sizes, "pipe": kept}) for sizes in of_stage))
-    nearest = min(suitable, key=distance, default=None)
-    if nearest is None:
+    def fitting(sizes: Mapping[str, int]) -> GridSizes | None:
+        """A grid that suits, of these sizes of a stage: with the experts' sizes, or else without."""
+        for more in (of_experts, {}):
+            with suppress(ValueError):
+                if suits(found := check_sizes({**sizes, "pipe": kept, **more})):
+                    return found
         return None
-    try:
-        return GridConfig(**check_sizes(nearest.sizes() | of_experts).sizes())
-    except ValueError:
-        return GridConfig(**nearest.sizes())
+
+    kept = grid.pipe if ranks % grid.pipe == 0 else 1
+    suitable = filter(None, map(fitting, every_grid(ranks // kept)))
+    nearest = min(suitable, key=distance, default=None)
+    return None if nearest is None else GridConfig(**nearest.sizes())

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.axes import check_sizes, name_grid
 from stretto.cluster import Cluster
@@ -32,6 +32,9 @@ from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
 from stretto.train.data.files import find_files
 from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
@@ -65,6 +68,7 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     if folder is not None:
         from stretto.train.checkpoint.weights import check_safetensors
 
+        _check_router_loss(config, folder, model)
         check_safetensors(model, folder.weights_file)
     if checkpoint is not None and metadata is not None:
         from stretto.train.checkpoint.state import check_shapes
@@ -83,6 +87,23 @@ def open_folder(config: TrainConfig) -> FolderSource | None:
             "train.shard_sequence is on, which Hugging Face's models do not take; train.shard_sequence=false would do"
         )
     return folder
+
+
+def _check_router_loss(config: TrainConfig, folder: FolderSource, model: "nn.Module") -> None:
+    """Raise ValueError for a load-balancing loss of the model's own code that would be added once a micro-batch."""
+    from stretto.parallel.roles.huggingface import balances_load
+
+    if not folder.config.get("output_router_logits") or not balances_load(model):
+        return
+    sizes = check_sizes(config.grid.sizes())
+    rows = config.train.batch // (sizes["data"] * sizes["z"])
+    if config.is_pipelined or config.train.micro_batch not in (None, rows):
+        what = "pipeline stages" if config.is_pipelined else f"train.micro_batch={config.train.micro_batch}"
+        raise ValueError(
+            f"output_router_logits of {folder.folder / 'config.json'} adds a load-balancing loss in each micro-batch, "
+            f"as large as that of the batch, and the run has {what}: set it to false there, or take "
+            f"train.micro_batch={rows} and no pipeline"
+        )
 
 
 def open_data(config: TrainConfig) -> SequenceDataset:

@@ -11,9 +11,9 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.experts.settings import MoeDemoSetting
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
+from stretto.bench.training.settings import MoeDemoSetting
 from stretto.models.gpt_config import GPTConfig
 from stretto.report.run import read_metrics, read_run
 from stretto.train.config import TrainConfig, config_to_toml, load_config
@@ -24,7 +24,10 @@ MIXTURE, DENSE = "mixture of experts", "dense"
 # What makes the dense model of the same active size of configs/moe.toml.
 WITHOUT_EXPERTS = [
     f"model.{name}=none"
-    for name in ("num_experts", "experts_per_token", "expert_ffn", "router_scores", "balance", "bias_rate")
+    for name in (
+        *("num_experts", "experts_per_token", "expert_ffn", "router_scores", "expert_weight_scale"),
+        *("balance", "bias_rate"),
+    )
 ] + ["grid.expert=1"]
 COLUMNS = (
     Column("name", "model"),
@@ -59,7 +62,7 @@ def bench_moe_demo(setting: MoeDemoSetting, out: Path) -> dict[str, Any]:
 def configure(name: str, setting: MoeDemoSetting, out: Path) -> TrainConfig:
     """The configuration of one of the two runs."""
     options = [f"out={out}", "device=cpu", f"train.steps={setting.steps}", f"train.warmup_steps={setting.steps // 8}"]
-    with as_file(files("stretto.bench.experts") / "moe.toml") as file:
+    with as_file(files("stretto.bench.training") / "moe.toml") as file:
         config = load_config(file, [*options, *(WITHOUT_EXPERTS if name == DENSE else [])])
     assert isinstance(config, TrainConfig)
     return config

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the sharded loss into a model, and has means that its own code takes be of the global batch."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.axes import LOSS
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.router_loss import balance_over_batch
+from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.plan import ShardingPlan
+
+_TARGETS = ("targets", "labels")  # what a model's forward calls them
+
+
+def install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: bool) -> None:
+    """Replace the model's loss by the sharded one, and have the head skip its product while the model computes it."""
+    head = next((model.get_submodule(name) for name in plan.named("head")), None)
+    loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
+    if huggingface.is_pretrained_model(model):
+        loss = huggingface.install_loss(model, loss)
+        if grid.size(LOSS) > 1 and huggingface.computes_masked_loss(model):
+            take_means_over_batch(model, MeansOverBatch(grid), only_with_labels=False)
+            return
+        is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
+        balance_over_batch(model, grid)
+        if grid.size(LOSS) > 1:
+            huggingface.refuse_losses_of_one_rank(model, loss)
+    elif loss is not None and (names := plan.named("loss")):
+        replace_module(model, names[0], loss)
+    else:  # the model returns whole logits, or a loss of its own
+        if grid.size(LOSS) > 1:
+            model.register_forward_hook(_refuse_means_of_one_rank)
+        return
+    signature = inspect.signature(model.forward)
+    target = next((name for name in _TARGETS if name in signature.parameters), None)
+    if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
+        _defer_loss(model, head, signature, target)
+
+
+def take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:
+    """Have the cross-entropy that a model's own code computes be the mean over the global batch.
+
+    only_with_labels: leave calls that have no argument of such a name as they are.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def forward_with_means(*args: Any, **kwargs: Any) -> Any:
+        if only_with_labels and all(value is None for key, value in kwargs.items() if "label" in key):
+            return forward(*args, **kwargs)
+        means.adds_sums = kwargs.get("num_items_in_batch") is not None  # transformers divides a sum by it
+        with means:
+            return forward(*args, **kwargs)
+
+    model.forward = torch.compiler.disable(forward_with_means, recursive=False)
+
+
+def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:
+    """Have the head leave its product to the loss in calls of the model that have targets."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        head.defers_loss = signature.bind_partial(*args, **kwargs).arguments.get(target) is not None
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        was_deferred, was_taken = head.defers_loss, head.passed_through is None
+        head.defers_loss, head.passed_through = False, None
+        if was_deferred and not was_taken and output is not None:  # None: the forward has raised
+            raise ValueError(
+                f"{type(model).__name__} was given {target}, but has not called the loss that Stretto has put in the "
+                "place of its own: call parallelize(..., sharded_loss=False)"
+            )
+        if was_deferred and getattr(output, "logits", None) is not None:
+            # Logits were never made: the field holds the head's input. Setting it to None would leave the item.
+            output = dataclasses.replace(output, logits=None)
+        elif was_deferred and isinstance(output, tuple):
+            output = (output[0], None, *output[2:])
+        return output
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)
+
+
+@torch.compiler.disable
+def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Raise ValueError if a model returns a loss that its own code has computed from this rank's rows."""
+    found = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+    for item in found:
+        if isinstance(item, Tensor) and not item.dim() and item.requires_grad and not is_mean_over_batch(item):
+            raise ValueError(
+                f"{type(model).__name__} has computed a loss in its own code, from this rank's rows alone, where ranks "
+                "have parts of the batch: gradients are summed over them, so it would be too large. Use "
+                "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
+                "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
+            )
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put another module in the place of a submodule. Hooks of the old one go along."""
+    parent, _, child = name.rpartition(".")
+    old = model.get_submodule(name)
+    for key in vars(nn.Module()):
+        if "_hook" in key:  # the dicts themselves, so that what removes a user's hook still does
+            setattr(new, key, getattr(old, key))
+    setattr(model.get_submodule(parent), child, new)
