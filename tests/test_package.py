@@ -163,6 +163,7 @@ def test_the_commands_work_from_a_wheel_in_an_empty_folder(installed: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["ring.xml"]
 
 
+@pytest.mark.exhaustive
 def test_a_short_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     variables = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     server = PythonServer(["stretto.cli.demo", "stretto.report", "stretto.train.launch.rank"], variables)

@@ -53,6 +53,7 @@ def test_every_way_to_train_gives_the_same_losses_and_gradient_norm(ranks, tmp_p
     assert "| TP=2 |" in (tmp_path / "peers-tiny-2.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_fsdp_and_tensor_parallelism_together_train_alike(ranks):
     only = ("FSDP2=2 TP=2, weights kept", "Stretto x=2 z=2")
     rows = ranks(4).run(measure_peers, WORKLOAD, 4, "x=2 z=2", only, False, False)[0]

@@ -128,6 +128,7 @@ def test_grids_with_sharded_tokens_are_predicted_on_demand_and_measured_where_th
     assert rows["x=2, sequence sharded"]["loss"] == pytest.approx(rows["x=2"]["loss"], rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_runs_to_measure_the_memory_of_are_spread_over_the_range_and_over_all_kinds():
     cluster = Cluster.find("dgx-h100")
     runs = choose_runs(MemorySetting(runs=12, smallest=60, largest=98), KINDS, cluster)

@@ -30,6 +30,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 def test_a_groups_time_limit_is_the_one_that_it_was_made_with(debug, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", debug)

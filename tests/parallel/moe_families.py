@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from stretto.train.checkpoint.model_tensors import saved_tensors
+from stretto.train.checkpoint.metadata import saved_tensors
 
 SEED = 53
 VOCAB = 61

@@ -262,7 +262,7 @@ def _from_config(path: Path) -> dict[str, Any]:
     )
 
 
-_OF_PREDICT = ("batch", "seq_len", "dtype", "optimizer", "accumulate_unsharded", "state", "clips")
+_OF_PREDICT = ("batch", "seq_len", "dtype", "optimizer", "accumulate_unsharded", "state", "clips", "imbalance")
 
 
 def _schedule_of(plan: "GridPlan") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses in which ways a grid's ranks may divide experts, before any of them is predicted as a whole."""
 
-from stretto.axes import GridSizes
+from stretto.axes import NAMES, GridSizes
 from stretto.cluster import Cluster
 from stretto.planner.expert_cost import expert_seconds, expert_volume, expert_weights
 from stretto.planner.grids import why_impossible, why_no_experts
@@ -25,7 +25,7 @@ def choose_expert_grids(
     if impossible := why_impossible(model, grids[0], workload.batch):
         found = next((each for each in grids[1:] if why_impossible(model, each, workload.batch) is None), None)
         if found is None:
-            return [(grids[0], impossible)]
+            return [(GridSizes(**{axis: grid[axis] for axis in NAMES}), impossible)]
     if len(grids) == 1:
         return [(grids[0], None)]
     possible = [each for each in grids if why_no_experts(model, each) is None]

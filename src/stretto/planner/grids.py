@@ -91,7 +91,7 @@ def why_no_experts(model: Architecture, grid: GridSizes) -> str | None:
     assert model.moe is not None
     experts, ffn = model.moe.experts, model.moe.ffn
     try:
-        shards = grid.expert_z
+        _ = grid.expert_taken
     except ValueError as error:
         return str(error)
     if experts % grid.expert:
@@ -99,6 +99,4 @@ def why_no_experts(model: Architecture, grid: GridSizes) -> str | None:
         return f"expert={grid.expert} does not divide {experts} experts; {near} would do"
     if ffn % grid.expert_x:
         return f"x={grid.x} does not divide the inner width of an expert, {ffn}"
-    if experts // grid.expert % shards:
-        return f"expert_z={shards} does not divide the {experts // grid.expert} experts of a rank"
     return None

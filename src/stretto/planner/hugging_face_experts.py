@@ -45,6 +45,9 @@ def read_experts(name: str, kind: str, config: Mapping[str, Any]) -> dict[str, A
 
     Raises ValueError for a missing or impossible number.
     """
+    # transformers writes the number of experts under one name for all families.
+    own = next(key for key in EXPERT_KEYS if key in _DEFAULTS[kind])
+    named = next((key for key in (own, *EXPERT_KEYS) if config.get(key) is not None), own)
     config = {**_DEFAULTS[kind], **config}
 
     def count(key: str) -> int:
@@ -55,17 +58,17 @@ def read_experts(name: str, kind: str, config: Mapping[str, Any]) -> dict[str, A
     layers = count("num_hidden_layers")
     match kind:
         case "mixtral":
-            shape = MoeShape(count("num_local_experts"), count("num_experts_per_tok"), count("intermediate_size"))
+            shape = MoeShape(count(named), count("num_experts_per_tok"), count("intermediate_size"))
         case "olmoe":
-            shape = MoeShape(count("num_experts"), count("num_experts_per_tok"), count("intermediate_size"))
+            shape = MoeShape(count(named), count("num_experts_per_tok"), count("intermediate_size"))
         case "deepseek_v3":
             ffn = count("moe_intermediate_size")
             shared = ffn * count("n_shared_experts") if config.get("n_shared_experts") else 0
-            shape = MoeShape(count("n_routed_experts"), count("num_experts_per_tok"), ffn, shared_ffn=shared)
+            shape = MoeShape(count(named), count("num_experts_per_tok"), ffn, shared_ffn=shared)
         case _:
             has_shared = kind == "qwen2_moe"
             shape = MoeShape(
-                count("num_experts"),
+                count(named),
                 count("num_experts_per_tok"),
                 count("moe_intermediate_size"),
                 shared_ffn=count("shared_expert_intermediate_size") if has_shared else 0,

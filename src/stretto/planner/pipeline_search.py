@@ -42,7 +42,7 @@ from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 # Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
 MOST_LISTED = 200
 REPLAYED = 10
-LISTED_WITH_EXPERTS = 4
+LISTED_WITH_EXPERTS = 3
 
 
 class _Timed(NamedTuple):
@@ -306,11 +306,13 @@ class PipelineSearch:
         return [self.micro_batch] if self.micro_batch is not None else divisors(local)
 
     def _list_choices(self, grid: GridSizes) -> Iterator[StepChoice]:
-        """The space's choices; where it searches full checkpointing, that of several blocks at once too."""
+        """The space's choices; where it searches full checkpointing of dense models, that of several blocks at once
+        too: of experts, what several blocks keep while they are computed again is more than their inputs."""
         interval = checkpoint_interval(self.workload.model.layers, grid.pipe)
         for choice in self.space.list_choices(grid):
             yield choice
-            if choice.options.recompute == "full" and interval > 1 and len(self.space.recomputes) > 1:
+            searches_full = choice.options.recompute == "full" and len(self.space.recomputes) > 1
+            if searches_full and interval > 1 and self.workload.model.moe is None:
                 yield choice._replace(options=choice.options.replace(recompute=f"every:{interval}"))
 
     def _search_schedules(self, config: StepConfig, most: float = float("inf")) -> tuple[Candidate | None, bool]:

@@ -82,6 +82,7 @@ def plan(
     of_pipelines = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS}
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
     space = make_search_space(workload, machine, cost, **asked)
+    _check_expert(space.expert, ranks)
     _check_sharding(True in space.shardings, architecture, cost)
 
     candidates, left_out = list[Candidate](), list[str]()
@@ -256,6 +257,13 @@ def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str,
             "there; step_on=auto is predicted as a step on the device"
         )
     return tuple(notes)
+
+
+def _check_expert(expert: int | None, ranks: int) -> None:
+    """Raise ValueError for ranks of experts that no grid of so many ranks has."""
+    if expert is not None and ranks % expert:
+        near = min(divisors(ranks), key=lambda n: (abs(n - expert), -n))
+        raise ValueError(f"expert is {expert}, which does not divide {ranks} GPUs; {near} would do")
 
 
 def _check_cost(cost: str) -> None:

@@ -122,8 +122,6 @@ class PipelineExecutor(StepExecutor):
         if functions is None:
             raise ValueError("this executor was closed")
         call = self._arguments(*batch)
-        share = self._pipeline.micro_batch_size / len(batch[0])
-        scale_losses(functions.model, _scale_of_share(share, functions, batch[0].device))
         loss = self._pipeline.step(seed=dropout_seed, scale_loss=functions.scale_loss, **call)
         return loss, functions.update(lr)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains GPTs with experts on grids, to be compared with the plain training of tests/parallel/training.py."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from stretto.models import GPT, GPTConfig
-from stretto.models.moe import scale_losses
 from stretto.parallel import Grid, clip_grad_norm_, gather, layout_of, parallelize
 from tests.parallel.pipeline.training import Run as PipelineRun
 from tests.parallel.pipeline.training import train_by_pipeline
@@ -82,7 +81,6 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
     """Train on this rank of the grid; the weights that this rank has come back gathered."""
     grid = Grid(**run.grid)
     if grid.size("pipe") > 1:
-        case = replace(case, make_model=make_scaled, model_args=(*case.model_args, grid.size("batch") / case.batch))
         trace, _ = train_by_pipeline(PipelineRun(run.grid, run.schedule, options=run.options), case, precision, grid)
         return trace
     model = parallelize(build(case, precision), grid, **run.options)
@@ -101,13 +99,6 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
         optimizer.step()
     weights = {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
     return Trace(tuple(losses), tuple(grad_norms), weights)
-
-
-def make_scaled(config: GPTConfig, share: float) -> GPT:
-    """A GPT whose routers' losses are those of micro-batches that are such a share of a rank's batch."""
-    model = GPT(config)
-    scale_losses(model, share)
-    return model
 
 
 def disagreements(run: Run, case: Case, expected: Trace) -> dict[str, float]:

@@ -327,7 +327,6 @@ def test_steps_follow_each_other_as_plain_ones_do_whatever_is_done_between(ranks
 
 def step_with_compiled_blocks(setup: Setup, is_before: bool, batch: dict[str, Tensor]) -> dict[str, float]:
     """Blocks are compiled before the model is cut, or after."""
-    torch._dynamo.reset()  # what this process has compiled in other jobs
     grid, plain, model = Grid(**setup.grid), gpt(), gpt()
     expected = plain(**batch)
     expected.backward()

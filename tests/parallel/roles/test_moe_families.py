@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stretto.axes import NAMES
 from stretto.parallel import Grid, Pipeline, gather, parallelize, validate
-from stretto.train.checkpoint.model_tensors import saved_tensors
+from stretto.train.checkpoint.metadata import saved_tensors
 from tests.parallel import moe_families
 from tests.parallel.moe_families import FAMILIES, VOCAB, build
 from tests.parallel.training import IGNORED, my_rows
@@ -298,3 +298,17 @@ def test_experts_that_compute_something_else_are_refused():
         ValueError, match=r"layers\.1\.mlp\.experts \(LimitedExperts\) has the role 'experts', but does"
     ):
         validate(model, {"data": 2, "expert": 2})
+
+
+def trained_in_bf16(family: str) -> list[float]:
+    grid = Grid(data=2, x=2, expert=2)
+    model = parallelize(build(family), grid, dtype=torch.bfloat16)
+    return train(model, my_rows(grid, BATCH)).losses
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_in_bf16_about_as_in_fp32(ranks, family):
+    """Weights stay fp32; what a router makes in fp32 mixes with hidden features in bf16."""
+    for losses in ranks(4).run(trained_in_bf16, family):
+        assert losses == pytest.approx(trained_plainly(family).losses, rel=0.03)

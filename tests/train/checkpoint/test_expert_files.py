@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint.file_tensors import PlainTensor, StackedTensor, with_scales
-from stretto.train.checkpoint.model_tensors import saved_tensors
+from stretto.train.checkpoint.metadata import saved_tensors
 from stretto.train.checkpoint.weights import check_safetensors, import_safetensors
 from stretto.train.gpt.model_source import FolderSource
 

@@ -25,6 +25,7 @@ def test_the_corpus_is_a_megabyte_of_documentation_and_imports_nothing(corpus: s
     assert "textwrap.TextWrapper.wrap\n" in corpus
 
 
+@pytest.mark.exhaustive
 def test_the_written_corpus_can_be_trained_on(corpus: str, tmp_path: Path) -> None:
     path = write_demo_corpus(tmp_path / "new" / "corpus.txt")
     assert path.read_text(encoding="utf-8") == corpus  # the same in both calls

@@ -123,6 +123,7 @@ def _fingerprint(path: str, tokenizer: str) -> tuple[int, str]:
     return os.getpid(), open_dataset(path, tokenizer=tokenizer, seq_len=4).fingerprint
 
 
+@pytest.mark.exhaustive
 def test_processes_that_open_a_text_at_once_tokenize_it_once(tmp_path: Path, tokenizer: Path, cache: Path) -> None:
     file = write(tmp_path / "a", TEXT * 20)
     with multiprocessing.get_context("spawn").Pool(2) as pool:

@@ -16,7 +16,8 @@ from tests.train.checkpoint.test_expert_files import SINGLE, edit, quantize_fold
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stretto.train.checkpoint.model_tensors import saved_tensors
+from stretto.train.checkpoint import checkpoint_path
+from stretto.train.checkpoint.metadata import saved_tensors
 from stretto.train.checkpoint.weights import export_folder
 from stretto.train.preflight import preflight
 
@@ -117,6 +118,24 @@ def test_a_folder_in_fp8_is_exported_in_bf16_without_what_says_fp8_or_further_la
     assert "quantization_config" not in written
     assert (written["num_nextn_predict_layers"], written["dtype"]) == (0, "bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.bfloat16
+
+
+@pytest.mark.exhaustive
+def test_a_run_resumes_on_a_grid_that_divides_experts_otherwise(ranks: MakeRanks, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "deepseek_v3")
+    steps = ("train.steps=4", "train.checkpoint_every=2")
+    whole = model_folders.configure(tmp_path / "whole", folder, *X2_EXPERT2, *steps)
+    model_folders.train_on_grid(ranks, whole)
+    resume = f"train.resume={checkpoint_path(whole.out, 2)}"
+    for name, grid in (("z", ["grid.z=2", "grid.expert=2"]), ("one", []), ("pipe", ["grid.pipe=2"])):
+        resumed = model_folders.configure(tmp_path / name, folder, *grid, *steps, resume)
+        preflight(resumed)
+        model_folders.train_on_grid(ranks, resumed)
+        losses = [line["loss"] for line in runs.metrics_of(resumed.out)]
+        assert losses == pytest.approx([line["loss"] for line in runs.metrics_of(whole.out)[2:]], abs=1e-5)
+        export_folder(resumed.out, tmp_path / f"{name}-exported")
+        bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+        assert torch.equal(load_file(tmp_path / f"{name}-exported" / SINGLE)[bias], load_file(folder / SINGLE)[bias])
 
 
 def test_a_load_balancing_loss_of_each_micro_batch_is_refused(tmp_path: Path) -> None:

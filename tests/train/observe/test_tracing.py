@@ -110,6 +110,7 @@ def test_the_fourth_and_fifth_step_are_traced_or_the_last_ones(start: int, end: 
     assert list(steps_to_trace(start, end)) == traced
 
 
+@pytest.mark.exhaustive
 def test_tracing_changes_no_bit(ranks: MakeRanks, tmp_path: Path) -> None:
     numbers = []
     for name in ("true", "false"):

@@ -56,7 +56,7 @@ RUNS = (
 # Section 3.2 of DeepSeek-V3's report: 16 stages, 64 ranks for experts over 8 nodes, ZeRO-1, no tensor parallelism. z
 # stands for ZeRO-1, for a pipeline stage gathers its weights once a step; z=128 does not divide its 576 latent rows.
 AUTHORS = GridSizes(pipe=16, data=2, z=64, expert=64)
-AUTHORS_OPTIONS: PredictKeywords = {"schedule": "dualpipe-v", "recompute": "full"}
+AUTHORS_OPTIONS: PredictKeywords = {"schedule": "1f1b", "recompute": "full"}
 
 MODERN_COLUMNS = (
     Column("model", "model"),

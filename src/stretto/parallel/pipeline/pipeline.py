@@ -119,6 +119,7 @@ class Pipeline:
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
         self._rank = StageRank(model, self.stages, self._carrier, reducer, _find_gatherer(model))
+        self._with_losses = [module for module in model.modules() if hasattr(module, "loss_scale")]
 
     @property
     def is_message_driven(self) -> bool:
@@ -134,6 +135,9 @@ class Pipeline:
             rows as the first one are cut into micro-batches; others, and other values, go to each.
         seed: seeds torch before each micro-batch, for dropout; the same on all ranks.
         scale_loss: multiplies the loss of a micro-batch before its backward pass, as a loss scaler does.
+
+        Modules that add losses of their own as gradients (`stretto.models.moe.Router`) have an attribute `loss_scale`,
+        which is set to a micro-batch's share of the batch, times `scale_loss`.
 
         Returns the loss of the global batch, 0-dim fp64, on every rank: the mean over its valid targets, if the model
         has an argument `labels` or `targets`, or else over the micro-batches. Gradients are final, and added to those
@@ -278,6 +282,10 @@ class Pipeline:
             schedule = self.schedule_of(step.micro_batches, with_backward=trains)
         runner = ActionRunner(self._rank, step, seed, scale_loss)
         self.computed = runner.computed
+        if trains and self._with_losses:
+            share = torch.full((), 1 / step.micro_batches, dtype=torch.float64, device=self.grid.device)
+            for module in self._with_losses:
+                module.loss_scale = share if scale_loss is None else scale_loss(share)
         earlier = self._set_gradients_aside() if trains else []
         self._reducer.has_synced = False
         try:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stretto.train.checkpoint.model_tensors import persistent_buffers, saved_tensors
+from stretto.train.checkpoint.metadata import persistent_buffers, saved_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,10 +53,11 @@ def match_names(model: "nn.Module", names: Collection[str]) -> NamesInFiles:
     extra = [name for name in left if _is_of_extra_layer(model, name)]
     matched.dropped = extra
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as the model's class says
-    left = [name for name in left if name not in set(extra)]
-    stacks = _apply_conversions(model, left, own, prefix, matched)
+    dropped = set(extra)
+    stacks = _apply_conversions(model, [name for name in left if name not in dropped], own, prefix, matched)
+    shapes = {name: tensor.shape for name, tensor in saved_tensors(model).items()}
     for name, parts in stacks.items():
-        matched.stacked[name] = _in_order(name, parts, saved_tensors(model)[name].shape[0])
+        matched.stacked[name] = _in_order(name, parts, shapes[name][0])
     matched.unknown = [name for name in matched.unknown if not any(re.search(pattern, name) for pattern in ignored)]
     return matched
 
@@ -71,10 +72,8 @@ def _aliases(model: "nn.Module") -> dict[str, str]:
 def _is_of_extra_layer(model: "nn.Module", name: str) -> bool:
     """Whether a tensor belongs to a layer after the model's last one that predicts tokens further ahead (MTP)."""
     config: Any = getattr(model, "config", None)
-    count = next(
-        (n for key in ("num_nextn_predict_layers", "num_mtp_layers") if isinstance(n := getattr(config, key, 0), int)),
-        0,
-    )
+    counts = [getattr(config, key, 0) for key in ("num_nextn_predict_layers", "num_mtp_layers")]
+    count = max((each for each in counts if isinstance(each, int)), default=0)
     found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
     layers = getattr(config, "num_hidden_layers", 0)
     return count > 0 and found is not None and layers <= int(found[1]) < layers + count

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a checkpoint, `metadata.json`: which tensors it has and where, as plain data, checked before use."""
+"""The index of a checkpoint, `metadata.json`: which tensors it has and where, as plain data, checked before use; and
+which tensors of a model are saved."""
 
 import json
 from collections import Counter
@@ -15,6 +16,7 @@ from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
 
 METADATA_FILE = "metadata.json"
 FORMAT_VERSION = 1
@@ -222,3 +224,18 @@ def first_difference(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, 
         if name not in wanted:
             return f"{name} is unexpected: the model has no such parameter"
     return None
+
+
+def persistent_buffers(model: "nn.Module") -> "dict[str, Tensor]":
+    """The floating-point buffers that belong to a model's state, by name: the bias of each expert's score, say."""
+    return {
+        f"{name}.{key}".removeprefix("."): buffer
+        for name, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set and buffer.is_floating_point()
+    }
+
+
+def saved_tensors(model: "nn.Module") -> dict[str, "Tensor"]:
+    """The parameters of a model and its persistent buffers, by name; a parameter held twice has its first name."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}

@@ -29,9 +29,10 @@ from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
     check_description,
     first_difference,
+    persistent_buffers,
     read_metadata,
+    saved_tensors,
 )
-from stretto.train.checkpoint.model_tensors import persistent_buffers, saved_tensors
 from stretto.train.checkpoint.storage import (
     NO_TENSOR,
     AtomicWriter,

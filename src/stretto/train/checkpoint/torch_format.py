@@ -24,9 +24,9 @@ from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
     TensorEntry,
     check_files,
+    persistent_buffers,
     read_metadata,
 )
-from stretto.train.checkpoint.model_tensors import persistent_buffers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,8 +20,7 @@ from stretto.cluster import read_bounded
 from stretto.train.checkpoint.file_tensors import FileTensor, PlainTensor, stack, with_scales
 from stretto.train.checkpoint.folders import resolve_checkpoint
 from stretto.train.checkpoint.hugging_face_names import match_names
-from stretto.train.checkpoint.metadata import TensorEntry, first_difference
-from stretto.train.checkpoint.model_tensors import persistent_buffers, saved_tensors
+from stretto.train.checkpoint.metadata import TensorEntry, first_difference, persistent_buffers, saved_tensors
 from stretto.train.checkpoint.torch_format import read_index
 
 if TYPE_CHECKING:

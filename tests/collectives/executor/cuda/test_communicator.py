@@ -99,6 +99,7 @@ def test_it_says_once_for_calls_that_are_alike_what_ran_and_why(make, caplog):
     assert len(caplog.messages) == 2 * 5  # each rank each line once
 
 
+@pytest.mark.exhaustive
 def test_large_arrays_go_by_copies_unless_there_is_no_memory_for_that(make, caplog, monkeypatch):
     monkeypatch.setattr(selection, "_LARGEST", 1 << 10)
     monkeypatch.setattr(selection, "COPY_ENGINE_MIN_BYTES", 1 << 12)

@@ -102,7 +102,7 @@ def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(fo
     assert count_pieces(kernels[0]) == 5
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("name", ["direct-all-gather", "direct-all-to-all"])
 def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(name, folder, small_pieces):
@@ -176,7 +176,7 @@ def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, f
         workspace.check()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("name", [*NAMES, "ring-all-gather", "binomial-broadcast"])

@@ -35,6 +35,7 @@ def fail_elsewhere(workspace):
     workspace.failed.fill_(1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_message_that_never_came_is_not_passed_on(kind, protocol, folder):
@@ -66,6 +67,7 @@ def test_what_depends_on_a_thread_block_that_has_given_up_is_not_sent(protocol, 
         workspaces[2].check()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_of_a_process_that_has_failed_publishes_nothing(kind, protocol, folder):
