@@ -15,7 +15,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import validate
 from stretto.planner import predict, read_architecture
 from stretto.planner.compute import Device
-from stretto.planner.expert_cost import (
+from stretto.planner.experts.cost import (
     ALL_TO_ALL_PEER,
     expert_messages,
     group_of_replicas,
@@ -24,11 +24,11 @@ from stretto.planner.expert_cost import (
     ranks_in_node,
     weight_traffic,
 )
-from stretto.planner.expert_layers import MoeLayer, MoeShape
+from stretto.planner.experts.layers import MoeLayer, MoeShape
 from stretto.planner.grids import every_grid, list_expert_grids, why_impossible
 from stretto.planner.memory import local_parameters, recomputed_blocks
-from stretto.planner.pipeline_space import make_pipeline_space
-from stretto.planner.stage_times import PartTimes, PipelineParts, cut_blocks
+from stretto.planner.pipeline.space import make_pipeline_space
+from stretto.planner.pipeline.stage_times import PartTimes, PipelineParts, cut_blocks
 from stretto.planner.workload import StepWorkload
 
 HIDDEN, FFN, EXPERTS, ACTIVE, VOCAB, SEQ_LEN, BATCH = 32, 48, 8, 2, 256, 16, 16

@@ -22,7 +22,7 @@ from stretto.planner import predict, read_architecture
 from stretto.planner.communication import bandwidths, leaves_node, message_rate
 from stretto.planner.compute import Device
 from stretto.planner.memory import local_parameters
-from stretto.planner.pipeline_cost import (
+from stretto.planner.pipeline.cost import (
     PAPER_MESSAGE_FACTOR,
     PipelineEstimate,
     StagePasses,
@@ -30,8 +30,15 @@ from stretto.planner.pipeline_cost import (
     phase_time,
     replay,
 )
-from stretto.planner.pipeline_memory import checkpoint_interval, count_live, pipeline_memory
-from stretto.planner.stage_times import HopTimes, PartTimes, PipelineParts, StageLayout, place_stages, stages_of_ranks
+from stretto.planner.pipeline.memory import checkpoint_interval, count_live, pipeline_memory
+from stretto.planner.pipeline.stage_times import (
+    HopTimes,
+    PartTimes,
+    PipelineParts,
+    StageLayout,
+    place_stages,
+    stages_of_ranks,
+)
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import bubble_time, build_schedule, live_micro_batches
 
@@ -139,7 +146,7 @@ def test_a_long_schedule_is_replayed_in_part_and_goes_on_as_it_did(name, monkeyp
     choice = ScheduleChoice(name, virtual, limit=8 if name == "message-driven" else None)
     plan = made_up(choice, 4, 202 if name != "interleaved" else 200, (1.0, 1.2, 0.8), 0.1)
     whole = replay(plan).time
-    monkeypatch.setattr("stretto.planner.pipeline_cost.MOST_REPLAYED", 10)
+    monkeypatch.setattr("stretto.planner.pipeline.cost.MOST_REPLAYED", 10)
     assert replay(plan).time == pytest.approx(whole, rel=2e-3)
 
 
@@ -334,7 +341,7 @@ def test_memory_that_is_short_is_answered_by_recomputation_or_a_schedule_that_ke
 def test_many_grids_are_searched_by_their_bounds_and_a_note_says_what_was_left_out(monkeypatch):
     options: dict[str, Any] = {"gpus": 64, "batch": 64, "seq_len": 1024, "pipe": "auto"}
     whole = stretto.plan(MODEL, cluster(), **options)
-    monkeypatch.setattr("stretto.planner.pipeline_search.MOST_LISTED", 5)
+    monkeypatch.setattr("stretto.planner.pipeline.search.MOST_LISTED", 5)
     found = stretto.plan(MODEL, cluster(), **options)
     assert len(found) < len(whole)
     assert [(plan.grid, plan.step_time) for plan in found[:5]] == [(plan.grid, plan.step_time) for plan in whole[:5]]
@@ -344,7 +351,7 @@ def test_many_grids_are_searched_by_their_bounds_and_a_note_says_what_was_left_o
 
 @pytest.mark.exhaustive
 def test_32768_gpus_with_pipelines_are_searched_with_few_looks_at_a_grid(monkeypatch):
-    from stretto.planner import pipeline_search as module
+    from stretto.planner.pipeline import search as module
 
     looks = []
     measure = module.measure_parts

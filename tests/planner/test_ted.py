@@ -14,7 +14,7 @@ from stretto.bench.plan.published_experts import (
 )
 from stretto.cluster import Cluster
 from stretto.planner import plan, predict, read_architecture
-from stretto.planner.ted import (
+from stretto.planner.experts.ted import (
     count_expert_parameters,
     count_other_parameters,
     expert_replicas,

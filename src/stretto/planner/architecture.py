@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from stretto.axes import GridSizes
-from stretto.planner.expert_layers import LatentAttentionLayer, LatentShape, MoeLayer, MoeShape
+from stretto.planner.experts.layers import LatentAttentionLayer, LatentShape, MoeLayer, MoeShape
 from stretto.planner.layers import AttentionLayer, BlockLayer, ExpertsLayer, Linear, MlpLayer, NormLayer
 
 LARGEST = 10**9  # of any count: products of a few stay exact and cheap

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from stretto.cluster import check_depth, read_bounded
 from stretto.models.gpt_config import PRESETS, GPTConfig
 from stretto.planner.architecture import Architecture, check_count
-from stretto.planner.expert_layers import MoeShape
+from stretto.planner.experts.layers import MoeShape
 from stretto.planner.hugging_face import from_hugging_face
 from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stretto.axes import REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
 from stretto.planner.communication import Rates, group_bandwidth, slowest_rate
-from stretto.planner.expert_cost import RankGroup, group_of_replicas, local_expert_parameters
+from stretto.planner.experts.cost import RankGroup, group_of_replicas, local_expert_parameters
 from stretto.planner.optimizer_state import number_bytes
 from stretto.planner.workload import StepConfig, StepWorkload
 

@@ -3,7 +3,7 @@
 
 Bytes are those that a ring algorithm sends from one rank. Times add up the kinds of collectives by the axis that they
 run over, which for a rowwise linear is the other one: x and y change roles in every equation. What experts send is in
-`expert_cost`.
+`experts.cost`.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import has_nvlink_over_z
-from stretto.planner.expert_cost import local_expert_parameters
+from stretto.planner.experts.cost import local_expert_parameters
 from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import gathered_by_copy_engines, local_parameters
 from stretto.planner.optimizer_state import number_bytes, optimizer_seconds

@@ -29,7 +29,7 @@ from stretto.planner.communication import (
     sum_by_axis,
 )
 from stretto.planner.compute import Compute, Device, compute
-from stretto.planner.expert_cost import (
+from stretto.planner.experts.cost import (
     HOST_READ,
     all_to_all_seconds,
     expert_messages,

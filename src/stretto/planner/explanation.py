@@ -8,7 +8,7 @@ from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.communication import AXIS_OF, KINDS, MEANINGS
 from stretto.planner.cost import Cost
-from stretto.planner.expert_cost import ranks_in_node
+from stretto.planner.experts.cost import ranks_in_node
 from stretto.planner.optimizer_state import (
     USABLE_OF_HOST,
     Formula,

@@ -14,14 +14,14 @@ from stretto.planner.capacity import peak, reserved
 from stretto.planner.communication import Rates, has_nvlink_over_z
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
-from stretto.planner.expert_cost import explain_messages
+from stretto.planner.experts.cost import explain_messages
+from stretto.planner.experts.ted import explain_memory, list_memory
 from stretto.planner.explanation import explain, list_formulas
 from stretto.planner.grids import divisors
 from stretto.planner.memory import kept_activations, local_parameters, memory, step_memory
 from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, host_memory, host_traffic
-from stretto.planner.pipeline_memory import RankMemory
+from stretto.planner.pipeline.memory import RankMemory
 from stretto.planner.search_space import StepChoice
-from stretto.planner.ted import explain_memory, list_memory
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.schedules import ServeFirst
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.planner.architecture import Architecture, check_count
-from stretto.planner.hugging_face_experts import EXPERT_KEYS, read_experts, read_latent
+from stretto.planner.experts.hugging_face import EXPERT_KEYS, read_experts, read_latent
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
 
 _FUSED_MLP = {"layers.*.mlp.gate_up_proj": "colwise_gather_output", "layers.*.mlp.down_proj": "rowwise_split_input"}

@@ -9,7 +9,7 @@ follows from these. To plan another kind of layer, add a class here, and change 
   weights and biases, and those that `gathered_tensors` gives: those of norms (`block_norms`, `head_norm_weights`),
   attention sinks, embeddings and head are counted by name;
 - `communication` and `cost`, if the layer sends anything but its linears' collectives (as `MoeLayer`, in
-  `expert_layers`, does: `expert_cost`).
+  `experts.layers`, does: `experts.cost`).
 """
 
 from abc import ABC, abstractmethod

@@ -15,8 +15,8 @@ from stretto.axes import GridSizes
 from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT, Recomputation
 from stretto.planner.architecture import Architecture
 from stretto.planner.capacity import peak
-from stretto.planner.expert_cost import local_expert_parameters
-from stretto.planner.expert_layers import expert_parts
+from stretto.planner.experts.cost import local_expert_parameters
+from stretto.planner.experts.layers import expert_parts
 from stretto.planner.layers import STATISTIC
 from stretto.planner.optimizer_state import number_bytes, parameters_and_optimizer, take_over
 from stretto.planner.workload import StepConfig, StepWorkload

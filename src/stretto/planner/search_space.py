@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypedDict, get_args
+from typing import Literal, NamedTuple, TypedDict, Unpack, get_args
 
 from stretto.axes import ExpertTensor, GridSizes
 from stretto.cluster import Cluster
@@ -25,7 +25,15 @@ from stretto.schedules import ServeFirst
 CostModel = Literal["paper", "full"]
 
 
-class SearchKeywords(TypedDict, total=False):
+class ExpertKeywords(TypedDict, total=False):
+    """Options of a search that say how experts are divided, as `SearchKeywords` has them."""
+
+    expert: int | None
+    expert_tensor: ExpertTensor | None
+    drop_duplicates: bool
+
+
+class SearchKeywords(ExpertKeywords, total=False):
     """What `plan` searches, as keyword arguments.
 
     recompute, keep_gathered: fixed where given; searched where not or None, recompute among "none" and "full" (the
@@ -59,10 +67,7 @@ class SearchKeywords(TypedDict, total=False):
     state: StateOptions | None
     memory: Literal["auto"] | None
     clips: bool
-    expert: int | None
-    expert_tensor: ExpertTensor | None
     imbalance: float | None
-    drop_duplicates: bool
     pipe: int | Literal["auto"] | None
     schedule: str | None
     virtual_stages: int | None
@@ -167,13 +172,12 @@ def make_search_space(
     overlaps: bool = True,
     accumulate_unsharded: bool = False,
     clips: bool = True,
-    expert: int | None = None,
-    expert_tensor: ExpertTensor | None = None,
-    drop_duplicates: bool = True,
+    **experts: Unpack[ExpertKeywords],
 ) -> SearchSpace:
     """The space that `SearchKeywords` mean. Raises ValueError for those that contradict each other or the model."""
     if memory not in (None, "auto"):
         raise ValueError(f"memory is {memory!r}, but must be 'auto' or None")
+    expert, expert_tensor = experts.get("expert"), experts.get("expert_tensor")
     _check_experts(workload.model, expert, expert_tensor)
     layers = workload.model.layers
     given = (
@@ -209,7 +213,7 @@ def make_search_space(
         notes=tuple(notes),
         expert=expert,
         expert_tensor=expert_tensor,
-        drops_duplicates=drop_duplicates,
+        drops_duplicates=experts.get("drop_duplicates", True),
     )
 
 

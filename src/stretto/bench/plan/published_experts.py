@@ -19,8 +19,8 @@ from stretto.execution import ExecutionOptions, StateOptions
 from stretto.models import GPTConfig
 from stretto.planner import GridPlan, predict, read_architecture
 from stretto.planner.capacity import most_allocated, peak
+from stretto.planner.experts.ted import least_memory, list_memory
 from stretto.planner.memory import step_memory
-from stretto.planner.ted import least_memory, list_memory
 from stretto.planner.workload import StepConfig, StepWorkload
 
 SEQ_LEN, PEAK, GPU_BYTES = 2048, 125e12, 16e9

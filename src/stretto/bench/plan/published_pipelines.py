@@ -16,7 +16,7 @@ from stretto.execution import StateOptions
 from stretto.models import GPTConfig
 from stretto.planner import GridPlan, plan, predict
 from stretto.planner.communication import bandwidth
-from stretto.planner.pipeline_memory import checkpoint_interval
+from stretto.planner.pipeline.memory import checkpoint_interval
 from stretto.planner.search_space import PredictKeywords
 
 SEQ_LEN, VOCAB = 512, 51200

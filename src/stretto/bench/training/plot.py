@@ -168,11 +168,13 @@ def plot_ddp(result: Path, picture: Path) -> None:
             for place, (times, label, look) in enumerate(
                 ((work, "computation", STRETTO), (subtract(communication, alone), "all-reduces beside it", PEER))
             ):
-                panel.broken_barh(_bars(times), (place - 0.4, 0.8), color=look.colour, label=label)
-            panel.broken_barh(
-                _bars(alone), (0.6, 0.8), color=EXPOSED.colour, hatch="//", edgecolor="white", linewidth=0,
-                label="all-reduces alone",
-            )  # fmt: skip
+                if times:  # the legend names what is drawn
+                    panel.broken_barh(_bars(times), (place - 0.4, 0.8), color=look.colour, label=label)
+            if alone:
+                panel.broken_barh(
+                    _bars(alone), (0.6, 0.8), color=EXPOSED.colour, hatch="//", edgecolor="white", linewidth=0,
+                    label="all-reduces alone",
+                )  # fmt: skip
             panel.set_yticks([0, 1], ["model", "buckets"])
             panel.set_ylim(1.6, -0.6)
             panel.grid(visible=False, axis="y")

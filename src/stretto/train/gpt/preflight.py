@@ -20,7 +20,7 @@ from stretto.planner import predict
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import why_impossible
 from stretto.planner.optimizer_state import least_on_device, most_parameters, number_bytes, state_on_host
-from stretto.planner.pipeline_memory import most_local_parameters
+from stretto.planner.pipeline.memory import most_local_parameters
 from stretto.planner.search_space import PredictKeywords
 from stretto.planner.workload import NumberTypes
 from stretto.train.checkpoint import find_checkpoint

@@ -16,7 +16,7 @@ from stretto.axes import EXPERT, GridSizes
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.communication import Volume, WeightTraffic, group_bandwidth, network_bandwidth
-from stretto.planner.expert_layers import MoeLayer, expert_parts, rows_of_rank
+from stretto.planner.experts.layers import MoeLayer, expert_parts, rows_of_rank
 from stretto.planner.optimizer_state import Formula
 from stretto.planner.workload import StepConfig, StepWorkload
 

@@ -20,7 +20,7 @@ from stretto.planner.communication import message_numbers
 from stretto.planner.grids import divisors
 from stretto.planner.memory import local_parameters, recomputed_blocks, step_memory
 from stretto.planner.optimizer_state import take_over
-from stretto.planner.stage_times import RankStages, stage_workload
+from stretto.planner.pipeline.stage_times import RankStages, stage_workload
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # Messages that are received ahead, and that are sent, at once in each direction.

@@ -9,7 +9,7 @@ parameter counts are swapped: NP_gpu^nonexp is that of the other parameters, NP_
 
 from stretto.axes import GridSizes
 from stretto.planner.architecture import Architecture
-from stretto.planner.expert_cost import local_expert_parameters
+from stretto.planner.experts.cost import local_expert_parameters
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import Formula
 

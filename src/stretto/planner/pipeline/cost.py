@@ -18,7 +18,7 @@ from stretto.cluster import Cluster
 from stretto.planner.communication import Rates, Volume, blocks_volume, message_numbers, seconds, sum_by_axis
 from stretto.planner.compute import MATMUL_EFFICIENCY, Compute, Device
 from stretto.planner.cost import PAPER_ELEMENT, Cost, PipelineCost, paper_expert_seconds, paper_terms
-from stretto.planner.stage_times import (
+from stretto.planner.pipeline.stage_times import (
     HopTimes,
     PartTimes,
     PipelineParts,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches how a pipeline runs best on each grid: schedule, virtual stages, limit, micro-batch and memory's choices.
 
-Closed forms rank all of them (`pipeline_cost.phase_time`). Of many grids, those are left out whose bound, a step
+Closed forms rank all of them (`pipeline.cost.phase_time`). Of many grids, those are left out whose bound, a step
 without bubbles, messages and waits, is slower than what was found already.
 """
 
@@ -14,18 +14,17 @@ from typing import NamedTuple
 from stretto.axes import NAMES, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions
-from stretto.planner.best_candidates import BestTimes, best_of_each_grid
 from stretto.planner.capacity import peak
 from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
 from stretto.planner.compute import Device, compute
 from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, Cost
-from stretto.planner.expert_cost import expert_seconds, expert_volume, local_expert_parameters
-from stretto.planner.expert_search import choose_expert_grids
+from stretto.planner.experts.cost import expert_seconds, expert_volume, local_expert_parameters
+from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, check_finite, rounded
 from stretto.planner.grids import divisors, grids_of_stages, why_impossible
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
-from stretto.planner.pipeline_cost import (
+from stretto.planner.pipeline.cost import (
     PipelineEstimate,
     estimate,
     estimate_evenly,
@@ -33,10 +32,10 @@ from stretto.planner.pipeline_cost import (
     phase_time,
     pipeline_cost,
 )
-from stretto.planner.pipeline_memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
-from stretto.planner.pipeline_space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
+from stretto.planner.pipeline.memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
+from stretto.planner.pipeline.space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
+from stretto.planner.pipeline.stage_times import RankStages, StageLayout, StepEdges, measure_parts, place_stages
 from stretto.planner.search_space import SearchSpace, StepChoice, set_imbalance
-from stretto.planner.stage_times import RankStages, StageLayout, StepEdges, measure_parts, place_stages
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stretto.planner.architecture import check_count
-from stretto.planner.expert_layers import LatentShape, MoeShape
+from stretto.planner.experts.layers import LatentShape, MoeShape
 
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # What transformers takes where a configuration is silent.
