@@ -142,6 +142,8 @@ ANSWERS = (
     Answer("bench pipeline --stages 4 --micro-batches 4", REFUSED, "4 and 8 would do"),
     Answer("bench stages --layers 6", REFUSED, "8 would do"),
     Answer("bench moe-demo --steps 1", REFUSED, "1"),
+    Answer("bench moe-layers --peer jax", REFUSED, "there is no peer 'jax'"),
+    Answer("bench experts --layers 3", REFUSED, "4 would do"),
     Answer("bench messages", REFUSED, "Without GPUs these run"),
     Answer("bench messages --ranks 1", REFUSED, "2 would do"),
     Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MB"),

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from stretto.memory import shared_gpus
 from stretto.ops import moe
+from stretto.ops.moe import activation, copies_kernels, permutation
 from tests.gpu.sharing import GpuRanks
 
 TOKENS, HIDDEN, INNER, EXPERTS, K = 96, 256, 128, 8, 2
@@ -147,3 +149,98 @@ def exceed() -> str:
 def test_too_many_rows_are_an_error_at_the_next_look(gpu_pool: GpuRanks, world: int) -> None:
     for message in gpu_pool.run(world, exceed):
         assert "rank 0 of the group" in message
+
+
+def compare_copies(tokens: int, k: int, columns: int, dtype: torch.dtype) -> list[float]:
+    """Errors of sums, products and gradients of copies, in units of their dtype's rounding; nan for other bits.
+
+    Sums and weighed rows have the bits of torch's operators on this GPU, which add in the same order.
+    """
+    generator = torch.Generator().manual_seed(7)
+    spare = 3  # rows without a position
+    positions = torch.randperm(tokens * k + spare, generator=generator)[: tokens * k].view(tokens, k).cuda()
+    is_valid = (torch.rand(tokens, k, generator=generator) < 0.6).cuda()
+    x, rows = draw(1, tokens, columns).to(dtype), draw(2, tokens * k + spare, columns).to(dtype)
+    weights = draw(3, tokens, k).float()
+    slots = torch.randperm(tokens * k, generator=generator).cuda()
+    calls = [
+        lambda: permutation.sum_copies(rows, positions),
+        lambda: permutation.sum_copies(rows, positions, weights, is_valid),
+        lambda: permutation.weigh_tokens(x, weights, slots),
+        lambda: permutation.weigh_and_multiply(x, rows, positions, weights)[0],
+    ]
+    products = [
+        lambda: permutation.multiply_copies(x, rows, positions),
+        lambda: permutation.multiply_copies(x, rows, positions, is_valid),
+        lambda: permutation.weigh_and_multiply(x, rows, positions, weights)[1],
+    ]
+    for one in calls + products:  # kernels are compiled
+        one()
+    poison()
+    with no_host_waits():
+        found, dots = [one() for one in calls], [one() for one in products]
+    with mock.patch.object(copies_kernels, "suits_kernels", return_value=False):
+        expected = [one() for one in calls]
+    errors = [0.0 if torch.equal(*pair) else torch.nan for pair in zip(found, expected, strict=True)]
+    exact = (x.double()[:, None] * rows.double()[positions]).sum(2)
+    sizes = (x.double()[:, None] * rows.double()[positions]).abs().sum(2).clamp(min=1e-30)
+    for one, right in zip(dots, (exact, exact * is_valid, exact), strict=True):
+        errors.append(((one.double() - right).abs() / sizes).max().item() / 2**-23)
+    again = [one() for one in products]
+    return errors + [0.0 if torch.equal(*pair) else torch.nan for pair in zip(dots, again, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "k", "columns"), [(500, 8, 4096), (33, 6, 1537), (7, 11, 40), (3, 1, 1)])
+def test_sums_and_products_of_copies_are_right(
+    gpu_pool: GpuRanks, world: int, tokens: int, k: int, columns: int, dtype: torch.dtype
+) -> None:
+    for errors in gpu_pool.run(world, compare_copies, tokens, k, columns, dtype):
+        assert max(errors) < 16
+        assert not any(error != error for error in errors), errors
+
+
+def compare_gates(tokens: int, inner: int, dtype: torch.dtype) -> list[float]:
+    """Errors of gated SiLU and of its gradient beside fp64, in units of their dtype's rounding of each number."""
+    x = (draw(1, tokens, 2 * inner) * inner**0.5).to(dtype).requires_grad_()
+    grad = draw(2, tokens, inner).to(dtype)
+    moe.gated_activation(x).backward(grad)
+    poison()
+    with no_host_waits():
+        out = moe.gated_activation(x)
+        (of_x,) = torch.autograd.grad(out, x, grad)
+    assert out.grad_fn is not None
+    assert "GatedSilu" in out.grad_fn.name()
+    wide = x.detach().double().requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    expected = gate * gate.sigmoid() * up
+    (right,) = torch.autograd.grad(expected, wide, grad.double())
+    unit = torch.finfo(dtype).eps / 2
+    small = 8 * 2**-24 * max(expected.abs().max().item(), right.abs().max().item())  # sums in fp32
+    return [
+        (((one.double() - other).abs() - small) / (unit * other.abs() + 1e-30)).max().item()
+        for one, other in ((out.detach(), expected.detach()), (of_x, right))
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1.02), (torch.float32, 64)], ids=str)
+@pytest.mark.parametrize(("tokens", "inner"), [(300, 1408), (33, 1537), (5, 1)])
+def test_gated_silu_is_rounded_once(
+    gpu_pool: GpuRanks, world: int, tokens: int, inner: int, dtype: torch.dtype, bound: float
+) -> None:
+    for errors in gpu_pool.run(world, compare_gates, tokens, inner, dtype):
+        assert max(errors) <= bound
+
+
+def keep_out_of_range() -> None:
+    """Kernels take gradients of gradients no more than tensors that need them."""
+    x = draw(1, 4, 8).float().requires_grad_()
+    assert not copies_kernels.suits_kernels(x)
+    with torch.no_grad():
+        assert copies_kernels.suits_kernels(x, None)
+    assert activation.suits_kernel(x)
+    assert torch.autograd.gradgradcheck(moe.gated_activation, x.detach().double().requires_grad_())
+
+
+def test_gradients_of_gradients_are_right(gpu_pool: GpuRanks, world: int) -> None:
+    gpu_pool.run(world, keep_out_of_range)

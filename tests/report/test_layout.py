@@ -324,6 +324,25 @@ def moe_demo(count: int) -> dict[str, Any]:
     return {"curves": {"mixture of experts": curve | of_experts, "dense": dense}, "rows": []}
 
 
+def experts(count: int) -> dict[str, Any]:
+    parts = ("all-to-all", "all over x", "all-reduce", "reduce-scatter, all-gather", "gradients, and all else", "step")
+    rows = [
+        {
+            "name": name,
+            "part": part,
+            "milliseconds": 700.0 * 10**count if part == "step" else 100.0 * 10**count / (turn + 1),
+            "saved": None if turn == 0 else 0.15 * turn * count,
+            "predicted_saved": None if turn == 0 else 0.3 * turn,
+            "published_saved": 0.207
+            if turn > 0 and part in ("all-to-all", "all over x", "step")[: count + 1]
+            else None,
+        }
+        for turn, name in enumerate(("baseline", "DTD", "DTD and CAC"))
+        for part in parts
+    ]
+    return {"setting": {"data": 2, "x": 4, "link": 0.25, "node_link": 1.5}, "rows": rows}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -341,6 +360,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "two-level.json": two_level,
     "checkouts.json": checkouts,
     "moe-demo.json": moe_demo,
+    "experts.json": experts,
     "ddp.json": ddp,
     "offload-buckets.json": offload_buckets,
     "chunks.json": chunks,

@@ -19,6 +19,8 @@ from stretto import tiles
 from stretto.bench.stress.kernels import list_kernels
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
+from stretto.ops.moe import activation, copies_kernels
+from stretto.ops.moe.grouped_matmul import clear_empty_experts, clear_padding_rows
 from stretto.optim import adamw_kernel
 from stretto.optim.state import kernels as state_kernels
 from stretto.parallel.comm import copy_engine_scatter
@@ -71,6 +73,27 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
     return Launch(getattr(state_kernels, name), (*arguments, 4096), {"BLOCK": state_kernels.BLOCK})
 
 
+def launch_copies(name: str) -> Launch:
+    half = FLOATS.bfloat16()
+    arguments: tuple[Any, ...] = {
+        "sum_rows": (half, LONGS, FLOATS, FLOATS.to(torch.uint8), half.clone(), 4096, 8, 8, 1024),
+        "weigh_rows": (half, FLOATS, LONGS, half.clone(), 4096, 8, 1024),
+        "multiply_rows": (half, half, LONGS, None, FLOATS, FLOATS, half.clone(), 4096, 8, 8, 512),
+    }[name]
+    return Launch(getattr(copies_kernels, name), arguments, {"enable_fp_fusion": False})
+
+
+def launch_gates(name: str) -> Launch:
+    halves = [FLOATS.bfloat16() for _ in range(3 if name == "differentiate_silu_gate" else 2)]
+    return Launch(getattr(activation, name), (*halves, 4096, 1024), {})
+
+
+def launch_clearing(name: str) -> Launch:
+    if name == "clear_padding_rows":
+        return Launch(clear_padding_rows, (FLOATS.bfloat16(), WORDS, 8, 4096, 4096, 16, 1024), {})
+    return Launch(clear_empty_experts, (FLOATS.bfloat16(), WORDS, 4096, 32, 1024), {})
+
+
 def launch_sum_of_parts() -> Launch:
     arguments = make_channel("p2p"), WORDS, WORDS, FLOATS, FLOATS, FLOATS, 4096, 8192, 2048
     return Launch(copy_engine_scatter.sum_parts, arguments, {"num_warps": 8})
@@ -116,6 +139,15 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
+    **{
+        f"ops.moe.{module}.{name}": lambda launch=launch, name=name: launch(name)
+        for module, launch, names in (
+            ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
+            ("copies_kernels", launch_copies, ("sum_rows", "weigh_rows", "multiply_rows")),
+            ("grouped_matmul", launch_clearing, ("clear_padding_rows", "clear_empty_experts")),
+        )
+        for name in names
+    },
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,

@@ -37,6 +37,7 @@ _PLOTS = {
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
     "moe-demo.json": "training.plot:plot_moe_demo",
+    "experts.json": "training.plot:plot_experts",
 }
 
 

@@ -18,6 +18,7 @@ import typer
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
+from stretto.bench.experts.settings import ExpertsSetting, MoeLayersSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
@@ -381,6 +382,22 @@ def moe_demo(setting: MoeDemoSetting, out: Path) -> Any:
     from stretto.bench.training.moe_demo import bench_moe_demo
 
     return bench_moe_demo(setting, out)
+
+
+@_command("experts", ExpertsSetting)
+def experts(setting: ExpertsSetting, out: Path) -> Any:
+    """What dropping duplicates of tokens and keeping what was sent save experts, over slow links between processes."""
+    from stretto.bench.experts.communication import bench_experts
+
+    return bench_experts(setting, out)
+
+
+@_command("moe-layers", MoeLayersSetting, needs=Needs.ONE_GPU)
+def moe_layers(setting: MoeLayersSetting, out: Path) -> Any:
+    """Layers of Qwen3-30B-A3B on one GPU, beside transformers' own: tokens/s, memory, and waits of the host."""
+    from stretto.bench.experts.layers import bench_moe_layers
+
+    return bench_moe_layers(setting, out)
 
 
 @_command("ddp", DdpSetting, needs=Needs.ONE_GPU)

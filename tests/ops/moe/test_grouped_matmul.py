@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.nn.functional import gelu, silu
 
 from stretto.ops import moe
-from stretto.ops.moe.grouped_matmul import _clear_empty, _clear_padding, clear_empty_experts, clear_padding_rows
+from stretto.ops.moe.grouped_matmul import clear_empty, clear_empty_experts, clear_padding, clear_padding_rows
 
 SEED = 80
 OFFSETS = {
@@ -174,9 +174,9 @@ def clear():
     found = []
     for offsets in ([0, 30, 30, 37], [0, 0, 0, 0], [0, 20, 40, 40]):
         rows = torch.ones(40, 1030, dtype=torch.bfloat16)
-        _clear_padding(rows, as_offsets(offsets))
+        clear_padding(rows, as_offsets(offsets))
         experts = torch.ones(3, 9, 5000, dtype=torch.bfloat16)
-        _clear_empty(experts, as_offsets(offsets))
+        clear_empty(experts, as_offsets(offsets))
         for one in (rows, experts.flatten(1)):
             assert ((one == 0).all(1) | (one == 1).all(1)).all()
         found.append(((rows == 0).all(1).nonzero().flatten().tolist(), (experts == 0).all(2).all(1).tolist()))

@@ -27,6 +27,7 @@ CATALOGUES = (
     "stretto.bench.stress.embedding",
     "stretto.bench.stress.copy_engines",
     "stretto.bench.stress.optimizers",
+    "stretto.bench.stress.experts",
 )
 
 

@@ -23,7 +23,7 @@ from stretto.bench.harness import (
     peak_memory_gib,
     time_steps,
 )
-from stretto.bench.training.settings import RecomputeSetting, TrainingWorkload
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -62,6 +62,17 @@ class TimedWorkload(Protocol):
     def repeats(self) -> int: ...
     @property
     def rounds(self) -> int: ...
+
+
+class TrainedModel(Protocol):
+    """What a batch is drawn for: the model, sequences of the global batch, and tokens of each."""
+
+    @property
+    def model(self) -> GPTConfig: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -163,9 +174,7 @@ def _mean_over_ranks(loss: Tensor, device: torch.device) -> float:
     return float(total) / dist.get_world_size()
 
 
-def local_batch(
-    workload: "TrainingWorkload | RecomputeSetting", part: int, parts: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def local_batch(workload: TrainedModel, part: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one part of a fixed random batch. Raises ValueError if `parts` does not divide it."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, workload.model.vocab, (workload.batch, workload.seq_len + 1), generator=generator)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts: the exchange of tokens between ranks that hold different experts, and the experts' products."""
 
+from stretto.ops.moe.activation import gated_activation
 from stretto.ops.moe.exchange import Dispatched, DispatchHandle, combine, dispatch
 from stretto.ops.moe.grouped_matmul import (
     experts_mlp,
-    gated_activation,
     grouped_matmul,
     grouped_weight_gradient,
 )

@@ -24,6 +24,7 @@ from stretto.ops.moe.permutation import (
     sort_by_expert,
     sum_copies,
     unpermute,
+    weigh_and_multiply,
     weigh_tokens,
 )
 from stretto.ops.moe.routes import Around, Route, call, find_route
@@ -238,10 +239,15 @@ class _Combine(torch.autograd.Function):
         order = ctx.order
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         grad_rows = grad_weights = None
-        if needs_rows:
+        if needs_rows and needs_weights:
+            copies, grad_weights = weigh_and_multiply(grad, returned, order.positions, weights)
+            grad_rows = ctx.route.forward(lambda: copies, ctx.around)
+        elif needs_rows:
             grad_rows = ctx.route.forward(lambda: weigh_tokens(grad, weights, order.slots), ctx.around)
-        if needs_weights:
-            grad_weights = multiply_copies(grad, returned, order.positions).to(ctx.weights_dtype)
+        elif needs_weights:
+            grad_weights = multiply_copies(grad, returned, order.positions)
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(ctx.weights_dtype)
         return grad_rows, grad_weights, None, None, None
 
 

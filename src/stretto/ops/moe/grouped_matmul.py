@@ -7,7 +7,6 @@ what was in memory in rows of padding, and, on some GPUs, in the gradient of an 
 there. Only the device knows where that is; programs that find nothing to clear end at once.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.dispatch import Autograd, define_operator
-from stretto.ops.mlp import ACTIVATIONS
-from stretto.ops.moe.permutation import DTYPES
+from stretto.ops.moe.activation import Activation, find_activation, gated_activation
+from stretto.ops.moe.copies_kernels import DTYPES
 from stretto.tiles.launches import launch_kernel
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -28,8 +27,6 @@ _CAPABILITIES = (9, 10)  # major ones of the GPUs for which torch 2.11 has a gro
 _ROWS = 16
 _PARTS = 32
 _BLOCK = 1024
-
-Activation = str | Callable[[Tensor], Tensor]
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -66,18 +63,6 @@ def grouped_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tens
     return result
 
 
-def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
-    """activation(gate) * up, of x [n, 2 * F] whose first F columns are the gate, and the others up: [n, F].
-
-    activation: a function of a tensor, or a name: "gelu", "gelu-tanh", "silu", "relu" or "relu-squared". Of x's dtype.
-    ValueError for an odd number of columns and for an unknown name. Shazeer, GLU Variants Improve Transformer.
-    """
-    if x.dim() < 1 or x.shape[-1] % 2:
-        raise ValueError(f"gated_activation takes x [n, 2 * F], not {list(x.shape)}: gate columns first, then up")
-    gate, up = x.chunk(2, dim=-1)
-    return _find_activation(activation)(gate) * up
-
-
 def experts_mlp(
     rows: Tensor, offsets: Tensor, gate_up: Tensor, down: Tensor, activation: Activation = "silu"
 ) -> Tensor:
@@ -96,7 +81,7 @@ def experts_mlp(
         )
     hidden = grouped_matmul(rows, gate_up, offsets)
     is_gated = gate_up.shape[1] != inner
-    hidden = gated_activation(hidden, activation) if is_gated else _find_activation(activation)(hidden)
+    hidden = gated_activation(hidden, activation) if is_gated else find_activation(activation)(hidden)
     return grouped_matmul(hidden, down, offsets)
 
 
@@ -105,7 +90,7 @@ def _run(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return rows.new_zeros(rows.shape[0], weight.shape[1])
     if _takes_grouped_gemm(rows, weight):
         out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
-        _clear_padding(out, offsets)
+        clear_padding(out, offsets)
         return out
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
@@ -119,7 +104,7 @@ def _run_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         return rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
     if _takes_grouped_gemm(grad, rows):
         out: Tensor = _grouped_mm(grad.t(), rows, offs=offsets[1:])
-        _clear_empty(out, offsets)
+        clear_empty(out, offsets)
         return out
     out = rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
@@ -221,21 +206,13 @@ def _require_alike(operator: str, first: tuple[str, Tensor], second: tuple[str, 
         )
 
 
-def _find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
-    if not isinstance(activation, str):
-        return activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is a function or one of {', '.join(ACTIVATIONS)}, not {activation!r}")
-    return ACTIVATIONS[activation]
-
-
-def _clear_padding(out: Tensor, offsets: Tensor) -> None:
+def clear_padding(out: Tensor, offsets: Tensor) -> None:
     """Write zeros to the rows of out [n, .] from offsets[-1] on; both contiguous, on a GPU."""
     programs = triton.cdiv(out.shape[0], _ROWS)
     launch_kernel(clear_padding_rows, programs, out, offsets, len(offsets) - 1, *out.shape, ROWS=_ROWS, BLOCK=_BLOCK)
 
 
-def _clear_empty(out: Tensor, offsets: Tensor) -> None:
+def clear_empty(out: Tensor, offsets: Tensor) -> None:
     """Write zeros to out[expert], of out [e, b, a], for each expert without rows; both contiguous, on a GPU."""
     programs, numbers = len(out) * _PARTS, out.shape[1] * out.shape[2]
     launch_kernel(clear_empty_experts, programs, out, offsets, numbers, PARTS=_PARTS, BLOCK=_BLOCK)

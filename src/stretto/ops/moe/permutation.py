@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stretto.ops.dispatch import is_traced
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from stretto.ops.moe import copies_kernels
+from stretto.ops.moe.copies_kernels import DTYPES, sum_dtype
 
 
 class Permuted(NamedTuple):
@@ -88,11 +88,6 @@ def copy_tokens(x: Tensor, order: CopyOrder) -> Tensor:
     return result
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of numbers of this dtype are formed."""
-    return dtype if dtype == torch.float64 else torch.float32
-
-
 def sum_copies(
     rows: Tensor, positions: Tensor, weights: Tensor | None = None, is_valid: Tensor | None = None
 ) -> Tensor:
@@ -100,6 +95,9 @@ def sum_copies(
 
     is_valid: bool [t, k], False for positions that name no row: their copies count as zeros, whatever is read there.
     """
+    if copies_kernels.suits_kernels(rows, weights):
+        result: Tensor = copies_kernels.sum_on_gpu(rows, positions, weights, is_valid)
+        return result
     dtype = sum_dtype(rows.dtype)
     total = None
     for slot in range(positions.shape[1]):  # not one gather [t, k, h], which needs k times the memory
@@ -115,6 +113,9 @@ def sum_copies(
 
 def weigh_tokens(tokens: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     """Each copy's token times its weight: tokens [t, h], weights [t, k], slots [n] -> [n, h] of tokens' dtype."""
+    if copies_kernels.suits_kernels(tokens, weights):
+        result: Tensor = copies_kernels.weigh_on_gpu(tokens, weights, slots)
+        return result
     dtype = sum_dtype(tokens.dtype)
     factors = weights.reshape(-1).index_select(0, slots).to(dtype)
     copies = tokens.index_select(0, slots // weights.shape[1])
@@ -123,6 +124,9 @@ def weigh_tokens(tokens: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
 
 def multiply_copies(tokens: Tensor, rows: Tensor, positions: Tensor, is_valid: Tensor | None = None) -> Tensor:
     """The scalar product of each token with each of its rows: [t, h], [n, h], [t, k] -> [t, k] of `sum_dtype`."""
+    if copies_kernels.suits_kernels(tokens, rows):
+        result: Tensor = copies_kernels.multiply_on_gpu(tokens, rows, positions, is_valid)
+        return result
     dtype = sum_dtype(rows.dtype)
     factor = tokens.to(dtype)
     products = []
@@ -132,6 +136,33 @@ def multiply_copies(tokens: Tensor, rows: Tensor, positions: Tensor, is_valid: T
             copies = copies.masked_fill(~is_valid[:, slot, None], 0)
         products.append((factor * copies).sum(1))
     return torch.stack(products, 1)
+
+
+def weigh_and_multiply(tokens: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `sum_copies` for a gradient `tokens` [t, h] of its result: of rows [n, h], of weights [t, k].
+
+    No two copies have one position; gradients of rows that no position names are zeros. The second is of `sum_dtype`.
+    """
+    if copies_kernels.suits_kernels(tokens, rows, weights):
+        both: tuple[Tensor, Tensor] = copies_kernels.weigh_and_multiply_on_gpu(tokens, rows, positions, weights)
+        return both
+    return weigh_named(tokens, weights, positions, rows.shape[0]), multiply_copies(tokens, rows, positions)
+
+
+def weigh_named(tokens: Tensor, weights: Tensor, positions: Tensor, num_rows: int) -> Tensor:
+    """As `weigh_tokens`, by the position of each copy, of which no two are one: [num_rows, h], zeros elsewhere."""
+    copies = positions.numel()
+    if copies == 0:
+        return tokens.new_zeros(num_rows, tokens.shape[1])
+    numbers = torch.arange(copies, device=positions.device)
+    slots = torch.zeros(num_rows, dtype=torch.int64, device=positions.device)
+    slots = slots.scatter_(0, positions.reshape(-1), numbers)
+    weighed = weigh_tokens(tokens, weights, slots)
+    if num_rows == copies:
+        return weighed
+    is_named = torch.zeros(num_rows, dtype=torch.bool, device=positions.device)
+    is_named = is_named.scatter_(0, positions.reshape(-1), True)
+    return weighed.masked_fill(~is_named[:, None], 0)
 
 
 class _Permute(torch.autograd.Function):
@@ -163,21 +194,14 @@ class _Unpermute(torch.autograd.Function):
         positions, weights, rows = ctx.saved_tensors
         needs_rows, _, needs_weights = ctx.needs_input_grad
         grad_rows = grad_weights = None
-        if needs_rows:
-            copies = positions.numel()
-            numbers = torch.arange(copies, device=positions.device)
-            slots = torch.zeros(ctx.rows, dtype=torch.int64, device=positions.device)
-            slots = slots.scatter_(0, positions.reshape(-1), numbers)
-            if ctx.rows == copies:
-                grad_rows = weigh_tokens(grad, weights, slots)
-            elif copies == 0:
-                grad_rows = grad.new_zeros(ctx.rows, grad.shape[1])
-            else:
-                is_named = torch.zeros(ctx.rows, dtype=torch.bool, device=positions.device)
-                is_named = is_named.scatter_(0, positions.reshape(-1), True)
-                grad_rows = weigh_tokens(grad, weights, slots).masked_fill(~is_named[:, None], 0)
-        if needs_weights:
-            grad_weights = multiply_copies(grad, rows, positions).to(ctx.weights_dtype)
+        if needs_rows and needs_weights:
+            grad_rows, grad_weights = weigh_and_multiply(grad, rows, positions, weights)
+        elif needs_rows:
+            grad_rows = weigh_named(grad, weights, positions, ctx.rows)
+        elif needs_weights:
+            grad_weights = multiply_copies(grad, rows, positions)
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(ctx.weights_dtype)
         return grad_rows, None, grad_weights
 
 

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated activations of experts: activation(gate) * up, by one kernel for SiLU on GPUs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stretto.ops.dispatch import Autograd, define_operator, needs_gradients
+from stretto.ops.mlp import ACTIVATIONS
+from stretto.ops.moe.copies_kernels import DTYPES, choose_block, find_block
+from stretto.tiles.launches import launch_kernel
+
+Activation = str | Callable[[Tensor], Tensor]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up, of x [n, 2 * F] whose first F columns are the gate, and the others up: [n, F].
+
+    activation: a function of a tensor, or a name: "gelu", "gelu-tanh", "silu", "relu" or "relu-squared". Of x's dtype.
+    ValueError for an odd number of columns and for an unknown name. Shazeer, GLU Variants Improve Transformer.
+
+    SiLU of a [n, 2 * F] on a GPU is one kernel forward and one backward: "silu", `torch.nn.functional.silu`, and
+    `torch.nn.SiLU` or transformers' `SiLUActivation` without hooks. It computes in fp32 for 16-bit dtypes and rounds
+    once, where torch's two operators, which all else takes, round silu(gate) as well: its error is the smaller one, and
+    its bits differ from theirs.
+    """
+    if x.dim() < 1 or x.shape[-1] % 2:
+        raise ValueError(f"gated_activation takes x [n, 2 * F], not {list(x.shape)}: gate columns first, then up")
+    function = find_activation(activation)
+    if suits_kernel(x) and is_silu(function):
+        result: Tensor = gate_on_gpu(x)
+        return result
+    gate, up = x.chunk(2, -1)
+    return function(gate) * up
+
+
+def find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
+    """The function that an activation is, or names. ValueError for an unknown name."""
+    if not isinstance(activation, str):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is a function or one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    return ACTIVATIONS[activation]
+
+
+def is_silu(function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a function is SiLU for certain, and does nothing else.
+
+    Modules are known by their very class, since a subclass may compute something else, and so may one whose `forward`
+    was replaced. transformers is not imported: its class is known by its name.
+    """
+    if function is functional.silu:
+        return True
+    if not isinstance(function, nn.Module) or "forward" in function.__dict__:
+        return False
+    kind = type(function)
+    is_torch = kind is nn.SiLU and not function.inplace
+    is_transformers = (kind.__module__, kind.__qualname__) == ("transformers.activations", "SiLUActivation")
+    return (is_torch or is_transformers) and not any(getattr(function, hooks) for hooks in _HOOKS)
+
+
+def suits_kernel(x: Tensor) -> bool:
+    """Whether the kernel takes x."""
+    return x.is_cuda and x.dim() == 2 and x.dtype in DTYPES
+
+
+@triton.jit
+def gate_by_silu(x, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [n, columns] = silu(x[:, :columns]) * x[:, columns:], rounded once.
+
+    A program has BLOCK columns of one row. Bytes: 2 * columns numbers a row are read and `columns` written.
+    Synchronization: none: programs own their part of out.
+    """
+    dtype = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    row, at, mask = find_block(columns, BLOCK)
+    gate = tl.load(x + row * 2 * columns + at, mask=mask, other=0.0).to(dtype)
+    up = tl.load(x + (row * 2 + 1) * columns + at, mask=mask, other=0.0).to(dtype)
+    gated = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out + row * columns + at, gated.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def differentiate_silu_gate(x, grad, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [n, 2 * columns] = the gradient of x, of `gate_by_silu`, for a gradient [n, columns] of its result.
+
+    With s = 1 / (1 + exp(-gate)), silu(gate) is gate * s, and its derivative s * (1 + gate * (1 - s)). A program has
+    BLOCK columns of one row. Bytes: 3 * columns numbers a row are read and 2 * columns written. Synchronization: none:
+    programs own their part of out.
+    """
+    dtype = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    row, at, mask = find_block(columns, BLOCK)
+    gates, ups = row * 2 * columns + at, (row * 2 + 1) * columns + at
+    gate = tl.load(x + gates, mask=mask, other=0.0).to(dtype)
+    up = tl.load(x + ups, mask=mask, other=0.0).to(dtype)
+    of_out = tl.load(grad + row * columns + at, mask=mask, other=0.0).to(dtype)
+    share = 1 / (1 + tl.exp(-gate))
+    of_gate = of_out * up * (share * (1 + gate * (1 - share)))
+    tl.store(out + gates, of_gate.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + ups, (of_out * (gate * share)).to(out.dtype.element_ty), mask=mask)
+
+
+def _run(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _launch(gate_by_silu, out, x.contiguous(), out)
+    return out
+
+
+def _run_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    _launch(differentiate_silu_gate, grad, x.contiguous(), grad.contiguous(), out)
+    return out
+
+
+def _launch(kernel: Any, result: Tensor, *arguments: Tensor) -> None:
+    """Launch a kernel on the parts of a result [n, F]."""
+    n, columns = result.shape
+    if result.numel():
+        block, warps = choose_block(columns)
+        with torch.cuda.device_of(result):
+            launch_kernel(kernel, n * triton.cdiv(columns, block), *arguments, columns, BLOCK=block, num_warps=warps)
+
+
+def _fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+def _fake_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _count_flops(*_: object, **__: object) -> int:
+    """None, as torch counts those of products of matrices alone."""
+    return 0
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    if not needs_gradients(x, grad):
+        result: Tensor = gate_gradient_on_gpu(x, grad)
+        return result
+    gate, up = x.chunk(2, 1)  # for gradients of gradients, by torch's operators
+    share = gate.sigmoid()
+    return torch.cat((grad * up * (share * (1 + gate * (1 - share))), grad * (gate * share)), 1)
+
+
+gate_gradient_on_gpu = define_operator(
+    "gated_silu_gradient", _run_gradient, fake=_fake_gradient, count_flops=_count_flops, tensors=slice(2)
+)
+gate_on_gpu = define_operator(
+    "gated_silu",
+    _run,
+    fake=_fake,
+    count_flops=_count_flops,
+    autograd=Autograd(_save, _differentiate),
+    tensors=slice(1),
+)

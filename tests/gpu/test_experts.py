@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts on four ranks: they train as one rank does, also when most tokens go to one expert."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.models import GPT, GPTConfig
+from stretto.models.moe import Router
+from stretto.ops import moe
+from stretto.parallel import Grid, clip_grad_norm_, parallelize
+from stretto.parallel.layers import experts
+from tests.parallel.experts.training import Run, case_of, disagreements, expected_of
+
+RunRanks = Callable[..., list[Any]]
+
+VOCAB, BATCH, SEQ_LEN, K = 32, 8, 16, 2
+ROWS = BATCH * SEQ_LEN * K  # that a block's experts compute in a step, on all ranks together
+SKEWED_STEPS, LAST = 500, 50
+GRIDS = ({"data": 4, "expert": 4}, {"data": 2, "x": 2, "expert": 2})
+pytestmark = pytest.mark.ranks(4, own=(4,), among=(4,))
+
+
+def new_model(layers: int, **options: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        GPTConfig(
+            layers,
+            hidden=32,
+            heads=4,
+            vocab=VOCAB,
+            max_seq_len=SEQ_LEN,
+            activation="swiglu",
+            norm="rmsnorm",
+            num_experts=8,
+            experts_per_token=K,
+            expert_ffn=32,
+            **options,
+        )
+    )
+
+
+def skewed_model() -> GPT:
+    """A model whose second block has experts. A bias that stays makes most tokens choose expert 5."""
+    model = new_model(2, moe_layers="every:2", balance="bias", bias_rate=0.0)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.expert_bias[5] = 0.5
+    return model
+
+
+def draw(step: int) -> tuple[Tensor, Tensor]:
+    """Sequences in which each token is nearly determined by the one before."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (BATCH, 1), generator=generator)
+    for _ in range(SEQ_LEN):
+        noise = (torch.rand(BATCH, 1, generator=generator) < 0.2).long()
+        tokens = torch.cat((tokens, (5 * tokens[:, -1:] + 3 + noise) % VOCAB), dim=1)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(model: nn.Module, grid: Grid | None, device: torch.device, steps: int) -> list[float]:
+    """The losses of so many steps of SGD."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        tokens, targets = draw(step)
+        if grid is not None:
+            part, parts = grid.coordinate("batch"), grid.size("batch")
+            tokens, targets = tokens.chunk(parts)[part], targets.chunk(parts)[part]
+        loss = model(tokens.to(device), targets.to(device))
+        loss.backward()
+        if grid is None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            clip_grad_norm_(model.parameters(), 1.0, grid)
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+def train_both_ways(sizes: dict[str, int], expert_rows: int | None) -> tuple[list[float], list[float]]:
+    """The losses of ten steps on one rank, and on the grid."""
+    grid = Grid(**sizes)
+    plain = train(new_model(2).to(grid.device), None, grid.device, 10)
+    return plain, train(parallelize(new_model(2), grid, expert_rows=expert_rows), grid, grid.device, 10)
+
+
+@pytest.mark.parametrize("expert_rows", [None, ROWS])
+@pytest.mark.parametrize("sizes", GRIDS, ids=str)
+def test_losses_are_those_of_one_rank(
+    world: int, run_ranks: RunRanks, sizes: dict[str, int], expert_rows: int | None
+) -> None:
+    for plain, found in run_ranks(world, train_both_ways, sizes, expert_rows):
+        assert found == pytest.approx(plain, rel=1e-5)
+        assert plain[-1] < plain[0]
+
+
+class RowCounter:
+    """`dispatch`, with the rows of all calls counted on the device: those of all experts, and of the fullest rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows = torch.zeros((), dtype=torch.int64, device=device)
+        self.dispatched = moe.dispatch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.dispatched(*args, **kwargs)
+        self.rows += found.offsets[-1]
+        return found
+
+
+def train_skewed(sizes: dict[str, int], expert_rows: int | None) -> dict[str, Any]:
+    """The last losses on one rank and on the grid, and the rows of each rank."""
+    grid = Grid(**sizes)
+    plain = train(skewed_model().to(grid.device), None, grid.device, SKEWED_STEPS)
+    counter = RowCounter(grid.device)
+    with mock.patch.object(experts, "dispatch", counter):
+        found = train(parallelize(skewed_model(), grid, expert_rows=expert_rows), grid, grid.device, SKEWED_STEPS)
+    if expert_rows is not None:
+        moe.check_rows(grid.group("expert"))
+    counts = [torch.zeros_like(counter.rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, counter.rows)
+    return {"plain": plain[-LAST:], "found": found[-LAST:], "rows": torch.stack(counts).tolist()}
+
+
+@pytest.mark.parametrize(("sizes", "expert_rows"), [(GRIDS[0], None), (GRIDS[1], ROWS)], ids=str)
+def test_when_most_tokens_go_to_one_expert_none_is_lost(
+    world: int, run_ranks: RunRanks, sizes: dict[str, int], expert_rows: int | None
+) -> None:
+    for found in run_ranks(world, train_skewed, sizes, expert_rows, timeout=240):
+        gathered = sizes.get("x", 1)  # each rank of x has the rows of all
+        assert sum(found["rows"]) == gathered * SKEWED_STEPS * ROWS
+        fullest = 5 // (8 // sizes["expert"])  # the coordinate along expert of the rank that has expert 5
+        assert max(found["rows"]) == found["rows"][fullest * gathered] > 0.4 * SKEWED_STEPS * ROWS
+        assert sum(found["found"]) == pytest.approx(sum(found["plain"]), rel=0.02)
+
+
+def train_in_stages() -> dict[str, float]:
+    """What differs from training on one CPU, where two stages have two expert ranks each."""
+    run = Run({"pipe": 2, "data": 2, "expert": 2}, {}, "top-2 in micro-batches")
+    return disagreements(run, case_of(run), expected_of(run))
+
+
+def test_training_in_stages_is_plain_training(world: int, run_ranks: RunRanks) -> None:
+    assert run_ranks(world, train_in_stages) == [{}] * world
