@@ -146,7 +146,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device_on_8_ranks(
         assert max(found.values()) <= limit, found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("sizes", "optimizer"), [((2, 1, 1, 2), "adamw"), ((1, 1, 2, 2), "sgd")])
 def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     ranks: Any, tmp_path: Path, sizes: tuple[int, ...], optimizer: str

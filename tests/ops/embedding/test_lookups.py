@@ -53,7 +53,7 @@ def look_up_random_batches(first, calls):
     return wrong
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "calls"), [(1, 6), (2, 4), (2, 40), (3, 12), (4, 8)])
 def test_random_jagged_batches_are_pooled_where_they_belong(interpret, ranks, calls):
     print("seed", SEED)

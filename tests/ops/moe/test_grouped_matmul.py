@@ -183,6 +183,7 @@ def clear():
     return found
 
 
+@pytest.mark.exhaustive
 def test_kernels_clear_padding_and_experts_without_rows(interpret):
     expected = [
         (list(range(37, 40)), [False, True, False]),

@@ -42,7 +42,7 @@ def compare_modes(sizes: dict[str, Any], options: dict[str, Any]) -> list[str]:
     return [f"{mode}: counts" for mode in wrong] + differences(right, {mode: seen for mode, (seen, _) in found.items()})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

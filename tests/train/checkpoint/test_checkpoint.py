@@ -140,6 +140,7 @@ def crash_at_each_change(folder: Path) -> None:
             break
 
 
+@pytest.mark.exhaustive
 def test_a_crash_at_any_change_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     process = multiprocessing.get_context("forkserver").Process(target=crash_at_each_change, args=(tmp_path,))
     process.start()
