@@ -23,8 +23,15 @@ import torch.distributed as dist
 from stretto.bench.experts.settings import ExpertsSetting
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
-from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure, whole_gpt
-from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
+from stretto.bench.training.runs import (
+    Step,
+    Stepped,
+    TrainingRun,
+    cluster_of_a_byte_a_second,
+    local_batch,
+    measure,
+    whole_gpt,
+)
 from stretto.models import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.collectives import running_collective
@@ -90,15 +97,9 @@ def bench_experts(setting: ExpertsSetting, out: Path) -> list[dict[str, Any]]:
 
 def predict_bytes(setting: ExpertsSetting, bar: ComparedRun) -> dict[str, float]:
     """Bytes that a rank sends in a step, by part, where every expert has as many tokens."""
-    machine = Cluster(
-        name="CPU ranks",
-        gpus_per_node=setting.ranks,
-        gpu=GPU(name="CPU", memory=1e12, memory_bandwidth=1e10, peak_flops=FlopRates(fp32=1e11)),
-        in_node=NodeLink(bandwidth=1.0, latency=1e-30),  # a second a byte
-    )
     sent = predict(
         setting.model,
-        machine,
+        cluster_of_a_byte_a_second(setting.ranks),
         grid=setting.grid,
         batch=setting.batch,
         seq_len=setting.seq_len,

@@ -19,9 +19,16 @@ from typing import Any
 import torch
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure, whole_gpt
+from stretto.bench.training.runs import (
+    Step,
+    Stepped,
+    TrainingRun,
+    cluster_of_a_byte_a_second,
+    local_batch,
+    measure,
+    whole_gpt,
+)
 from stretto.bench.training.settings import RecomputeSetting
-from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.counting import CollectiveCall
 from stretto.planner import predict
@@ -113,15 +120,9 @@ def compare(setting: RecomputeSetting, rows: list[dict[str, Any]]) -> list[dict[
 
 def _predict(setting: RecomputeSetting, mode: str) -> tuple[float, float]:
     """Bytes that a rank sends over x in a step, and that its blocks keep between the passes."""
-    machine = Cluster(
-        name="CPU ranks",
-        gpus_per_node=setting.ranks,
-        gpu=GPU(name="CPU", memory=1e12, memory_bandwidth=1e10, peak_flops=FlopRates(fp32=1e11)),
-        in_node=NodeLink(bandwidth=1.0, latency=1e-30),  # a second a byte
-    )
     plan = predict(
         setting.model,
-        machine,
+        cluster_of_a_byte_a_second(setting.ranks),
         grid={"x": setting.ranks},
         batch=setting.batch,
         seq_len=setting.seq_len,

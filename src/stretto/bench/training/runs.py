@@ -24,6 +24,7 @@ from stretto.bench.harness import (
     time_steps,
 )
 from stretto.bench.training.settings import TrainingWorkload
+from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -258,3 +259,13 @@ def stretto_run(workload: TrainingWorkload, grid: Grid, name: str, **options: An
     """A run of `measure` whose step `build_stretto` makes."""
     build = partial(build_stretto, workload, grid, **options)
     return TrainingRun(name, build, is_compiled=bool(options.get("is_compiled")))
+
+
+def cluster_of_a_byte_a_second(ranks: int) -> Cluster:
+    """A node of CPU ranks whose links take a second for a byte: predicted seconds are the bytes that a rank sends."""
+    return Cluster(
+        name="CPU ranks",
+        gpus_per_node=ranks,
+        gpu=GPU(name="CPU", memory=1e12, memory_bandwidth=1e10, peak_flops=FlopRates(fp32=1e11)),
+        in_node=NodeLink(bandwidth=1.0, latency=1e-30),
+    )
