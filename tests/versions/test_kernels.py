@@ -17,6 +17,7 @@ from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
 from stretto.bench.stress.kernels import list_kernels
+from stretto.ops import cross_entropy
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import activation, copies_kernels
@@ -94,6 +95,13 @@ def launch_clearing(name: str) -> Launch:
     return Launch(clear_empty_experts, (FLOATS.bfloat16(), WORDS, 4096, 32, 1024), {})
 
 
+def launch_cross_entropy(name: str) -> Launch:
+    numbers = (FLOATS, FLOATS.clone(), FLOATS.clone())
+    return Launch(
+        getattr(cross_entropy, name), (FLOATS.bfloat16(), LONGS, *numbers, 4096, 4096, 4096), {"num_warps": 8}
+    )
+
+
 def launch_sum_of_parts() -> Launch:
     arguments = make_channel("p2p"), WORDS, WORDS, FLOATS, FLOATS, FLOATS, 4096, 8192, 2048
     return Launch(copy_engine_scatter.sum_parts, arguments, {"num_warps": 8})
@@ -127,6 +135,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.all_gather_matmul.all_gather_gemm_by_programs": lambda: launch_operator(
         "gather", operators.WIDE, transfer="programs"
     ),
+    **{
+        f"ops.cross_entropy.{name}": lambda name=name: launch_cross_entropy(name)
+        for name in ("reduce_rows", "differentiate_rows")
+    },
     **{
         f"ops.embedding.backward_kernel.{name}": lambda name=name: launch_gradients(name)
         for name in embedding.backward_launches()

@@ -30,6 +30,7 @@ from stretto.parallel.layers.linear import CompressingLinear, LinearPlan, Parall
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layers.plain_parts import warn_of_whole_parts
+from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
@@ -97,6 +98,7 @@ class Builder:
         self.overlap = overlap
         self.matmuls = matmuls
         self.linears = 0
+        self.is_alone = grid.size("world") == 1 and not is_stage
         self.gradient_reducer = GradientReducer(grid, precision, overlap, at_end=matmuls.finish)
         over_z = grid.group("z")
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
@@ -120,7 +122,10 @@ class Builder:
         for name, role in plan.roles.items():
             original = originals[name]
             if role.role != "loss" and id(original) not in made:
-                made[id(original)] = self._build(name, original, role).train(original.training)
+                made[id(original)] = module = self._build(name, original, role).train(original.training)
+                dtypes = {parameter.dtype for parameter in original.parameters()}
+                if isinstance(module, ShardedModule) and dtypes <= {self.precision.compute or next(iter(dtypes), None)}:
+                    module.is_alone = self.is_alone
         return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
 
     def build_plain(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:

@@ -30,6 +30,7 @@ from stretto.execution import Recomputation
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
 from stretto.parallel.roles.huggingface import is_pretrained_model
 
@@ -49,6 +50,8 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full") -> None:
         return
     blocks = check_blocks(model, recompute)
     for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.is_alone = False  # a graph would have no outputs for a mode to keep
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
     # gradient_checkpointing_enable is the name before transformers 5.

@@ -143,8 +143,8 @@ def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_
     outputs = -(-model.head_outputs // grid.x)
     weight = outputs * model.hidden / grid.y
     match model.logits:
-        case "sliced":  # a slice is there in fp32 and once more in dtype
-            return min(outputs * tokens, LOGITS_SLICE) * (master + element) + weight * (
+        case "sliced":  # a slice is there in dtype; in slices that would fit in fp32 beside that
+            return min(outputs * tokens * element, LOGITS_SLICE * (master + element)) + weight * (
                 master + (3 if keeps_head_weight else 2) * element
             )
         case _:
@@ -264,6 +264,15 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
+    freed = min((min(kind.model.expert_tensors, default=0) for kind in model.kinds), default=0) / grid.expert
+    if freed and grid.z * grid.x == 1 and not accumulates and not config.gathers_once:
+        # The gradient of experts' first product is made in dtype when the second one's weight is freed, and the
+        # embedding's gradient, if it is not the head's too, is still to come.
+        moments[2]["gathered_weights"] = (gathered_in_backward - freed) * element if is_copied else 0.0
+        moments[2]["temporary"] = (widest + largest) * element + bucket
+        if model.has_own_head:
+            moments[2]["gradients"] -= table * of_number.gradient
+            moments.append({"gradients": gradients, "temporary": table * element + bucket})
     if unsharded:
         moments.append(
             {  # the end of an earlier micro-batch's backward pass, which sends nothing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stress configurations of experts' kernels, which each rank launches by itself, on whole numbers."""
+"""Stress configurations of experts' kernels and the loss's, which each rank launches by itself, on whole numbers."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ ENTRIES = 6
 K = 3
 _CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
 _COPIES = tuple(f"ops.moe.copies_kernels.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
+_LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
 _GATES = tuple(f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate"))
 
 
@@ -129,10 +130,51 @@ class ClearingCase(StressCase):
         return [rows, Check(gradients, expected)]
 
 
+class LossCase(StressCase):
+    """Statistics and gradients of cross-entropy, which must be right, and have the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        rows, columns, self._counted = (60, 20032, 20011) if team.is_cuda else (3, 64, 61)
+        self._calls = [
+            (
+                (team.integers((rows, columns), "logits", entry, team.rank, low=-40, high=40) / 4).bfloat16(),
+                team.integers((rows,), "targets", entry, team.rank, low=-9, high=columns).long(),
+            )
+            for entry in range(ENTRIES)
+        ]
+        self._scale = torch.full((rows,), 0.5, device=team.device)
+        self._expected = [self._run(entry) for entry in range(ENTRIES)]
+        for (logits, targets), (found, gradient) in zip(self._calls, self._expected, strict=True):
+            wide = logits[:, : self._counted].double().requires_grad_()
+            is_here = (targets >= 0) & (targets < self._counted)
+            of_target = wide.gather(1, targets.clamp(0, self._counted - 1)[:, None]).squeeze(1)
+            loss = wide.logsumexp(1) - torch.where(is_here, of_target, 0)
+            (right,) = torch.autograd.grad(loss.sum() / 2, wide)
+            pairs = (found, loss.detach(), 1e-5), (gradient[:, : self._counted], right, 2**-8)
+            if not all(torch.allclose(one.double(), other, rtol=far, atol=1e-7) for one, other, far in pairs):
+                raise AssertionError("the kernels of cross-entropy compute something else")
+
+    def _run(self, entry: int) -> tuple[Tensor, Tensor]:
+        from stretto.ops import cross_entropy
+
+        logits, targets = self._calls[entry]
+        highest, sums, of_target = cross_entropy.read_statistics(logits, targets, self._counted)
+        gradient = logits.clone()
+        cross_entropy.write_gradients(gradient, targets, highest, sums, self._scale, self._counted)
+        return sums.log() + highest - of_target, gradient
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
+
+
 def list_configurations() -> list[Configuration]:
-    """All configurations of experts."""
+    """All configurations of experts, and that of the loss."""
     return [
         Configuration("experts/copies", "experts", _COPIES, "sums, products and gradients of copies", CopiesCase),
         Configuration("experts/gated", "experts", _GATES, "gated SiLU and its gradient", GatedCase),
         Configuration("experts/clearing", "experts", _CLEARING, "zeros where no expert writes", ClearingCase),
+        Configuration("loss/cross-entropy", "loss", _LOSS, "cross-entropy and its gradient", LossCase),
     ]

@@ -193,8 +193,19 @@ class ParallelExperts(ShardedModule):
         self.plan = plan
         self.products = dict(products)
 
-    @torch.compiler.disable
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not self.is_traced():
+            return self.forward_on_grid(hidden, top_k_index, top_k_weights)
+        up, down = (local(self.get_parameter(name)) for name in (self._up, self._down))
+        x, ids = hidden.to(up.dtype).flatten(0, -2), self._known(top_k_index)
+        found = dispatch(x, ids, self.num_experts, max_rows=self.plan.max_rows)
+        inner = self._activate(grouped_matmul(found.rows, up, found.offsets))
+        y = combine(grouped_matmul(inner, down, found.offsets), found.handle, top_k_weights)
+        return y.view(hidden.shape)
+
+    @torch.compiler.disable
+    def forward_on_grid(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The output, as the plan says where tokens go. A compiler's graph breaks here."""
         plan, flow = self.plan, self.plan.flow
         if plan.checks_features:
             check_features(hidden, "y", plan.name)
@@ -213,8 +224,7 @@ class ParallelExperts(ShardedModule):
             x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
         limit, gather_over = plan.max_rows, flow.gather_over
         found = dispatch(x, ids, self.num_experts, plan.group, max_rows=limit, gather_group=gather_over, around=_around)
-        inner = self._multiply(self._up, found.rows, found.offsets)
-        inner = gated_activation(inner, self.act_fn) if self._up == "gate_up_proj" else self.act_fn(inner)
+        inner = self._activate(self._multiply(self._up, found.rows, found.offsets))
         y = combine(self._multiply(self._down, inner, found.offsets), found.handle, weights, plan.group, around=_around)
         if flow.cut_over is not None:
             y = gather_tokens(y, tokens, flow.cut_over)
@@ -225,6 +235,9 @@ class ParallelExperts(ShardedModule):
     def _multiply(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
         output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])
         return output
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        return gated_activation(inner, self.act_fn) if self._up == "gate_up_proj" else self.act_fn(inner)
 
     def _known(self, ids: Tensor) -> Tensor:
         """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""

@@ -301,10 +301,18 @@ class ParallelLinear(ShardedModule):
         self.register_parameter("bias", bias)
         self.plan = plan
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
+        if not self.is_traced():
+            return self.forward_on_grid(x)
+        self.check_autocast(x)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        return F.linear(x.to(weight.dtype), weight.t() if self.plan.is_transposed else weight, bias)
+
+    @torch.compiler.disable
+    def forward_on_grid(self, x: Tensor) -> Tensor:
+        """The output, by Algorithm 3. A compiler's graph breaks here."""
         if x.dim() == 1:
-            return self.forward(x.unsqueeze(0)).squeeze(0)
+            return self.forward_on_grid(x.unsqueeze(0)).squeeze(0)
         self.check_input(x)
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(local(self.bias))
@@ -326,6 +334,11 @@ class ParallelLinear(ShardedModule):
         plan = self.plan
         if plan.input_axis and plan.input_grad_reduce_group.size() * plan.output_reduce_group.size() > 1:
             check_features(x, plan.input_axis, plan.name)
+        self.check_autocast(x)
+
+    def check_autocast(self, x: Tensor) -> None:
+        """Raise ValueError for an autocast to another dtype than this linear computes in."""
+        plan = self.plan
         device, dtype = x.device.type, plan.shard.precision.compute or self.weight.dtype
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
             raise ValueError(
@@ -361,6 +374,6 @@ class CompressingLinear(ParallelLinear):
         self.heads_group = heads_group
 
     @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+    def forward_on_grid(self, x: Tensor) -> Tensor:
+        y = super().forward_on_grid(x)
         return y if self.heads_group.size() == 1 else sum_gradient(y, self.heads_group)

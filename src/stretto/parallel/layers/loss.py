@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.axes import LOSS
 from stretto.execution import LOGITS_SLICE
+from stretto.ops import cross_entropy
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.grid import Grid
@@ -82,29 +83,33 @@ class _HeadLoss(torch.autograd.Function):
         grad_bias = (
             torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None and needs_gradient else None
         )
-        # Ranks that have the same tokens must take the same slices, whatever their part of the vocabulary.
-        widest = -(-head.vocab // head.grid.size("x"))
-        length = max(1, LOGITS_SLICE // max(widest, 1))
+        has_kernels = bias is None and cross_entropy.suits_kernels(hidden)
+        length = _tokens_of_slice(head, hidden.dtype, is_wide=not has_kernels)
         for start in range(0, hidden.shape[0], length):
             part = slice(start, start + length)
-            logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group).to(exact)
-            if bias is not None:
-                logits[:, :rows] += bias
-            logits[:, rows:] = -torch.inf
-            loss, softmax = _cross_entropy(logits, targets[part] - head.first_row, rows, head.grid.group("x"))
+            logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group)
             is_valid = targets[part] != IGNORED_TARGET
+            scales = is_valid * scale if grad_hidden is not None else None
+            own_targets, group = targets[part] - head.first_row, head.grid.group("x")
+            if has_kernels:
+                loss = _cross_entropy_by_kernels(logits, own_targets, scales, rows, group)
+                gradient = logits
+            else:
+                logits = logits.to(exact)
+                if bias is not None:
+                    logits[:, :rows] += bias
+                logits[:, rows:] = -torch.inf
+                loss, gradient = _cross_entropy(logits, own_targets, rows, group)
+                if scales is not None:
+                    gradient *= scales.unsqueeze(-1)
+                    if grad_bias is not None:
+                        grad_bias += gradient[:, :rows].sum(0)
+                    gradient = gradient.to(hidden.dtype)
+            del logits  # the next slice's take its memory again
             total += torch.where(is_valid, loss, 0).sum()
-            del logits  # softmax is its memory, which the next slice's logits take again
-            if grad_hidden is None or grad_weight is None:
-                del softmax
-                continue
-            softmax *= (is_valid * scale).unsqueeze(-1)
-            if grad_bias is not None:
-                grad_bias += softmax[:, :rows].sum(0)
-            gradient = softmax.to(hidden.dtype)
-            del softmax
-            grad_hidden[part] = gradient @ weight
-            grad_weight += gradient.t() @ hidden[part]
+            if grad_hidden is not None and grad_weight is not None:
+                torch.mm(gradient, weight, out=grad_hidden[part])
+                _add_product(grad_weight, gradient.t(), hidden[part])
             del gradient
         if grad_hidden is not None and grad_weight is not None:
             all_reduce(grad_hidden, plan.input_grad_reduce_group)
@@ -120,6 +125,45 @@ class _HeadLoss(torch.autograd.Function):
         if is_asked_for(ctx, 1):
             ctx.plan.shard.start_reduction(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
         return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
+
+
+def _tokens_of_slice(head: ParallelHead, dtype: torch.dtype, *, is_wide: bool) -> int:
+    """Of how many tokens logits are in memory at once. is_wide: they are there in fp32 as well.
+
+    Ranks that have the same tokens must take the same slices, whatever their part of the vocabulary.
+    """
+    widest = max(1, -(-head.vocab // head.grid.size("x")))
+    if is_wide:
+        return max(1, LOGITS_SLICE // widest)
+    return max(1, LOGITS_SLICE * (torch.float32.itemsize + dtype.itemsize) // dtype.itemsize // widest)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which may be of a wider dtype: on a GPU within the product, without a rounding between."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _cross_entropy_by_kernels(
+    logits: Tensor, targets: Tensor, scales: Tensor | None, rows: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Cross-entropy [tokens] as of `_cross_entropy`, by kernels.
+
+    Logits become its gradient times `scales` [tokens] if that is given, and stay as they are otherwise.
+    """
+    highest, sums, of_target = cross_entropy.read_statistics(logits, targets, rows)
+    if group.size() > 1:
+        own_highest = highest
+        highest = all_reduce(own_highest.clone(), group, dist.ReduceOp.MAX)
+        sums = sums * (own_highest - highest).exp()
+        sums, of_target = all_reduce(torch.stack((sums, of_target)), group)
+    if scales is not None:
+        cross_entropy.write_gradients(logits, targets, highest, sums, scales, rows)
+    return sums.log() + highest - of_target
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

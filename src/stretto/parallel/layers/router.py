@@ -57,7 +57,16 @@ def route_whole_features(
         is_factor = isinstance(found, Tensor) and found.shape[-1] == 1
         return sum_gradient(found, over_y) if is_factor and over_y.size() > 1 else found
 
-    module.forward = torch.compiler.disable(on_whole_features, recursive=False)
+    on_grid = torch.compiler.disable(on_whole_features, recursive=False)
+    # On one rank nothing is sent, and a compiler may trace the whole forward. Not where a router's statistics are kept
+    # in Python.
+    may_trace = grid.size("world") == 1 and not counts_tokens
+
+    @functools.wraps(forward)
+    def route(*args: Any, **kwargs: Any) -> Any:
+        return on_whole_features(*args, **kwargs) if may_trace else on_grid(*args, **kwargs)
+
+    module.forward = route
     if counts_tokens:
         groups = [grid.group(LOSS), *([] if tokens is None else [tokens.group])]
         _count_over_ranks(module, [group for group in groups if group.size() > 1])
