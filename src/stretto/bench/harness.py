@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +24,10 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from stretto.memory import allocated_bytes
-from stretto.train.launch import allocator_environment
+from stretto.bench.mps import has_mps, mps_daemon, share_for
+from stretto.cluster.detection import count_gpus
+from stretto.memory import allocated_bytes, shared_gpus
+from stretto.train.launch import allocator_environment, changed_environment
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -113,6 +116,20 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[st
 def in_one_line(error: BaseException) -> str:
     """The first line of an error's message, for a cell of a table."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
+
+@contextmanager
+def shared_where_few(ranks: int) -> Iterator[None]:
+    """Let processes that are started meanwhile share the machine's GPUs, if it has fewer than `ranks`, by MPS if it is
+    there; does nothing on a machine without GPUs."""
+    gpus = count_gpus()
+    with ExitStack() as stack:
+        if gpus and ranks > gpus:
+            variables = {shared_gpus.SWITCH: "1", shared_gpus.OVERLAPPING: "1"}
+            if has_mps():
+                variables |= stack.enter_context(mps_daemon(share_for(ranks)))
+            stack.enter_context(changed_environment(variables))
+        yield
 
 
 def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = True) -> Any:

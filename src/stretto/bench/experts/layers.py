@@ -234,9 +234,11 @@ def _make_step(
 
 
 def _count_host_waits(device: torch.device, step: Step) -> dict[str, Any]:
-    """How often a step makes the host wait for the GPU, by torch's synchronization warnings; None on a CPU."""
+    """How often a step makes the host wait for the GPU, by torch's synchronization warnings, and in which files'
+    lines; None on a CPU."""
     if device.type != "cuda":
         return {"host_waits": None}
+    step()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -245,7 +247,9 @@ def _count_host_waits(device: torch.device, step: Step) -> dict[str, Any]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return {"host_waits": sum("synchroniz" in str(each.message) for each in caught)}
+    places = ["/".join(Path(each.filename).parts[-2:]) for each in caught if "synchroniz" in str(each.message)]
+    places = [place for place in places if place != "cuda/__init__.py"]  # where torch itself warns of the mode
+    return {"host_waits": ", ".join([str(len(places)), *sorted(set(places))])}
 
 
 def _predict_memory(setting: MoeLayersSetting, make: Make, measured: float | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, write_result
+from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, shared_where_few, write_result
 from stretto.bench.messages.settings import LIBRARY, MessagesSetting
 from stretto.bench.pictures import draw_result
 from stretto.memory import shared_gpus
@@ -40,7 +40,8 @@ COLUMNS = (
 
 def bench_messages(ranks: int, setting: MessagesSetting, out: Path) -> dict[str, Any]:
     """Measure, print the table, and write messages.json, .md and .png to `out`."""
-    result = run_ranks(ranks, measure_messages, setting, trains=False)
+    with shared_where_few(ranks):
+        result = run_ranks(ranks, measure_messages, setting, trains=False)
     print_table(f"Messages between 2 ranks, and all-reduces of {ranks}", COLUMNS, result["rows"])
     for line in (*result["notes"], f"default carrier of 2 ranks here: {result['chosen']}"):
         print(line)

@@ -8,7 +8,6 @@ Ranks may share one GPU (STRETTO_SHARE_GPUS=1): then all collectives of both are
 
 import itertools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,16 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.mps import has_mps, mps_daemon, share_for
+from stretto.bench.harness import Column, print_table, run_ranks, shared_where_few, write_result
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun, measure
 from stretto.bench.training.settings import BLOCK_MODELS, BlocksSetting
 from stretto.bench.training.torch_peers import clip_sharded_grad_norm_
 from stretto.cluster.detection import count_gpus
-from stretto.memory import shared_gpus
 from stretto.parallel import Grid, clip_grad_norm_, parallelize
 from stretto.parallel.blocks import find_blocks
-from stretto.train.launch import changed_environment
 
 COLUMNS = (
     Column("model", "model"),
@@ -174,12 +170,7 @@ def bench_blocks(setting: BlocksSetting, ranks: int, out: Path) -> list[dict[str
     """
     gpus = count_gpus()
     rows: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        if gpus and ranks > gpus:
-            variables = {shared_gpus.SWITCH: "1", shared_gpus.OVERLAPPING: "1"}
-            if has_mps():
-                variables |= stack.enter_context(mps_daemon(share_for(ranks)))
-            stack.enter_context(changed_environment(variables))
+    with shared_where_few(ranks):
         for name in setting.models:
             found = run_ranks(ranks, measure_model, setting, name, ranks, not gpus)
             rows += [{"model": name} | row for row in _compare(found)]

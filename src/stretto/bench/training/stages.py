@@ -57,7 +57,10 @@ def _measure(setting: StagesSetting) -> list[dict[str, Any]]:
             name = "interleaved 1F1B, W split" if splits else "interleaved 1F1B"
             build = partial(_pipeline, setting, grid, is_compiled=is_compiled, splits=splits)
             add(f"{name}{suffix}", build)
-        add(f"torch's pipelining{suffix}", partial(_torch_pipeline, setting, grid, is_compiled=is_compiled), True)
+        of_weights = partial(_pipeline, setting, grid, is_compiled=is_compiled, splits=False, has_masters=False)
+        add(f"interleaved 1F1B, weights in {setting.dtype}{suffix}", of_weights)
+        of_torch = partial(_torch_pipeline, setting, grid, is_compiled=is_compiled)
+        add(f"torch's pipelining, weights in {setting.dtype}{suffix}", of_torch, True)
     rows = measure(runs, setting, grid.device, extra=partial(_look_at, grid.device))
     base = {is_compiled: _milliseconds(rows, f"accumulation{', compiled' * is_compiled}") for is_compiled in (0, 1)}
     for row in rows:
@@ -84,9 +87,18 @@ def _draw(setting: StagesSetting, device: torch.device) -> tuple[Tensor, Tensor]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _build(setting: StagesSetting, grid: Grid, *, is_compiled: bool, stages: StageOptions | None = None) -> nn.Module:
+def _build(
+    setting: StagesSetting,
+    grid: Grid,
+    *,
+    is_compiled: bool,
+    stages: StageOptions | None = None,
+    has_masters: bool = True,
+) -> nn.Module:
+    """has_masters: weights and their gradients are fp32, otherwise of the compute dtype."""
     dtype = TORCH_DTYPES[setting.dtype]
-    model = parallelize(meta_gpt(setting.model()), grid, dtype=dtype, stages=stages or StageOptions())
+    plain = meta_gpt(setting.model())
+    model = parallelize(plain if has_masters else plain.to(dtype), grid, dtype=dtype, stages=stages or StageOptions())
     if is_compiled:
         compile_blocks(model)
     return model
@@ -135,9 +147,9 @@ class _StagedStep:
         return statistics.median(action.end - action.start for action in self.pipeline.computed) * 1e3
 
 
-def _pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool, splits: bool) -> Step:
+def _pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool, splits: bool, has_masters: bool = True) -> Step:
     stages = StageOptions(setting.virtual_stages)
-    model = _build(setting, grid, is_compiled=is_compiled, stages=stages)
+    model = _build(setting, grid, is_compiled=is_compiled, stages=stages, has_masters=has_masters)
     schedule = build_schedule("interleaved", 1, setting.batch, setting.virtual_stages)
     pipeline = Pipeline(model, grid, schedule=split_backward(schedule) if splits else schedule, micro_batch_size=1)
     return _StagedStep(pipeline, *_draw(setting, grid.device))
