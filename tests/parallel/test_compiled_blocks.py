@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled blocks: on one rank each is one graph, unless something has to happen that a graph would not have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.models import GPT
+from stretto.parallel import Grid, checkpoint_activations, gather, parallelize
+from tests.parallel.test_parity import gpt
+from tests.parallel.training import distance
+
+VOCAB, TOKENS = 61, torch.arange(2 * 17).view(2, 17) * 7 % 61
+
+
+def make_gpt() -> nn.Module:
+    return GPT(gpt(layers=2, positions="rotary", activation="swiglu", norm="rmsnorm"))
+
+
+def make_qwen() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=VOCAB, num_hidden_layers=2, use_cache=False, **sizes, **experts)
+    )
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    if isinstance(model, GPT):
+        return model(TOKENS[:, :-1], TOKENS[:, 1:])
+    return model(input_ids=TOKENS, labels=TOKENS).loss
+
+
+class Sink:
+    """Takes gradients as optimizer state apart does."""
+
+    def __init__(self) -> None:
+        self.taken: list[nn.Parameter] = []
+
+    def add(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        self.taken.append(parameter)
+
+    def complete(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def compile_blocks(make_model: Callable[[], nn.Module], how: str) -> tuple[int, int, float, int]:
+    """Graphs and graph breaks of a compiled model on one rank, how far gradients are from the plain model's, and how
+    many parameters' gradients a sink was given."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = make_model()
+    torch.manual_seed(0)
+    model = parallelize(make_model(), Grid(), dtype=torch.float64 if how == "wider" else None)
+    sink = Sink()
+    if how == "recomputed":
+        checkpoint_activations(model, "full")
+    elif how == "sink":
+        model.gradient_reducer.send_to(sink)
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.utils.counters.clear()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[0].endswith(("layers", "blocks")):
+            module.compile(backend=count)
+    loss_of(plain).backward()
+    loss_of(model).backward()
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    if how == "sink":
+        return len(graphs), breaks, 0.0, len({id(parameter) for parameter in sink.taken})
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return len(graphs), breaks, max(distance(gather(one.grad).float(), other.grad) for one, other in pairs), 0
+
+
+@pytest.mark.parametrize("make_model", [make_gpt, make_qwen])
+def test_a_block_on_one_rank_is_one_graph(ranks, make_model):
+    ((graphs, breaks, far, _),) = ranks(1).run(compile_blocks, make_model, "as it is")
+    assert (graphs, breaks) == (1, 0)  # both blocks are of one kind
+    assert far < 1e-5
+
+
+@pytest.mark.parametrize("how", ["recomputed", "wider"])
+def test_what_a_graph_would_not_have_breaks_it(ranks, how):
+    ((graphs, _, far, _),) = ranks(1).run(compile_blocks, make_gpt, how)
+    assert graphs != 1
+    assert far < 1e-5
+
+
+def test_a_sink_takes_every_gradient_of_a_compiled_model(ranks):
+    ((_, breaks, _, taken),) = ranks(1).run(compile_blocks, make_gpt, "sink")
+    assert breaks > 0
+    assert taken == len(list(make_gpt().parameters()))
