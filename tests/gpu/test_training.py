@@ -33,7 +33,8 @@ def grids(world: int) -> list[dict[str, int]]:
     if is_shared(world) and world in FEW:
         return [dict.fromkeys(NAMES, 1) | sizes for sizes in FEW[world]]
     sizes = range(1, world + 1)
-    return [dict(zip(NAMES, f, strict=True)) for f in itertools.product(sizes, repeat=4) if prod(f) == world]
+    factors = (f for f in itertools.product(sizes, repeat=4) if prod(f) == world)
+    return [dict.fromkeys(NAMES, 1) | dict(zip(("data", "x", "y", "z"), f, strict=True)) for f in factors]
 
 
 def batch() -> tuple[Tensor, Tensor]:
