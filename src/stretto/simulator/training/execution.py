@@ -9,10 +9,8 @@ seconds computation loses for each second of a collective beside it, as a probe 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from stretto.simulator.events import NANOSECONDS, EventQueue
-from stretto.simulator.graph import Execution, ExecutionGraph, _Run
+from stretto.simulator.graph import Execution, ExecutionGraph, GraphRun
 from stretto.simulator.network import NetworkModel, NetworkTopology
 from stretto.simulator.training.program import COMPUTE
 
@@ -56,20 +54,10 @@ class StageNetwork:
 
 def execute_step(graph: ExecutionGraph, network: NetworkModel, slowdowns: Mapping[str, float]) -> Execution:
     """Execute a graph. slowdowns: by stream of communication, what computation of its rank loses a second."""
-    network.reset()
-    run = _SlowedRun(graph, network, slowdowns)
-    run.begin()
-    return Execution(
-        graph,
-        network.fidelity,
-        np.array(run.starts) / NANOSECONDS,
-        np.array(run.ends) / NANOSECONDS,
-        run.queue.processed,
-        getattr(network, "link_busy", None),
-    )
+    return _SlowedRun(graph, network, slowdowns).run()
 
 
-class _SlowedRun(_Run):
+class _SlowedRun(GraphRun):
     """An execution in which a rank's computation depends on what it sends meanwhile. Times are nanoseconds."""
 
     def __init__(self, graph: ExecutionGraph, network: NetworkModel, slowdowns: Mapping[str, float]) -> None:

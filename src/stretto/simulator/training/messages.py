@@ -20,6 +20,8 @@ from stretto.simulator.training.step import StepPrograms
 
 PACKET_BYTES = 4096
 """Links forward messages in packets, as NVLink's and networks' switches do."""
+NO_LATENCY = 1e-15
+"""Seconds: a cluster's latencies are more than 0."""
 MOST_MESSAGES = 3_000_000
 """Of a step that is simulated message by message: about a minute."""
 
@@ -31,7 +33,7 @@ def network_of(cluster: Cluster, gpus: int, link_factors: Sequence[float] = ()) 
     """
     changed = replace(
         cluster,
-        in_node=replace(cluster.in_node, latency=0.0),
+        in_node=replace(cluster.in_node, latency=NO_LATENCY),
         between_nodes=replace(cluster.between_nodes, latency=message_latency(cluster, leaves=True)),
     )
     topology = of_cluster(changed, gpus)
@@ -119,4 +121,3 @@ class MessageLowering(StepLowering):
                 f"this step has about {messages:,.0f} messages, and {MOST_MESSAGES:,} are simulated at most; fewer "
                 "GPUs, layers or micro-batches, or --fidelity closed-form would do"
             )
-
