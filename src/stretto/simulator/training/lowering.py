@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder
-from stretto.simulator.training.groups import list_groups
+from stretto.simulator.training.groups import group_dims, list_groups
 from stretto.simulator.training.program import COMPUTE, HOST, PIPE, Collective, Message, Operation
 from stretto.simulator.training.step import StepPrograms
 
@@ -25,10 +25,28 @@ BY_COPY_ENGINES = ", by copy engines"
 
 @dataclass(frozen=True)
 class RankFactors:
-    """How much slower than the cluster says each rank computes, and sends and receives; () where none is."""
+    """How much slower than the cluster says each rank is; () where none is. compute: at computing. links: at what it
+    sends and receives. nics: at what of that leaves its node, which has gpus_per_node ranks.
+
+    is_first_slowest: the first rank of each stage is slowest in everything, and so stands for all.
+    """
 
     compute: tuple[float, ...] = ()
     links: tuple[float, ...] = ()
+    nics: tuple[float, ...] = ()
+    gpus_per_node: int = 1
+    is_first_slowest: bool = False
+
+    def of_computation(self, rank: int) -> float:
+        """Of a rank's computation."""
+        return self.compute[rank] if self.compute else 1.0
+
+    def of_communication(self, first: int, last: int) -> float:
+        """Of what a rank sends, in a group or a pair that reaches to another rank."""
+        factor = max(self.links[first], self.links[last]) if self.links else 1.0
+        if self.nics and first // self.gpus_per_node != last // self.gpus_per_node:
+            factor *= max(self.nics[first], self.nics[last])
+        return factor
 
 
 @dataclass
@@ -108,7 +126,7 @@ class StepLowering:
         return [
             self.builder.compute(
                 self.graph_rank(rank, place),
-                operation.seconds * self._factor(self.factors.compute, rank, place),
+                operation.seconds * self.factors.of_computation(self.device(rank, place)),
                 stream=operation.stream,
                 after=after[place],
                 name=operation.name,
@@ -126,7 +144,10 @@ class StepLowering:
             waits = list(chain.from_iterable(after[place] for place in members))
             if len(members) > 1:
                 waits = [self.builder.join(waits)]
-            slowest = max(self._factor(self.factors.links, rank, place) for place in members)
+            devices = [self.device(rank, place) for place in members]
+            if len(self.represented) == 1:
+                devices.append(devices[0] + self._reach(collective.group))
+            slowest = max(self.factors.of_communication(devices[0], other) for other in devices)
             for place in members:
                 numbers[place] = self.builder.compute(
                     self.graph_rank(rank, place),
@@ -164,8 +185,13 @@ class StepLowering:
     def _message_bytes(self, message: Message, source: int, target: int) -> float:
         return self.programs.tied_bytes if message.micro_batch is None else self.programs.message_bytes
 
-    def _factor(self, factors: Sequence[float], rank: int, place: int) -> float:
-        return factors[rank * self.stage_ranks + self.represented[place]] if factors else 1.0
+    def device(self, rank: int, place: int) -> int:
+        """The global rank of one that is represented."""
+        return rank * self.stage_ranks + self.represented[place]
+
+    def _reach(self, group: str) -> int:
+        """How far the last rank of a group is from the first."""
+        return sum(stride * (size - 1) for stride, size in group_dims(self.grid, group))
 
 
 def stream_of(collective: Collective) -> str:

@@ -22,32 +22,56 @@ PACKET_BYTES = 4096
 """Links forward messages in packets, as NVLink's and networks' switches do."""
 NO_LATENCY = 1e-15
 """Seconds: a cluster's latencies are more than 0."""
+SHARED = 0.5
+"""GPUs are wired in pairs if the links to all peers, added up, have less than twice what one GPU sends at once."""
 MOST_MESSAGES = 3_000_000
 """Of a step that is simulated message by message: about a minute."""
 
 
-def network_of(cluster: Cluster, gpus: int, link_factors: Sequence[float] = ()) -> EventDrivenNetwork:
-    """The network of a step's ranks. link_factors: how much slower all links of each rank are.
+def network_of(
+    cluster: Cluster, gpus: int, link_factors: Sequence[float] = (), *, loses_link: bool = False
+) -> EventDrivenNetwork:
+    """The network of a step's ranks. link_factors: how much slower all links of each rank, and of its NICs, are.
 
-    Latency in a node is part of messages' sizes. Raises ValueError like `of_cluster`.
+    loses_link: the first node's first NIC is gone, or, in one node, the link between its first two GPUs. Latency in a
+    node is part of messages' sizes. Raises ValueError like `of_cluster`.
     """
+    link, is_switched = cluster.in_node, are_switched(cluster)
     changed = replace(
         cluster,
-        in_node=replace(cluster.in_node, latency=NO_LATENCY),
+        in_node=replace(
+            link, latency=NO_LATENCY, pair_bandwidth=None if is_switched and link.bandwidth else link.pair_bandwidth
+        ),
         between_nodes=replace(cluster.between_nodes, latency=message_latency(cluster, leaves=True)),
     )
     topology = of_cluster(changed, gpus)
+    links, nodes = list(topology.links), max(1, gpus // cluster.gpus_per_node)
+    if loses_link:
+        lost = {gpus + nodes} if nodes > 1 else {0, 1}  # NICs are numbered after a switch a node
+        links = [each for each in links if not lost <= {each.source, each.target}]
     if link_factors:
-        slowed = [
-            replace(
-                link,
-                bandwidth=link.bandwidth
-                / max((link_factors[end] for end in (link.source, link.target) if end < gpus), default=1.0),
-            )
-            for link in topology.links
+        slow = dict(enumerate(link_factors))
+        for each in topology.links:
+            if each.source < gpus and each.target >= gpus + nodes:
+                slow[each.target] = max(slow.get(each.target, 1.0), slow[each.source])
+        links = [
+            replace(each, bandwidth=each.bandwidth / max(slow.get(each.source, 1.0), slow.get(each.target, 1.0)))
+            for each in links
         ]
-        topology = NetworkTopology(topology.name, topology.devices, slowed, vertices=topology.vertices)
+    if loses_link or link_factors:
+        topology = NetworkTopology(topology.name, gpus, links, vertices=topology.vertices)
     return EventDrivenNetwork(topology, PACKET_BYTES)
+
+
+def are_switched(cluster: Cluster) -> bool:
+    """Whether a switch joins a node's GPUs: one sends to one peer almost as fast as to all of them together.
+
+    A probe finds less for one peer than for all also where there is a switch.
+    """
+    link, peers = cluster.in_node, cluster.gpus_per_node - 1
+    if not link.bandwidth or not link.pair_bandwidth:
+        return True
+    return SHARED * peers * link.pair_bandwidth > link.bandwidth or link.pair_bandwidth >= link.bandwidth
 
 
 class MessageLowering(StepLowering):

@@ -2,7 +2,7 @@
 """Simulates a training step: when each rank computes, communicates and waits (`simulate_step`)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -208,11 +208,13 @@ def simulate_step(
     fidelity: Fidelity = "closed-form",
     factors: RankFactors | None = None,
     all_ranks: bool = False,
+    loses_link: bool = False,
 ) -> StepSimulation:
     """Simulate a training step on a cluster.
 
     fidelity: "closed-form" or "event-driven". factors: by which each rank computes, and sends, more slowly; every rank
-    is simulated then. all_ranks: simulate every rank although all do the same.
+    is simulated then. all_ranks: simulate every rank although all do the same. loses_link: event-driven, the first
+    node's first NIC is gone, or, in one node, the link between its first two GPUs.
 
     Raises ValueError like the planner, and for a step that is too large to be simulated.
     """
@@ -222,9 +224,10 @@ def simulate_step(
     network: NetworkModel
     if fidelity == "event-driven":
         lowered = MessageLowering(programs, cluster, factors).lower()
-        network = network_of(cluster, config.grid.ranks, factors.links if factors else ())
+        network = network_of(cluster, config.grid.ranks, factors.links if factors else (), loses_link=loses_link)
     else:
-        represented = range(config.grid.stage_ranks) if factors or all_ranks else range(1)
+        is_alike = factors is None or factors.is_first_slowest
+        represented = range(1 if is_alike and not all_ranks else config.grid.stage_ranks)
         _check_operations(programs, len(represented))
         lowered = StepLowering(programs, represented, factors).lower()
         network = _stage_network(programs, lowered, factors)
@@ -237,12 +240,6 @@ def simulate_step(
     return StepSimulation(programs, lowered, execute_step(lowered.graph, network, slowdowns), network)
 
 
-def with_factors(factors: RankFactors, ranks: int) -> RankFactors:
-    """Factors of every rank, 1 where there are none."""
-    ones = (1.0,) * ranks
-    return replace(factors, compute=factors.compute or ones, links=factors.links or ones)
-
-
 def _stage_network(programs: StepPrograms, lowered: LoweredStep, factors: RankFactors | None) -> StageNetwork:
     """The channels of all messages between stages."""
     costs: dict[tuple[int, int], tuple[float, float]] = {}
@@ -253,11 +250,7 @@ def _stage_network(programs: StepPrograms, lowered: LoweredStep, factors: RankFa
         each = hop.transmission / programs.message_bytes if programs.message_bytes else 0.0
         for place in range(places):
             pair = message.source * places + place, message.target * places + place
-            slow = (
-                max((factors.links[lowered.devices[end]] for end in pair), default=1.0)
-                if factors and factors.links
-                else 1.0
-            )
+            slow = factors.of_communication(*(lowered.devices[end] for end in pair)) if factors else 1.0
             costs[pair] = hop.latency, each * slow
     return StageNetwork(switch(max(2, lowered.graph.world), 1.0, 0.0), costs)
 
