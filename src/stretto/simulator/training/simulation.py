@@ -118,7 +118,8 @@ class StepSimulation:
     @property
     def idle(self) -> float:
         """Seconds in which it does neither: bubbles, waits for slower ranks, and the host's."""
-        return max(0.0, self.step_time - self.computation - self.exposed_total)
+        left = self.step_time - self.computation - self.exposed_total
+        return left if left > 1e-12 * self.step_time else 0.0  # else it is what rounding leaves
 
     def spans(self, rank: int | None = None) -> Iterator[StepSpan]:
         """What runs on a rank of the graph (default: `rank`), in the order in which it was issued."""
