@@ -112,8 +112,10 @@ class Tape:
 
     def send(self, message: Message) -> int:
         """Send what was computed last to another stage."""
-        direction = "activations" if message.is_forward else "gradient"
-        return self._add(Operation(f"send {direction}", PIPE, 0.0, self._done(), sent=message))
+        what = "activations" if message.is_forward else "gradient"
+        if message.micro_batch is None:
+            what = "gradient of tied embeddings"
+        return self._add(Operation(f"send {what}", PIPE, 0.0, self._done(), sent=message))
 
     def receive(self, message: Message) -> None:
         """Let the next computation wait for a message."""
