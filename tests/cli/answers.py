@@ -34,6 +34,7 @@ class Answer(NamedTuple):
         return self.command.split()
 
 
+STEP = "--model gpt2-small --cluster dgx-h100 --gpus 4 --batch 8 --seq-len 256"
 RING = "--topology ring:16 --bandwidth 50GiB/s --latency 500ns"
 ANSWERS = (
     Answer("--help", DONE, "Usage"),
@@ -118,6 +119,12 @@ ANSWERS = (
     Answer(f"simulate collective all_reduce {RING} --bytes 1MiB", DONE, "event-driven"),
     Answer(f"simulate collective all_redcue {RING} --bytes 1MiB", REFUSED, "did you mean 'all_reduce'"),
     Answer(f"simulate collective all_reduce {RING} --bytes 1X", REFUSED, "is no size"),
+    Answer(f"simulate step {STEP} --json", DONE, '"fidelity": "closed-form"'),
+    Answer(f"simulate step {STEP} --what-if gpu --stragglers lognormal:0.1", DONE, "GPUs that compute twice as fast"),
+    Answer("simulate step --model gpt2-small --cluster dgx-h100", REFUSED, "--batch, --seq-len are missing"),
+    Answer(f"simulate step {STEP} --overlap some", REFUSED, "takes all, none, or some of all_reduce"),
+    Answer(f"simulate step {STEP} --what-if more", REFUSED, "must be one of nic, gpu, link, or all"),
+    Answer(f"simulate step {STEP} --grid x=7", REFUSED, "x=7 does not divide 12 heads"),
     Answer(f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "ranks_per_node"),
     Answer("bench", REFUSED, "This machine has no GPU. Without GPUs these run"),
     Answer("bench tarin", REFUSED, "train"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.cli.simulate_step import step
 
 if TYPE_CHECKING:
     from stretto.simulator import NetworkTopology
@@ -16,6 +17,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="What messages and collectives take on a cluster that you do not have. Needs no GPU.",
 )
+
+app.command()(step)
 
 Topology = Annotated[
     str | None,
