@@ -105,6 +105,20 @@ def plan(count: int) -> dict[str, Any]:
     return {"rows": [*rows, rows[0] | {"grid": "data=4", "measured_milliseconds": None}]}
 
 
+def simulated_steps(count: int) -> dict[str, Any]:
+    rows = [
+        {
+            "workload": workload,
+            "grid": grid,
+            "planned_error": None if workload.endswith("z=4") else -0.05 + 0.02 * place,
+            "simulated_error": -0.049 + 0.02 * place,
+        }
+        for workload in ("gpt-5b, 24 layers, batch 8 x 2048 tokens, 4 ranks", "gpt-5b, overlaps of z=4")
+        for place, grid in enumerate(("z=4", "data=2 x=2", "x=2, sequence sharded", "+ reduce_scatter", "y=4")[:count])
+    ]
+    return {"rows": rows}
+
+
 def collectives(count: int) -> dict[str, Any]:
     names = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
     rows = [
@@ -349,6 +363,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "overlap.json": overlap,
     "dlrm.json": dlrm,
     "plan.json": plan,
+    "simulated-steps.json": simulated_steps,
     "collectives.json": collectives,
     "compile.json": compile_,
     "pipelining.json": pipelining,

@@ -36,6 +36,7 @@ _PLOTS = {
     "two-level.json": "two_level.plot:plot_two_level",
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
+    "simulated-steps.json": "plan.plot:plot_simulated_steps",
     "moe-demo.json": "training.plot:plot_moe_demo",
     "experts.json": "training.plot:plot_experts",
 }

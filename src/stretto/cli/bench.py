@@ -28,6 +28,7 @@ from stretto.bench.plan.settings import (
     PublishedPipelinesSetting,
     PublishedSetting,
     SchedulesSetting,
+    SimulatedStepsSetting,
     read_predictions,
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
@@ -288,6 +289,14 @@ def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
     from stretto.bench.plan.published_experts import bench_published_experts
 
     return bench_published_experts(out, setting.micro_batch)
+
+
+@_command("simulated-steps", SimulatedStepsSetting)
+def simulated_steps(setting: SimulatedStepsSetting, out: Path) -> Any:
+    """Steps that were measured on GPUs, beside the simulator's and the planner's (needs no GPU)."""
+    from stretto.bench.plan.simulated_steps import bench_simulated_steps
+
+    return bench_simulated_steps([Path(folder) for folder in setting.plans], setting.overlaps, out)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)

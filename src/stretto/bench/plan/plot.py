@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import GREY, GUIDE, ORANGE, SERIES, STRETTO, drawing
+from stretto.report.style import GREY, GUIDE, ORANGE, SERIES, STRETTO, Look, drawing
 
 _ROW = 0.2  # inches
 _MEMORY = {"equal": "live micro-batches as 1F1B", "twice": "twice as many"}
@@ -73,6 +73,43 @@ def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> Non
 
 def _has_both(row: Mapping[str, Any], key: str) -> bool:
     return row.get(f"predicted_{key}") is not None and row.get(f"measured_{key}") is not None
+
+
+def plot_simulated_steps(result: Path, picture: Path) -> None:
+    """Draw a panel a workload: of each step the planner's and the simulator's time over the measured one."""
+    data = json.loads(result.read_text())
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        rows_of.setdefault(row["workload"], []).append(row)
+    series = (("planned_error", "plan --cost full", SERIES[1]), ("simulated_error", "simulated", STRETTO))
+    workloads = list(rows_of.items())
+    pairs = [workloads[place : place + 2] for place in range(0, len(workloads), 2)]
+    heights = [_ROW * max(len(rows) for _, rows in pair) + 1.0 for pair in pairs]
+    with drawing(picture, 13, sum(heights) or 1) as drawn:
+        panels = drawn.panels(len(pairs), 2, height_ratios=heights or None, sharex=True)
+        for across, pair in zip(panels, pairs, strict=True):
+            for panel, (workload, rows) in zip(across, pair, strict=False):
+                _plot_errors(panel, rows, series)
+                panel.set_title(workload, loc="left")
+            for panel in across[len(pair) :]:
+                panel.set_visible(False)
+        for panel in panels[-1] if len(pairs) else ():
+            panel.set_xlabel("error of a step's time (%)")
+        drawn.title = "Steps that were measured, as the planner and the simulator have them"
+        drawn.subtitle = f"simulated in closed form, {data['date']}"
+        drawn.caption = "Grids are the sizes of data, x, y and z, the fastest measured first."
+
+
+def _plot_errors(panel: Axes, rows: Sequence[Mapping[str, Any]], series: Sequence[tuple[str, str, Look]]) -> None:
+    panel.axvline(0, **GUIDE)
+    for key, label, look in series:
+        known = [(100 * row[key], place) for place, row in enumerate(rows) if row[key] is not None]
+        errors, places = [error for error, _ in known], [place for _, place in known]
+        if known:
+            panel.plot(errors, places, linestyle="none", marker=look.marker, color=look.colour, label=label)
+    panel.set_yticks(range(len(rows)), [row["grid"] for row in rows])
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    panel.tick_params(axis="y", length=0)
 
 
 def plot_schedules(result: Path, picture: Path) -> None:
