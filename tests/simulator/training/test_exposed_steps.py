@@ -27,7 +27,7 @@ def run(tape: Tape, **slowdowns: float) -> StepSimulation:
     programs = StepPrograms(workload(), configure({"x": 2, "z": 2}), (tuple(tape.operations),))
     lowered = StepLowering(programs, (0,)).lower()
     network = StageNetwork(switch(2, 1.0, 0.0), {})
-    return StepSimulation(programs, lowered, execute_step(lowered.graph, network, slowdowns), network)
+    return StepSimulation(programs, lowered, execute_step(lowered.graph, network, slowdowns), network, slowdowns)
 
 
 def test_a_collective_is_exposed_as_far_as_nothing_is_computed_beside_it():

@@ -46,6 +46,18 @@ def test_use_over_time_adds_up_to_the_whole():
         assert all(0 <= part <= 1 + 1e-9 for part in use[axis])
 
 
+def test_links_use_over_time_adds_up_to_the_whole_and_is_never_more_than_all_of_it():
+    step = simulate_step(workload(), configure({"x": 2, "z": 2}), made_up(), fidelity="event-driven")
+    use = step.link_use_over_time(20)
+    assert use.shape == (20, len(step.network.topology.links))
+    assert use.mean(0) == pytest.approx(step.link_use)
+    assert use.min() >= -1e-12
+    assert use.max() <= 1 + 1e-9
+    assert simulate_step(workload(), configure({"x": 2}), made_up()).link_use_over_time() is None
+    counters = {event["name"] for event in make_trace(step)["traceEvents"] if event["ph"] == "C"}
+    assert counters >= {"links that send", "the busiest link", "ranks that compute", "ranks that communicate over x"}
+
+
 def test_json_has_whole_nanoseconds_and_names_the_fidelity():
     step = simulate_step(workload(), configure({"x": 2, "z": 2}), made_up(), fidelity="event-driven").as_dict()
     assert step["fidelity"] == "event-driven"

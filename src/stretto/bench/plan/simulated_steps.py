@@ -120,10 +120,7 @@ def _compare(
     sizes = check_sizes({axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", grid)})
     workload = StepWorkload(read_architecture(GPTConfig(**model), seq_len), batch, seq_len)
     config = StepConfig(sizes, batch // sizes.batch_parts, options)
-    simulated, queued = (
-        simulate_step(workload, config, cluster, fidelity=fidelity)
-        for fidelity in FIDELITIES
-    )
+    simulated, queued = (simulate_step(workload, config, cluster, fidelity=fidelity) for fidelity in FIDELITIES)
     return about | {
         "simulated_milliseconds": simulated.step_time * 1e3,
         "queued_milliseconds": queued.step_time * 1e3,

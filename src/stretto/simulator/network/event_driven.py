@@ -50,6 +50,11 @@ class EventDrivenNetwork:
         """Seconds in which each link has been sending since the last reset, by its number."""
         return [busy / NANOSECONDS for busy in self._busy]
 
+    def busy_until(self, nanoseconds: float) -> list[float]:
+        """Seconds in which each link has been sending by a time that the simulation has reached."""
+        pairs = zip(self._busy, self._free_at, strict=True)  # what is queued keeps a link busy without a gap
+        return [(busy - max(0.0, free_at - nanoseconds)) / NANOSECONDS for busy, free_at in pairs]
+
     def send(
         self,
         queue: EventQueue,

@@ -6,12 +6,12 @@ seconds computation loses for each second of a collective beside it, as a probe 
 1 - overlap_slowdown of its speed while its rank communicates. Copy engines leave the multiprocessors alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stretto.simulator.events import NANOSECONDS, EventQueue
 from stretto.simulator.graph import Execution, ExecutionGraph, GraphRun
-from stretto.simulator.network import NetworkModel, NetworkTopology
+from stretto.simulator.network import EventDrivenNetwork, NetworkModel, NetworkTopology
 from stretto.simulator.training.program import COMPUTE
 
 LEAST_SPEED = 0.05
@@ -55,6 +55,17 @@ class StageNetwork:
 def execute_step(graph: ExecutionGraph, network: NetworkModel, slowdowns: Mapping[str, float]) -> Execution:
     """Execute a graph. slowdowns: by stream of communication, what computation of its rank loses a second."""
     return _SlowedRun(graph, network, slowdowns).run()
+
+
+def sample_links(
+    graph: ExecutionGraph, network: EventDrivenNetwork, slowdowns: Mapping[str, float], times: Sequence[float]
+) -> list[list[float]]:
+    """Execute a graph again, and return how long each link has been sending at each of these times, in seconds."""
+    run, sampled = _SlowedRun(graph, network, slowdowns), list[list[float]]()
+    for time in times:
+        run.queue.at(time * NANOSECONDS, lambda at: sampled.append(network.busy_until(at)), time * NANOSECONDS)
+    run.run()
+    return sampled
 
 
 class _SlowedRun(GraphRun):

@@ -45,20 +45,22 @@ def network_of(
         between_nodes=replace(cluster.between_nodes, latency=message_latency(cluster, leaves=True)),
     )
     topology = of_cluster(changed, gpus)
-    links, nodes = list(topology.links), max(1, gpus // cluster.gpus_per_node)
+    nodes = max(1, gpus // cluster.gpus_per_node)
+    nics = range(gpus + nodes, topology.vertices)  # numbered after a switch a node
     if loses_link:
-        lost = {gpus + nodes} if nodes > 1 else {0, 1}  # NICs are numbered after a switch a node
-        links = [each for each in links if not lost <= {each.source, each.target}]
+        lost = {nics[0]} if nodes > 1 else {0, 1}
+        topology = topology.without_links(
+            [number for number, each in enumerate(topology.links) if lost <= {each.source, each.target}]
+        )
     if link_factors:
         slow = dict(enumerate(link_factors))
         for each in topology.links:
-            if each.source < gpus and each.target >= gpus + nodes:
+            if each.source < gpus and each.target in nics:
                 slow[each.target] = max(slow.get(each.target, 1.0), slow[each.source])
         links = [
             replace(each, bandwidth=each.bandwidth / max(slow.get(each.source, 1.0), slow.get(each.target, 1.0)))
-            for each in links
+            for each in topology.links
         ]
-    if loses_link or link_factors:
         topology = NetworkTopology(topology.name, gpus, links, vertices=topology.vertices)
     return EventDrivenNetwork(topology, PACKET_BYTES)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates a training step: when each rank computes, communicates and waits (`simulate_step`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,8 +17,9 @@ from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.events import NANOSECONDS
 from stretto.simulator.graph import Execution, OperationType, covered
 from stretto.simulator.network.closed_form import NetworkModel
+from stretto.simulator.network.event_driven import EventDrivenNetwork
 from stretto.simulator.network.shapes import switch
-from stretto.simulator.training.execution import StageNetwork, execute_step
+from stretto.simulator.training.execution import StageNetwork, execute_step, sample_links
 from stretto.simulator.training.lowering import BY_COPY_ENGINES, LoweredStep, RankFactors, StepLowering
 from stretto.simulator.training.messages import MessageLowering, network_of
 from stretto.simulator.training.program import COMPUTE, HOST, PIPE
@@ -54,6 +55,7 @@ class StepSimulation:
     lowered: LoweredStep
     execution: Execution
     network: NetworkModel
+    slowdowns: Mapping[str, float]
 
     @property
     def fidelity(self) -> str:
@@ -151,6 +153,15 @@ class StepSimulation:
         busy = self.execution.link_busy
         return None if busy is None or self.fidelity == "closed-form" else busy / max(self.step_time, 1e-300)
 
+    def link_use_over_time(self, bins: int = 100) -> NDArray[np.float64] | None:
+        """The part of each of so many equal parts of the step in which each link sends: [bins, links]; None in closed
+        form. The step is simulated a second time."""
+        if not isinstance(self.network, EventDrivenNetwork):
+            return None
+        edges = np.linspace(0.0, self.step_time, bins + 1)[1:]
+        sampled = sample_links(self.lowered.graph, self.network, self.slowdowns, edges.tolist())
+        return np.diff(np.array([[0.0] * len(sampled[0]), *sampled]), axis=0) / (self.step_time / bins)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON: times as whole nanoseconds."""
         config = self.programs.config
@@ -238,7 +249,7 @@ def simulate_step(
         for name in lowered.graph.stream_names
         if name not in (COMPUTE, HOST, PIPE)
     }
-    return StepSimulation(programs, lowered, execute_step(lowered.graph, network, slowdowns), network)
+    return StepSimulation(programs, lowered, execute_step(lowered.graph, network, slowdowns), network, slowdowns)
 
 
 def _stage_network(programs: StepPrograms, lowered: LoweredStep, factors: RankFactors | None) -> StageNetwork:

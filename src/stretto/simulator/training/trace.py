@@ -14,28 +14,35 @@ from stretto.simulator.training.program import COMPUTE, HOST
 from stretto.simulator.training.simulation import StepSimulation, StepSpan
 
 MOST_RANKS = 64  # in one trace
+BINS = 100
 _MICROSECONDS = 1e6
 
 
 def make_trace(step: StepSimulation, *, is_whole: bool = False) -> dict[str, Any]:
     """The trace of the rank that computes most, or, with is_whole, of all that were simulated, up to MOST_RANKS.
 
-    Each axis has a counter: the part of ranks that communicate over it, in each of a hundred equal times of the step.
+    Counters have, for each of BINS equal times of the step, the part of it in which ranks compute, in which they
+    communicate over each axis, and in which links send (event-driven: the mean of all, and the busiest).
     """
     ranks = range(min(step.lowered.graph.world, MOST_RANKS)) if is_whole else [step.rank]
     events = [event for rank in ranks for event in _events_of(step, rank)]
-    uses = step.use_over_time(100)
-    for axis, use in uses.items():
-        events += [
-            {
-                "ph": "C",
-                "name": "ranks that compute" if axis == COMPUTE else f"ranks that communicate over {axis}",
-                "pid": step.lowered.devices[ranks[0]],
-                "ts": place * step.step_time / len(use) * _MICROSECONDS,
-                "args": {"part": part},
-            }
-            for place, part in enumerate(use)
-        ]
+    uses = {
+        "ranks that compute" if row == COMPUTE else f"ranks that communicate over {row}": use
+        for row, use in step.use_over_time(BINS).items()
+    }
+    if (links := step.link_use_over_time(BINS)) is not None:
+        uses |= {"links that send": links.mean(1).tolist(), "the busiest link": links.max(1).tolist()}
+    events += [
+        {
+            "ph": "C",
+            "name": name,
+            "pid": step.lowered.devices[ranks[0]],
+            "ts": place * step.step_time / BINS * _MICROSECONDS,
+            "args": {"part": part},
+        }
+        for name, use in uses.items()
+        for place, part in enumerate(use)
+    ]
     trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms", "fidelity": step.fidelity}
     if len(ranks) == 1:
         trace["stretto"] = {"groups": {}, "rank": step.device, "grid": step.programs.config.grid.sizes()}
