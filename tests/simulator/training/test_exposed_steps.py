@@ -13,13 +13,13 @@ from stretto.simulator.training.block_work import WeightCollectives
 from stretto.simulator.training.blocks import GradientSums
 from stretto.simulator.training.execution import StageNetwork, execute_step
 from stretto.simulator.training.lowering import StepLowering
-from stretto.simulator.training.program import Collective, Tape, WeightGathers
+from stretto.simulator.training.program import GroupCollective, Tape, WeightGathers
 from stretto.simulator.training.simulation import StepSimulation
 from stretto.simulator.training.step import StepPrograms
 
 
-def over(axis: str, seconds: float, kind: str = "all_reduce") -> Collective:
-    return Collective(kind, axis, axis, seconds, seconds)
+def over(axis: str, seconds: float, kind: str = "all_reduce") -> GroupCollective:
+    return GroupCollective(kind, axis, axis, seconds, seconds)
 
 
 def run(tape: Tape, **slowdowns: float) -> StepSimulation:

@@ -17,7 +17,7 @@ from stretto.simulator.training import (
     simulate_step,
     simulation,
 )
-from stretto.simulator.training.groups import list_groups
+from stretto.simulator.training.lowering import list_groups
 
 GRIDS = [
     {"data": 2, "x": 2, "z": 2},

@@ -26,16 +26,16 @@ from stretto.planner.experts.cost import (
 from stretto.planner.layers import Linear
 from stretto.planner.memory import gathered_by_copy_engines
 from stretto.planner.workload import StepConfig, StepWorkload
-from stretto.simulator.training.program import Collective, Prefetch
+from stretto.simulator.training.program import GroupCollective, Prefetch
 
 
 @dataclass(frozen=True)
 class WeightCollectives:
     """What is sent of one weight, or of several together: over z, and of its gradient over z and data."""
 
-    gather: Collective | None
-    scatter: Collective | None
-    data: Collective | None
+    gather: GroupCollective | None
+    scatter: GroupCollective | None
+    data: GroupCollective | None
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class TiledCollective:
     A gather's first part comes before the product, a scatter's after it.
     """
 
-    first: Collective
-    rest: Collective | None
+    first: GroupCollective
+    rest: GroupCollective | None
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class LinearWork:
     scatters_output: TiledCollective | None = None
     gathers_gradient: TiledCollective | None = None
     scatters_gradient: TiledCollective | None = None
-    output: tuple[Collective, ...] = ()
-    gradient: Collective | None = None
+    output: tuple[GroupCollective, ...] = ()
+    gradient: GroupCollective | None = None
     weight: WeightCollectives | None = None
 
 
@@ -82,8 +82,8 @@ class ExpertWork:
     product: float
     weight_gradient: float
     host_wait: float
-    forward: tuple[tuple[Collective, ...], tuple[Collective, ...]]
-    backward: tuple[tuple[Collective, ...], tuple[Collective, ...]]
+    forward: tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]
+    backward: tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class BlockWork:
     other_forward: float
     other_backward: float
     other_again: float = 0.0
-    statistics: Collective | None = None
-    features: Collective | None = None
+    statistics: GroupCollective | None = None
+    features: GroupCollective | None = None
     weights: tuple[WeightCollectives, ...] = ()
     experts: ExpertWork | None = None
 
@@ -126,7 +126,7 @@ class BlockWork:
         return self.experts.product if self.experts else 0.0
 
 
-class BlockBuilder:
+class BlockWorkBuilder:
     """Makes the work of blocks out of the planner's models, for one workload and configuration."""
 
     def __init__(self, workload: StepWorkload, config: StepConfig, device: Device, step: StepCommunication) -> None:
@@ -149,11 +149,11 @@ class BlockBuilder:
             return "none"
         return "all" if self.gathers_by_engine else "next"
 
-    def over(self, kind: str, axis: str, num_bytes: float) -> Collective | None:
+    def over(self, kind: str, axis: str, num_bytes: float) -> GroupCollective | None:
         """A collective over an axis that sends so many bytes from a rank; None where it has one rank."""
         group = REPLICAS if axis == "data" else axis
         seconds = self.step.collective(kind, group, num_bytes)
-        return Collective(kind, group, axis, num_bytes, seconds) if seconds > 0 else None
+        return GroupCollective(kind, group, axis, num_bytes, seconds) if seconds > 0 else None
 
     def weight(self, traffic: WeightTraffic) -> WeightCollectives:
         """What is sent of weights over z and data."""
@@ -210,7 +210,9 @@ class BlockBuilder:
             traffic, grid = weight_traffic(model, self.config.grid), self.config.grid
             shards, replicas, element = group_of_shards(grid), group_of_replicas(grid), self.workload.element
             found = [
-                Collective(kind, group, axis, sent * element, group_seconds(kind, ranks, sent * element, self.cluster))
+                GroupCollective(
+                    kind, group, axis, sent * element, group_seconds(kind, ranks, sent * element, self.cluster)
+                )
                 for kind, group, axis, ranks, sent in (
                     ("all_gather", EXPERT_Z, "z", shards, traffic.all_gather),
                     ("reduce_scatter", EXPERT_Z, "z", shards, traffic.reduce_scatter),
@@ -277,17 +279,17 @@ class BlockBuilder:
         waits = grid.expert > 1 and config.options.expert_rows is None
         leaves = grid.expert > ranks_in_node(grid, self.cluster.gpus_per_node)
         latency = message_latency(self.cluster, leaves=leaves)
-        by_pass: dict[bool, list[Collective]] = {True: [], False: []}
+        by_pass: dict[bool, list[GroupCollective]] = {True: [], False: []}
         for message in expert_messages(
             layer, grid, self.tokens, config.token_parts, drops_duplicates=config.drops_duplicates
         ):
             num_bytes = message.numbers * self.workload.element
-            found: Collective | None = None
+            found: GroupCollective | None = None
             if message.kind != "all_to_all":
                 found = self.over(message.kind, message.axis, num_bytes)
             elif grid.expert > 1:
                 seconds = all_to_all_seconds(num_bytes, grid, self.cluster, latency)
-                found = Collective("all_to_all", EXPERT, EXPERT, num_bytes, seconds)
+                found = GroupCollective("all_to_all", EXPERT, EXPERT, num_bytes, seconds)
             if found is not None:
                 by_pass[message.is_forward].append(found)
         return ExpertWork(
@@ -298,11 +300,11 @@ class BlockBuilder:
         )
 
 
-def _around(messages: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+def _around(messages: Sequence[GroupCollective]) -> tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]:
     """Which collectives come before experts' products: the router's gather over y, the first all-to-all, and the gather
     of rows over x. The rest, sums over y among them, follows."""
-    before: list[Collective] = []
-    after: list[Collective] = []
+    before: list[GroupCollective] = []
+    after: list[GroupCollective] = []
     for message in messages:
         kinds = [each.kind for each in (*before, *after) if each.axis == message.axis]
         is_first = message.kind in ("all_to_all", "all_gather") and message.kind not in kinds

@@ -22,7 +22,7 @@ from stretto.simulator.training.block_work import (
     TiledCollective,
     WeightCollectives,
 )
-from stretto.simulator.training.program import HOST, Collective, Tape, WeightGathers
+from stretto.simulator.training.program import HOST, GroupCollective, Tape, WeightGathers
 
 OTHER = "attention, norms and element-wise kernels"
 
@@ -38,7 +38,7 @@ class GradientSums:
         self._overlap, self._in_flight = overlap, in_flight
         self._on_the_way: list[int] = []
         self._sums: list[int] = []
-        self._left: list[Collective] = []
+        self._left: list[GroupCollective] = []
 
     @property
     def on_the_way(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class GradientSums:
         if self.is_last and weight.data is not None:
             self.sum_over_data(tape, weight.data, () if scattered is None else (scattered,))
 
-    def sum_over_data(self, tape: Tape, collective: Collective, after: Sequence[int] = ()) -> None:
+    def sum_over_data(self, tape: Tape, collective: GroupCollective, after: Sequence[int] = ()) -> None:
         """Sum gradients that are final on this rank, once `after` have ended."""
         if not self._overlap.data:
             self._left.append(collective)
@@ -89,7 +89,7 @@ class BlockRecorder:
         # Before each linear and after the last.
         self._parts = len(work.linears) + 1
 
-    def gathers(self) -> list[Collective | None]:
+    def gathers(self) -> list[GroupCollective | None]:
         """All-gathers of a pass over the block's weights, in the order of use. Reversed, they are a backward pass's."""
         together = [weight.gather for weight in self.work.weights]
         return [linear.weight.gather for linear in self.work.linears if linear.weight is not None] + together
@@ -141,7 +141,7 @@ class BlockRecorder:
     def _experts(
         tape: Tape,
         experts: ExpertWork,
-        around: tuple[tuple[Collective, ...], tuple[Collective, ...]],
+        around: tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]],
         *,
         waits: bool,
     ) -> None:

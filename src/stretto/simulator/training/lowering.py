@@ -10,13 +10,13 @@ In closed form a collective is one operation on the stream of its group, of the 
 communicator, so all ranks issue its collectives in one order. In `event_driven` it is messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, GridSizes, axes_of
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder
-from stretto.simulator.training.groups import group_dims, list_groups
-from stretto.simulator.training.program import COMPUTE, HOST, PIPE, Collective, Message, Operation
+from stretto.simulator.training.program import COMPUTE, HOST, PIPE, GroupCollective, StageMessage, StepOperation
 from stretto.simulator.training.step import StepPrograms
 
 BY_COPY_ENGINES = ", by copy engines"
@@ -68,7 +68,7 @@ class StepLowering:
         self.builder = GraphBuilder(ranks=len(programs.ranks) * len(self.represented))
         # Numbers of the operations of each place of each program, one for each represented rank.
         self._numbers: list[list[Sequence[int]]] = [[] for _ in programs.ranks]
-        self._sent: dict[Message, Sequence[int]] = {}
+        self._sent: dict[StageMessage, Sequence[int]] = {}
         self._arrived: dict[int, list[int]] = {}  # what each rank's barrier waits for
         self._barrier: int | None = None
         self._groups: dict[str, list[tuple[int, ...]]] = {}
@@ -118,11 +118,11 @@ class StepLowering:
         """The graph's rank of one that is represented."""
         return rank * len(self.represented) + place
 
-    def _after(self, rank: int, operation: Operation) -> list[list[int]]:
+    def _after(self, rank: int, operation: StepOperation) -> list[list[int]]:
         numbers = self._numbers[rank]
         return [[numbers[each][place] for each in operation.after] for place in self.places]
 
-    def _compute(self, rank: int, operation: Operation, after: Sequence[Sequence[int]]) -> Sequence[int]:
+    def _compute(self, rank: int, operation: StepOperation, after: Sequence[Sequence[int]]) -> Sequence[int]:
         return [
             self.builder.compute(
                 self.graph_rank(rank, place),
@@ -136,7 +136,7 @@ class StepLowering:
         ]
 
     def _collective(
-        self, rank: int, operation: Operation, collective: Collective, after: Sequence[Sequence[int]]
+        self, rank: int, operation: StepOperation, collective: GroupCollective, after: Sequence[Sequence[int]]
     ) -> Sequence[int]:
         """One operation on each rank. All ranks of a group begin when the last has come."""
         numbers = [-1] * len(self.represented)
@@ -168,7 +168,7 @@ class StepLowering:
                 self._groups[group] = list(list_groups(self.grid, group))
         return self._groups[group]
 
-    def _send(self, rank: int, message: Message, name: str, after: Sequence[Sequence[int]]) -> Sequence[int]:
+    def _send(self, rank: int, message: StageMessage, name: str, after: Sequence[Sequence[int]]) -> Sequence[int]:
         pairs = [(self.graph_rank(rank, place), self.graph_rank(message.target, place)) for place in self.places]
         return [
             self.builder.message(
@@ -182,7 +182,7 @@ class StepLowering:
             for place, (source, target) in enumerate(pairs)
         ]
 
-    def _message_bytes(self, message: Message, source: int, target: int) -> float:
+    def _message_bytes(self, message: StageMessage, source: int, target: int) -> float:
         return self.programs.tied_bytes if message.micro_batch is None else self.programs.message_bytes
 
     def device(self, rank: int, place: int) -> int:
@@ -194,6 +194,35 @@ class StepLowering:
         return sum(stride * (size - 1) for stride, size in group_dims(self.grid, group))
 
 
-def stream_of(collective: Collective) -> str:
+def stream_of(collective: GroupCollective) -> str:
     """The stream of a collective: its group's, since a communicator runs one collective at a time."""
     return collective.group + (BY_COPY_ENGINES if collective.by_copy_engine else "")
+
+
+def group_dims(grid: GridSizes, group: str) -> tuple[tuple[int, int], ...]:
+    """How the ranks of a group differ: (how far apart, how many) for each axis, the innermost first.
+
+    group: an axis, a group over several, or one of experts' axes (`stretto.axes`).
+    """
+    taken = grid.expert_taken
+    match group:
+        case _ if group == EXPERT:
+            dims = [(grid.preceding(axis), taken[axis]) for axis in ("x", "z", "data")]
+        case _ if group == EXPERT_Z:
+            dims = [(grid.preceding("z") * taken["z"], grid.expert_z)]
+        case _ if group == EXPERT_DATA:
+            dims = [(grid.preceding("data") * taken["data"], grid.expert_data)]
+        case _:
+            dims = [(grid.preceding(axis), grid[axis]) for axis in reversed(axes_of(group))]
+    return tuple((stride, size) for stride, size in dims if size > 1)
+
+
+def list_groups(grid: GridSizes, group: str) -> Iterator[tuple[int, ...]]:
+    """All groups of a kind among the ranks of the first stage, each in the order of its ranks; none of one rank."""
+    dims = group_dims(grid, group)
+    if not dims:
+        return
+    offsets = [sum(parts) for parts in product(*(range(0, stride * size, stride) for stride, size in dims[::-1]))]
+    for rank in range(grid.stage_ranks):
+        if all(rank // stride % size == 0 for stride, size in dims):
+            yield tuple(rank + offset for offset in offsets)

@@ -15,7 +15,7 @@ from stretto.planner.collective_times import message_latency
 from stretto.simulator.collectives import add_collective
 from stretto.simulator.network import EventDrivenNetwork, NetworkTopology, of_cluster
 from stretto.simulator.training.lowering import RankFactors, StepLowering, stream_of
-from stretto.simulator.training.program import Collective, Message, Operation
+from stretto.simulator.training.program import GroupCollective, StageMessage, StepOperation
 from stretto.simulator.training.step import StepPrograms
 
 PACKET_BYTES = 4096
@@ -86,7 +86,7 @@ class MessageLowering(StepLowering):
         self._check_size()
 
     def _collective(
-        self, rank: int, operation: Operation, collective: Collective, after: Sequence[Sequence[int]]
+        self, rank: int, operation: StepOperation, collective: GroupCollective, after: Sequence[Sequence[int]]
     ) -> Sequence[int]:
         numbers = [-1] * len(self.represented)
         for members in self._groups_of(collective.group):
@@ -105,7 +105,7 @@ class MessageLowering(StepLowering):
                 numbers[place] = number
         return numbers
 
-    def _whole_bytes(self, collective: Collective, ranks: Sequence[int]) -> float:
+    def _whole_bytes(self, collective: GroupCollective, ranks: Sequence[int]) -> float:
         """The buffer of a collective: as large as makes it take its time in a node, and between nodes its own size."""
         size = len(ranks)
         rounds = (size - 1) * (2 if collective.kind == "all_reduce" else 1)
@@ -116,7 +116,7 @@ class MessageLowering(StepLowering):
             rounds = 1  # each peer has a link of its own
         return collective.seconds * self.topology.links[route[0]].bandwidth * size / rounds
 
-    def _message_bytes(self, message: Message, source: int, target: int) -> float:
+    def _message_bytes(self, message: StageMessage, source: int, target: int) -> float:
         if message.micro_batch is None:
             return self.programs.tied_bytes
         if not self._is_in_node(source, target):

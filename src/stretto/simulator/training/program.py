@@ -17,7 +17,7 @@ HOST = "host"
 PIPE = "pipe"
 
 
-class Collective(NamedTuple):
+class GroupCollective(NamedTuple):
     """One collective over a group of ranks, as the planner has it.
 
     kind: all_gather, reduce_scatter, all_reduce or all_to_all. group: of `groups.RankGroups`. axis: for reports.
@@ -33,7 +33,7 @@ class Collective(NamedTuple):
     by_copy_engine: bool = False
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """Activations of a micro-batch, or their gradient, from one rank of pipe to another.
 
     stage: that receives it. Both are None of the gradient of tied embeddings, which the first and the last stage
@@ -47,7 +47,7 @@ class Message(NamedTuple):
     micro_batch: int | None
 
 
-class Operation(NamedTuple):
+class StepOperation(NamedTuple):
     """One operation of a rank. `after`: places in the same program; those before it on its stream end first besides.
 
     seconds: of computation, on a GPU as it should be. collective, sent, received: what else it is; `received` takes no
@@ -58,9 +58,9 @@ class Operation(NamedTuple):
     stream: str
     seconds: float
     after: tuple[int, ...]
-    collective: Collective | None = None
-    sent: Message | None = None
-    received: Message | None = None
+    collective: GroupCollective | None = None
+    sent: StageMessage | None = None
+    received: StageMessage | None = None
     is_barrier: bool = False
 
 
@@ -73,7 +73,7 @@ class Tape:
     """
 
     merges: bool = False
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[StepOperation] = field(default_factory=list)
     _pending: list[int] = field(default_factory=list)  # what the next computation waits for
     _last: int | None = None  # the last computation
     _may_merge: bool = False
@@ -89,41 +89,41 @@ class Tape:
         after = list(self._pending)
         if self._last is not None and self.operations[self._last].stream != stream:
             after.append(self._last)
-        self._last = self._add(Operation(name, stream, seconds, tuple(after)))
+        self._last = self._add(StepOperation(name, stream, seconds, tuple(after)))
         self._pending.clear()
         self._may_merge = stream == COMPUTE
 
-    def start(self, name: str, collective: Collective | None, after: Sequence[int] = ()) -> int | None:
+    def start(self, name: str, collective: GroupCollective | None, after: Sequence[int] = ()) -> int | None:
         """Issue a collective that sends what was computed last; it runs beside what follows. None for none.
 
         after: other operations that have to end first.
         """
         if collective is None:
             return None
-        return self._add(Operation(name, collective.group, 0.0, (*self._done(), *after), collective))
+        return self._add(StepOperation(name, collective.group, 0.0, (*self._done(), *after), collective))
 
     def wait(self, *operations: int | None) -> None:
         """Let the next computation wait for these."""
         self._pending += [each for each in operations if each is not None and each not in self._pending]
 
-    def run(self, name: str, collective: Collective | None) -> None:
+    def run(self, name: str, collective: GroupCollective | None) -> None:
         """Issue a collective, and wait for it."""
         self.wait(self.start(name, collective))
 
-    def send(self, message: Message) -> int:
+    def send(self, message: StageMessage) -> int:
         """Send what was computed last to another stage."""
         what = "activations" if message.is_forward else "gradient"
         if message.micro_batch is None:
             what = "gradient of tied embeddings"
-        return self._add(Operation(f"send {what}", PIPE, 0.0, self._done(), sent=message))
+        return self._add(StepOperation(f"send {what}", PIPE, 0.0, self._done(), sent=message))
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: StageMessage) -> None:
         """Let the next computation wait for a message."""
-        self.wait(self._add(Operation("receive", PIPE, 0.0, (), received=message)))
+        self.wait(self._add(StepOperation("receive", PIPE, 0.0, (), received=message)))
 
     def barrier(self) -> None:
         """Wait until all ranks of pipe have come here."""
-        self.wait(self._add(Operation("norm of all stages' gradients", PIPE, 0.0, self._done(), is_barrier=True)))
+        self.wait(self._add(StepOperation("norm of all stages' gradients", PIPE, 0.0, self._done(), is_barrier=True)))
 
     def mark(self) -> None:
         """Keep what was computed apart from what follows."""
@@ -133,7 +133,7 @@ class Tape:
         """What has ended when the host's stream comes here."""
         return tuple(self._pending) if self._last is None else (self._last, *self._pending)
 
-    def _add(self, operation: Operation) -> int:
+    def _add(self, operation: StepOperation) -> int:
         self._may_merge = False
         self.operations.append(operation)
         return len(self.operations) - 1
@@ -146,7 +146,7 @@ class WeightGathers:
     weight's when this one is used; "none" issues each where it is needed.
     """
 
-    def __init__(self, tape: Tape, gathers: Sequence[Collective | None], prefetch: Prefetch) -> None:
+    def __init__(self, tape: Tape, gathers: Sequence[GroupCollective | None], prefetch: Prefetch) -> None:
         self._tape, self._gathers, self._prefetch = tape, gathers, prefetch
         self._started: list[int | None] = []
         self._used = 0

@@ -26,9 +26,8 @@ from stretto.schedules import (
     simulate_message_driven,
 )
 from stretto.simulator.training.blocks import BlockRecorder, GradientSums
-from stretto.simulator.training.ends import EndWork
-from stretto.simulator.training.program import Collective, Message, Operation, Tape, WeightGathers
-from stretto.simulator.training.work import StepWork
+from stretto.simulator.training.program import GroupCollective, StageMessage, StepOperation, Tape, WeightGathers
+from stretto.simulator.training.work import EndWork, StepWork
 
 # Of a rank that makes more passes of blocks in a step, computation between collectives is one operation.
 MOST_SEPARATE = 2_000
@@ -47,12 +46,12 @@ class StepPrograms:
 
     workload: StepWorkload
     config: StepConfig
-    ranks: tuple[tuple[Operation, ...], ...]
+    ranks: tuple[tuple[StepOperation, ...], ...]
     messages: tuple[HopTimes, ...] = ()
     message_bytes: float = 0.0
     tied_bytes: float = 0.0
 
-    def hop(self, message: Message) -> HopTimes:
+    def hop(self, message: StageMessage) -> HopTimes:
         """Seconds of a message: the links between two neighbouring ranks of pipe, or the last and the first."""
         pipe, ends = self.config.grid.pipe, {message.source, message.target}
         is_wrapped = ends == {0, pipe - 1} and pipe > 2
@@ -129,7 +128,7 @@ class RankRecorder:
         self._chunks = self._gradient_chunks()
         self.tape = Tape()
 
-    def record(self, actions: Sequence[Action]) -> tuple[Operation, ...]:
+    def record(self, actions: Sequence[Action]) -> tuple[StepOperation, ...]:
         """Record a step: all actions, then what the optimizer waits for, and its step."""
         passes = sum(len(self._blocks_of(action.stage)) for action in actions)
         self.tape = Tape(merges=passes > MOST_SEPARATE)
@@ -198,7 +197,7 @@ class RankRecorder:
             self._count_block()
 
     def _gathers_of_backward(self, segments: Sequence[Sequence[BlockRecorder]]) -> WeightGathers:
-        gathers: list[Collective | None] = []
+        gathers: list[GroupCollective | None] = []
         for segment in segments:
             if self.recomputation.is_on:
                 gathers += [each for block in segment for each in block.gathers()]
@@ -224,8 +223,8 @@ class RankRecorder:
         is_tied = pipe > 1 and model.is_tied and model.labels is None
         if is_tied and self.stages.is_first != self.stages.is_last:
             other = self.placed[-1] if self.stages.is_first else self.placed[0]
-            tape.send(Message(self.rank, other, None, self.stages.is_first, None))
-            tape.receive(Message(other, self.rank, None, not self.stages.is_first, None))
+            tape.send(StageMessage(self.rank, other, None, self.stages.is_first, None))
+            tape.receive(StageMessage(other, self.rank, None, not self.stages.is_first, None))
         if steps_in_chunks(self.workload, config) and sums:
             for each in sums:
                 tape.wait(each)
@@ -236,7 +235,7 @@ class RankRecorder:
             tape.barrier()
         tape.compute("optimizer", self.optimizer)
 
-    def _gradient_chunks(self) -> tuple[Collective, int] | None:
+    def _gradient_chunks(self) -> tuple[GroupCollective, int] | None:
         """One of the all-reduces over data of optimizer state apart, and how many there are."""
         config = self.config
         if not config.state.is_apart:
@@ -248,7 +247,7 @@ class RankRecorder:
         seconds = chunked_sums(self.own, config, cluster, rates, parameters, count) / count
         replicas = config.grid.replicas
         num_bytes = 2 * (replicas - 1) / replicas * parameters / count * number_bytes(self.own, config.state).gradient
-        return (Collective("all_reduce", REPLICAS, "data", num_bytes, seconds), count) if seconds else None
+        return (GroupCollective("all_reduce", REPLICAS, "data", num_bytes, seconds), count) if seconds else None
 
     # Stages.
 
@@ -262,12 +261,12 @@ class RankRecorder:
 
     def _receive(self, stage: int, source: int, is_forward: bool, micro_batch: int) -> None:
         if 0 <= source < len(self.placed) and self.placed[source] != self.rank:
-            self.tape.receive(Message(self.placed[source], self.rank, stage, is_forward, micro_batch))
+            self.tape.receive(StageMessage(self.placed[source], self.rank, stage, is_forward, micro_batch))
 
     def _send(self, stage: int, target: int, is_forward: bool, micro_batch: int) -> None:
         if 0 <= target < len(self.placed) and self.placed[target] != self.rank:
-            self.tape.send(Message(self.rank, self.placed[target], target, is_forward, micro_batch))
+            self.tape.send(StageMessage(self.rank, self.placed[target], target, is_forward, micro_batch))
 
 
-def _gather_of(end: EndWork | None) -> list[Collective | None]:
+def _gather_of(end: EndWork | None) -> list[GroupCollective | None]:
     return [] if end is None or end.weight is None else [end.weight.gather]
