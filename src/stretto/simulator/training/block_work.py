@@ -210,13 +210,11 @@ class BlockWorkBuilder:
             traffic, grid = weight_traffic(model, self.config.grid), self.config.grid
             shards, replicas, element = group_of_shards(grid), group_of_replicas(grid), self.workload.element
             found = [
-                GroupCollective(
-                    kind, group, axis, sent * element, group_seconds(kind, ranks, sent * element, self.cluster)
-                )
+                GroupCollective(kind, group, axis, sent, group_seconds(kind, ranks, sent, self.cluster))
                 for kind, group, axis, ranks, sent in (
-                    ("all_gather", EXPERT_Z, "z", shards, traffic.all_gather),
-                    ("reduce_scatter", EXPERT_Z, "z", shards, traffic.reduce_scatter),
-                    ("all_reduce", EXPERT_DATA, "data", replicas, traffic.data),
+                    ("all_gather", EXPERT_Z, "z", shards, traffic.all_gather * element),
+                    ("reduce_scatter", EXPERT_Z, "z", shards, traffic.reduce_scatter * element),
+                    ("all_reduce", EXPERT_DATA, "data", replicas, traffic.data * element),
                 )
             ]
             gather, scatter, data = (each if each.seconds > 0 else None for each in found)
