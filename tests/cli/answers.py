@@ -140,6 +140,7 @@ ANSWERS = (
     Answer("bench plan --ranks 2", REFUSED, "predictions.json"),
     Answer("bench compile --largest 4", REFUSED, "the smallest case has 8 ranks"),
     Answer("bench published --batch 0", REFUSED, "0"),
+    Answer("bench simulated-pipelines --batch 100", REFUSED, "128 would do"),
     Answer("bench simulated-steps --plans nowhere", REFUSED, "nowhere, which has no probed.toml"),
     Answer("bench published-pipelines --batch 100", REFUSED, "128 would do"),
     Answer("bench published-experts --micro-batch 3", REFUSED, "would do"),

@@ -299,6 +299,14 @@ def simulated_steps(setting: SimulatedStepsSetting, out: Path) -> Any:
     return bench_simulated_steps([Path(folder) for folder in setting.plans], setting.overlaps, out)
 
 
+@_command("simulated-pipelines", PublishedPipelinesSetting)
+def simulated_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
+    """The pipelines of Singh's chapter 3 on Summit, simulated, beside the published times (needs no GPU)."""
+    from stretto.bench.plan.simulated_pipelines import bench_simulated_pipelines
+
+    return bench_simulated_pipelines(out, setting.batch)
+
+
 @_command("peers", PeersSetting, needs=Needs.RANKS)
 def peers(setting: PeersSetting, out: Path) -> Any:
     """One model under Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table a batch."""
