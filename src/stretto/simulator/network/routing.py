@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds shortest paths in a network: searches from both ends, then takes paths that differ as early as they can."""
+"""Finds shortest paths in a network: breadth-first searches, then paths that differ as early as they can.
 
-from collections.abc import Sequence
+Where no vertex has many links, as in a torus, one search from a target serves all sources. Around large switches each
+pair is searched from both ends, which meet at a switch and never look through its links.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 MOST_ROUTES = 8  # of one pair of devices
+_MANY_LINKS = 32  # of a vertex
+_KEPT_SEARCHES = 4096
 
 
 class ShortestPaths:
@@ -19,6 +26,8 @@ class ShortestPaths:
             self._leaving[source].append(number)
             self._entering[target].append(number)
             self._direct.setdefault((source, target), []).append(number)
+        self._has_large_switches = max(map(len, self._leaving)) > _MANY_LINKS
+        self._distances_to = lru_cache(maxsize=_KEPT_SEARCHES)(self._search_back)
 
     def find(self, source: int, target: int, most: int) -> tuple[tuple[int, ...], ...]:
         """At most so many different paths, as numbers of links; () where there is none.
@@ -28,13 +37,24 @@ class ShortestPaths:
         """
         if direct := self._direct.get((source, target)):
             return tuple((number,) for number in direct[:most])
-        following = self._search(source, target)
-        if not following:
-            return ()
+        if self._has_large_switches:
+            following = self._search_pair(source, target)
+            if not following:
+                return ()
+            options = following.__getitem__
+        else:
+            distances = self._distances_to(target)
+            if distances[source] < 0:
+                return ()
+
+            def options(vertex: int) -> list[int]:
+                closer = distances[vertex] - 1
+                return [number for number in self._leaving[vertex] if distances[self._links[number][1]] == closer]
+
         found: dict[tuple[int, ...], None] = {}
         index, limit = 0, most
         while index < limit and len(found) < most:
-            path, choices = self._walk(source, target, index, following)
+            path, choices = self._walk(source, target, index, options)
             found[path] = None
             if index == 0:
                 limit = min(choices, 16 * most)  # a path with fewer branches than the first one comes twice
@@ -60,23 +80,39 @@ class ShortestPaths:
         return reached
 
     def _walk(
-        self, source: int, target: int, index: int, following: dict[int, list[int]]
+        self, source: int, target: int, index: int, options: Callable[[int], list[int]]
     ) -> tuple[tuple[int, ...], int]:
         """Path number `index`, and the product of the numbers of choices along it."""
         path, vertex, choices = [], source, 1
         while vertex != target:
-            options = following[vertex]
-            index, choice = divmod(index, len(options))
-            choices *= len(options)
-            path.append(options[choice])
-            vertex = self._links[options[choice]][1]
+            numbers = options(vertex)
+            index, choice = divmod(index, len(numbers))
+            choices *= len(numbers)
+            path.append(numbers[choice])
+            vertex = self._links[numbers[choice]][1]
         return tuple(path), choices
 
-    def _search(self, source: int, target: int) -> dict[int, list[int]]:
+    def _search_back(self, target: int) -> list[int]:
+        """The distance of every vertex to the target in links; -1 where there is no path."""
+        distances = [-1] * self._vertices
+        distances[target] = 0
+        level, distance = [target], 0
+        while level:
+            distance += 1
+            following = []
+            for vertex in level:
+                for number in self._entering[vertex]:
+                    source = self._links[number][0]
+                    if distances[source] < 0:
+                        distances[source] = distance
+                        following.append(source)
+            level = following
+        return distances
+
+    def _search_pair(self, source: int, target: int) -> dict[int, list[int]]:
         """For vertices on shortest paths the next links, in order of their numbers; empty where there is no path.
 
-        The end whose next level has fewer links is searched on, until the two meet: a switch that joins all nodes of a
-        cluster is reached from both sides, and its links are never looked through.
+        The end whose next level has fewer links is searched on, until the two meet.
         """
         ahead: list[dict[int, None]] = [{source: None}]  # levels of vertices, from the source
         seen_ahead = {source}
