@@ -39,6 +39,7 @@ _PLOTS = {
     "simulated-steps.json": "plan.plot:plot_simulated_steps",
     "moe-demo.json": "training.plot:plot_moe_demo",
     "experts.json": "training.plot:plot_experts",
+    "simulator-speed.json": "simulator_speed:plot_simulator_speed",
 }
 
 

@@ -10,6 +10,7 @@ Operations on one stream of a rank run one at a time, in the order in which they
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -251,12 +252,14 @@ class Execution:
         ends: NDArray[np.float64],
         events: int,
         link_busy: Sequence[float] | None,
+        execution_seconds: float = 0.0,
     ) -> None:
         self.graph = graph
         self.fidelity = fidelity
         self.starts = starts
         self.ends = ends
         self.events = events
+        self.execution_seconds = execution_seconds  # of this process, for execute() itself
         self.link_busy = None if link_busy is None else np.array(link_busy)  # seconds by link; None: not known
 
     @property
@@ -318,6 +321,7 @@ class GraphRun:
 
     def run(self) -> Execution:
         """Run the graph on the network, whose queues are emptied first."""
+        begin = time.process_time()
         self._network.reset()
         for number in [number for number, count in enumerate(self._waits) if count == 0]:
             self._start(number)
@@ -329,6 +333,7 @@ class GraphRun:
             np.array(self.ends) / NANOSECONDS,
             self.queue.processed,
             getattr(self._network, "link_busy", None),
+            time.process_time() - begin,
         )
 
     def _start(self, number: int) -> None:
