@@ -101,7 +101,7 @@ def step(
         run = {"micro_batch": micro_batch, "schedule": schedule, "virtual_stages": virtual_stages}
         asked |= {name: value for name, value in run.items() if value is not None}
         chosen_options = {name: value for name, value in options.items() if value is not None}
-        workload, how = _choose_step(asked, machine, grid, chosen_options)
+        workload, how, fits = _choose_step(asked, machine, grid, chosen_options)
         factors = _draw_factors(stragglers, slow_links, how.grid.ranks, seed)
         chosen: Any = fidelity
         simulated = simulate_step(workload, how, machine, fidelity=chosen, factors=factors)
@@ -116,9 +116,11 @@ def step(
         _write(simulated, trace, picture)
         if as_json:
             found = {"what_if": [each.as_dict() for each in changed], "impossible": impossible} if changes else {}
-            print_json(simulated.as_dict() | found)
+            print_json(simulated.as_dict() | {"fits": fits} | found)
         else:
             _print(simulated, changed)
+            if not fits:
+                print("by the planner's model, this step does not fit into memory")
             for reason in impossible.values():
                 print(f"not possible: {reason}")
 
@@ -178,13 +180,14 @@ _OF_SCHEDULE = ("micro_batch", "schedule", "virtual_stages", "limit", "serve_fir
 
 def _choose_step(
     asked: dict[str, Any], machine: "Cluster", grid: str | None, changes: dict[str, Any]
-) -> "tuple[StepWorkload, StepConfig]":
-    """The workload, and how it runs: on the grid that is given or the file's, or on the planner's best.
+) -> "tuple[StepWorkload, StepConfig, bool]":
+    """The workload, how it runs, on the grid that is given or the file's, or on the planner's best, and if that fits.
 
     changes: options of execution that the command line gives.
     """
     from stretto.planner import plan, predict
     from stretto.planner.architecture_loader import read_architecture
+    from stretto.planner.compute import Device
     from stretto.planner.workload import StepWorkload
     from stretto.simulator.training import step_of_plan
 
@@ -192,6 +195,7 @@ def _choose_step(
         return {name: asked[name] for name in names if asked.get(name) is not None}
 
     workload = StepWorkload(read_architecture(asked["model"], asked["seq_len"]), **given(_OF_WORKLOAD))
+    Device(machine, workload.dtype)  # a cluster that does not say what is needed is refused first
     options: ExecutionOptions = asked.get("options", ExecutionOptions()).replace(**changes)
     sizes = asked.get("grid") if grid is None else read_grid(grid)
     about = given((*_OF_WORKLOAD, *_OF_RUN, *_OF_SCHEDULE))
@@ -207,7 +211,7 @@ def _choose_step(
     config = step_of_plan(found, overlap=options.overlap, **given(_OF_RUN))
     if sizes is not None:
         config = replace(config, options=options)
-    return workload, config
+    return workload, config, found.fits
 
 
 def _check_gpus(grid: Any, gpus: int | None, machine: "Cluster") -> None:

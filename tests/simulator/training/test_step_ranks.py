@@ -132,6 +132,19 @@ def test_steps_of_too_many_messages_or_operations_are_refused(monkeypatch):
         simulate_step(workload(), configure({"x": 2, "z": 4}), made_up())
 
 
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "message"),
+    [
+        (12, 1, r"data x z = 8 does not divide the batch of 12 sequences; 16 would do"),
+        (64, 7, r"a micro-batch of 7 does not divide the 8 sequences of a rank; 4 would do"),
+        (8, 2, r"a micro-batch of 2 does not divide the 1 sequences of a rank; 1 would do"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(batch, micro_batch, message):
+    with pytest.raises(ValueError, match=message):
+        simulate_step(workload(batch=batch), configure({"data": 2, "z": 4}, micro_batch), made_up())
+
+
 def test_an_unknown_fidelity_is_refused():
     with pytest.raises(ValueError, match="fidelity is 'exact', but must be closed-form or event-driven"):
         simulate_step(workload(), configure({}), made_up(), fidelity="exact")

@@ -228,10 +228,12 @@ def simulate_step(
     is simulated then. all_ranks: simulate every rank although all do the same. loses_link: event-driven, the first
     node's first NIC is gone, or, in one node, the link between its first two GPUs.
 
-    Raises ValueError like the planner, and for a step that is too large to be simulated.
+    Raises ValueError like the planner, for a batch that cannot be cut, and for a step that is too large to be
+    simulated.
     """
     if fidelity not in get_args(Fidelity):
         raise ValueError(f"fidelity is {fidelity!r}, but must be closed-form or event-driven")
+    _check_batch(workload, config)
     programs = record_step(workload, config, Device(cluster, workload.dtype))
     network: NetworkModel
     if fidelity == "event-driven":
@@ -265,6 +267,17 @@ def _stage_network(programs: StepPrograms, lowered: LoweredStep, factors: RankFa
             slow = factors.of_communication(*(lowered.devices[end] for end in pair)) if factors else 1.0
             costs[pair] = hop.latency, each * slow
     return StageNetwork(switch(max(2, lowered.graph.world), 1.0, 0.0), costs)
+
+
+def _check_batch(workload: StepWorkload, config: StepConfig) -> None:
+    parts, size = config.grid.batch_parts, config.micro_batch
+    if workload.batch % parts:
+        near = max(1, round(workload.batch / parts)) * parts
+        raise ValueError(f"data x z = {parts} does not divide the batch of {workload.batch} sequences; {near} would do")
+    local = workload.batch // parts
+    if size < 1 or local % size:
+        near = max(each for each in range(1, min(max(1, size), local) + 1) if local % each == 0)
+        raise ValueError(f"a micro-batch of {size} does not divide the {local} sequences of a rank; {near} would do")
 
 
 def _check_operations(programs: StepPrograms, represented: int) -> None:
