@@ -60,7 +60,7 @@ def bench_simulated_steps(plans: Sequence[Path], overlaps: Path, out: Path) -> d
     plans: folders of `stretto bench plan`, each with the machine's probed.toml. overlaps: a file of `stretto bench
     overlap` from the first folder's machine. Raises ValueError where a file is missing.
     """
-    rows = [row for folder in plans for row in _compare_plans(folder)]
+    rows = [row for folder in plans for row in compare_plans(folder)]
     rows += _compare_overlaps(overlaps, plans[0])
     summaries = [_summarize(workload, own) for workload, own in _by_workload(rows).items()]
     about = {"plans": [str(folder) for folder in plans], "overlaps": str(overlaps), "summaries": summaries}
@@ -73,7 +73,7 @@ def bench_simulated_steps(plans: Sequence[Path], overlaps: Path, out: Path) -> d
     return {"rows": rows, "summaries": summaries}
 
 
-def _compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
+def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
     """The steps of a folder of `stretto bench plan`."""
     cluster = Cluster.load(folder / "probed.toml")
     measured = _read(folder / "plan.json")
