@@ -119,6 +119,20 @@ def simulated_steps(count: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def simulated_pipelines(count: int) -> dict[str, Any]:
+    rows = [
+        {"framework": name, "gpus": 48 * 2**place, "peak_share": 0.6 - 0.05 * place, "over_axonn": 1.0 + 0.2 * place}
+        | {"published_over_axonn": 1.2 if place else None}
+        for name in ("AxoNN", "DeepSpeed", "Megatron-LM")
+        for place in range(count)
+    ]
+    stages = [
+        {"stages": 6 * 2**place, "closed_seconds": 30.0, "planned_seconds": 30.1, "published_seconds": None}
+        for place in range(count)
+    ]
+    return {"rows": rows, "stages": stages}
+
+
 def collectives(count: int) -> dict[str, Any]:
     names = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
     rows = [
@@ -381,6 +395,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "dlrm.json": dlrm,
     "plan.json": plan,
     "simulated-steps.json": simulated_steps,
+    "simulated-pipelines.json": simulated_pipelines,
     "collectives.json": collectives,
     "compile.json": compile_,
     "pipelining.json": pipelining,

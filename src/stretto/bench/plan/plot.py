@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import GREY, GUIDE, ORANGE, SERIES, STRETTO, Look, drawing
+from stretto.report.style import GREY, GUIDE, ORANGE, PEER, SERIES, STRETTO, Look, drawing
 
 _ROW = 0.2  # inches
 _MEMORY = {"equal": "live micro-batches as 1F1B", "twice": "twice as many"}
@@ -144,4 +144,43 @@ def plot_schedules(result: Path, picture: Path) -> None:
         drawn.caption = (
             f"Medians of {data['setting']['seeds']} seeds; lower is faster. Stages x micro-batches; F = 1, B = 2; "
             "latencies in forward passes."
+        )
+
+
+def plot_simulated_pipelines(result: Path, picture: Path) -> None:
+    """Draw the pipeline's phase by stages, and each framework's step over AxoNN's and part of the peak by GPUs."""
+    data = json.loads(result.read_text())
+    with drawing(picture, 12, 3.2) as drawn:
+        stages, shares, ratios = drawn.panels(1, 3)[0]
+        for key, label, look in (
+            ("closed_seconds", "simulated", STRETTO),
+            ("planned_seconds", "planner", SERIES[1]),
+            ("published_seconds", "published", PEER),
+        ):
+            known = [(row["stages"], row[key]) for row in data["stages"] if row[key] is not None]
+            stages.plot([count for count, _ in known], [time for _, time in known], label=label, **look.line)
+        stages.set_title("12B parameters, 48 GPUs", loc="left")
+        stages.set_xlabel("stages")
+        stages.set_ylabel("pipeline (s)")
+        stages.set_ylim(bottom=0)
+        frameworks = list(dict.fromkeys(row["framework"] for row in data["rows"]))
+        for framework, look in zip(frameworks, SERIES[2:], strict=False):
+            rows = [row for row in data["rows"] if row["framework"] == framework]
+            gpus = [row["gpus"] for row in rows]
+            shares.plot(gpus, [100 * row["peak_share"] for row in rows], label=framework, **look.line)
+            ratios.plot(gpus, [row["over_axonn"] for row in rows], **look.line)
+            known = [(row["gpus"], row["published_over_axonn"]) for row in rows if row["published_over_axonn"]]
+            for place, ratio in known:
+                ratios.plot([place], [ratio], marker=look.marker, color=look.colour, markerfacecolor="none")
+        shares.set_ylabel("of the peak (%)")
+        shares.set_ylim(bottom=0)
+        ratios.set_ylabel("step over AxoNN's")
+        for panel in (shares, ratios):
+            panel.set_title("Table 3.1's choices", loc="left")
+            panel.set_xlabel("GPUs")
+        drawn.title = "Pipelines on Summit, simulated"
+        drawn.subtitle = f"closed form, {data['date']}"
+        drawn.caption = (
+            "Hollow: published (figure 3.7, 100B parameters). Published parts of the peak: AxoNN 49 to 54%, "
+            "DeepSpeed 39 to 42%, Megatron-LM 21 to 41%."
         )

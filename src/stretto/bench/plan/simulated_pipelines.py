@@ -14,6 +14,7 @@ import numpy as np
 
 from stretto.axes import GridSizes
 from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.pictures import draw_result
 from stretto.bench.plan.published_pipelines import (
     CHOICES,
     FIGURES_BATCH,
@@ -95,6 +96,7 @@ def bench_simulated_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, l
     )
     with path.with_suffix(".md").open("a") as file:
         file.write("\n" + "\n".join(markdown_table(STAGE_COLUMNS, stages)) + "\n")
+    draw_result(path)
     return {"stages": stages, "choices": choices}
 
 
