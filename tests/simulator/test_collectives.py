@@ -241,7 +241,7 @@ def test_nodes_that_use_equal_links_otherwise_are_not_equal():
             "two-level-ring",
             network,
             BYTES,
-            CollectiveOptions(4, uses_symmetry=symmetry),
+            CollectiveOptions(4, in_node="recursive", uses_symmetry=symmetry),
             ranks=[0, 1, 2, 3, 4, 6, 5, 7],
         )
         for symmetry in (False, True)
