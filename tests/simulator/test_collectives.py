@@ -237,7 +237,7 @@ def test_nodes_that_use_equal_links_otherwise_are_not_equal():
     network = EventDrivenNetwork(NetworkTopology("two rings", 8, links))
     found = [
         simulate_collective(
-            "reduce_scatter",
+            "all_gather",
             "two-level-ring",
             network,
             BYTES,
@@ -247,6 +247,7 @@ def test_nodes_that_use_equal_links_otherwise_are_not_equal():
         for symmetry in (False, True)
     ]
     assert found[1].ends == pytest.approx(found[0].ends, rel=1e-9)
+    assert max(found[0].ends[:4]) != pytest.approx(max(found[0].ends[4:]), rel=0.01)
 
 
 @pytest.mark.parametrize(
