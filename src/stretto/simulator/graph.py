@@ -303,8 +303,9 @@ def execute(graph: ExecutionGraph, network: NetworkModel) -> Execution:
 
 
 @contextmanager
-def _pausing_garbage_collection() -> Iterator[None]:
-    """Events make and free millions of tuples, none in cycles; looking through them would take half of the time."""
+def pausing_garbage_collection() -> Iterator[None]:
+    """Pause it: events and graphs are millions of tuples and lists, none in cycles, and looking through them would take
+    half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -337,7 +338,7 @@ class GraphRun:
         """Run the graph on the network, whose queues are emptied first."""
         begin = time.process_time()
         self._network.reset()
-        with _pausing_garbage_collection():
+        with pausing_garbage_collection():
             for number in [number for number, count in enumerate(self._waits) if count == 0]:
                 self._start(number)
             self.queue.run()

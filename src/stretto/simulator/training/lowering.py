@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, GridSizes, axes_of
-from stretto.simulator.graph import ExecutionGraph, GraphBuilder
+from stretto.simulator.graph import ExecutionGraph, GraphBuilder, pausing_garbage_collection
 from stretto.simulator.training.program import COMPUTE, HOST, PIPE, GroupCollective, StageMessage, StepOperation
 from stretto.simulator.training.step import StepPrograms
 
@@ -75,6 +75,10 @@ class StepLowering:
 
     def lower(self) -> LoweredStep:
         """The graph of a whole step. Raises ValueError for messages that nobody sends."""
+        with pausing_garbage_collection():
+            return self._lower()
+
+    def _lower(self) -> LoweredStep:
         pipe = len(self.programs.ranks)
         ready = list(range(pipe))
         while ready:
