@@ -125,10 +125,6 @@ class Tape:
         """Wait until all ranks of pipe have come here."""
         self.wait(self._add(StepOperation("norm of all stages' gradients", PIPE, 0.0, self._done(), is_barrier=True)))
 
-    def mark(self) -> None:
-        """Keep what was computed apart from what follows."""
-        self._may_merge = False
-
     def _done(self) -> tuple[int, ...]:
         """What has ended when the host's stream comes here."""
         return tuple(self._pending) if self._last is None else (self._last, *self._pending)

@@ -31,6 +31,7 @@ COPY_ENGINE_SLOWDOWN = 0.5
 of 2 H200 with z=2 and batch 4 (results/plan-2-gpus)."""
 MOST_OPERATIONS = 6_000_000
 """Of a graph: about a minute, and 4 GB."""
+MOST_AVERAGED = 64
 _AXIS_OF_GROUP = {REPLICAS: "data", EXPERT_DATA: "data", EXPERT_Z: "z"}
 
 
@@ -136,15 +137,16 @@ class StepSimulation:
                 yield StepSpan(str(rows[number]), self.lowered.graph.names[number], start, end)
 
     def use_over_time(self, bins: int = 100) -> dict[str, list[float]]:
-        """The part of each of so many equal parts of the step in which an average rank communicates over each axis."""
-        edges = np.linspace(0.0, self.step_time, bins + 1)
+        """The part of each of so many equal parts of the step in which an average rank computes, and communicates over
+        each axis: of the first MOST_AVERAGED ranks that are simulated."""
+        edges, ranks = np.linspace(0.0, self.step_time, bins + 1), min(self.lowered.graph.world, MOST_AVERAGED)
         found = {}
         for axis in (COMPUTE, *self._axes):
             total = np.zeros(bins)
-            for rank in range(self.lowered.graph.world):
-                chosen = self._of_rank(axis, rank)
-                total += np.diff([self._covered(chosen, until) for until in edges])
-            found[axis] = (total / self.lowered.graph.world / max(self.step_time / bins, 1e-300)).tolist()
+            for rank in range(ranks):
+                places = np.flatnonzero(self._of_rank(axis, rank))
+                total += np.diff([self._covered(places, until) for until in edges])
+            found[axis] = (total / ranks / max(self.step_time / bins, 1e-300)).tolist()
         return found
 
     @property
@@ -205,7 +207,7 @@ class StepSimulation:
             (graph.targets if row == PIPE else graph.ranks) == (self.rank if rank is None else rank)
         )
 
-    def _covered(self, chosen: NDArray[np.bool_], until: float | None = None) -> float:
+    def _covered(self, chosen: NDArray[Any], until: float | None = None) -> float:
         starts, ends = self.execution.starts[chosen], self.execution.ends[chosen]
         if until is not None:
             starts, ends = np.minimum(starts, until), np.minimum(ends, until)
