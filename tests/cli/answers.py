@@ -34,6 +34,8 @@ class Answer(NamedTuple):
         return self.command.split()
 
 
+STEP = "--model gpt2-small --cluster dgx-h100 --gpus 4 --batch 8 --seq-len 256"
+RING = "--topology ring:16 --bandwidth 50GiB/s --latency 500ns"
 ANSWERS = (
     Answer("--help", DONE, "Usage"),
     Answer("--version", DONE, "stretto"),
@@ -79,6 +81,8 @@ ANSWERS = (
         "fp32, device, host",
     ),
     Answer("plan --model gpt-5b --cluster perlmutter --gpus 4 --batch 8 --seq-len 2048", DONE, "memory fits"),
+    Answer(f"plan {STEP} --cost simulated --json", DONE, "the fastest simulated step"),
+    Answer(f"plan {STEP} --cost whole", REFUSED, "must be full, paper or simulated"),
     Answer("collective list", DONE, "ring-all-reduce"),
     Answer("collective compile rong-all-reduce --ranks 4", REFUSED, "did you mean 'ring-all-reduce'"),
     Answer("collective compile hierarchical-all-reduce", REFUSED, "needs 'nodes' and 'gpus'"),
@@ -110,6 +114,20 @@ ANSWERS = (
     Answer("pipeline verify pipeline.csv", DONE, "verified"),
     Answer("pipeline verify stuck.csv", FAILED, "NOT verified: deadlock"),
     Answer("pipeline verify broken.csv", REFUSED, "row 2, cell 2 ('1X0')"),
+    Answer(f"simulate message {RING} --bytes 1MiB --src 1 --dst 4 --json", DONE, '"event_driven_ns": 60093'),
+    Answer(f"simulate message {RING} --bytes 1MiB --src 1 --dst 1", REFUSED, "to itself"),
+    Answer(f"simulate message {RING} --bytes 1MiB --src 1 --dst 16", REFUSED, "ring:16, which has ranks 0 to 15"),
+    Answer("simulate message --bytes 1MiB --src 0 --dst 1", REFUSED, "--topology or --cluster: neither"),
+    Answer(f"simulate collective all_reduce {RING} --bytes 1MiB", DONE, "event-driven"),
+    Answer(f"simulate collective all_redcue {RING} --bytes 1MiB", REFUSED, "did you mean 'all_reduce'"),
+    Answer(f"simulate collective all_reduce {RING} --bytes 1X", REFUSED, "is no size"),
+    Answer(f"simulate step {STEP} --json", DONE, '"fidelity": "closed-form"'),
+    Answer(f"simulate step {STEP} --what-if gpu --stragglers lognormal:0.1", DONE, "GPUs that compute twice as fast"),
+    Answer("simulate step --model gpt2-small --cluster dgx-h100", REFUSED, "--batch, --seq-len are missing"),
+    Answer(f"simulate step {STEP} --overlap some", REFUSED, "takes all, none, or some of all_reduce"),
+    Answer(f"simulate step {STEP} --what-if more", REFUSED, "must be one of nic, gpu, link, or all"),
+    Answer(f"simulate step {STEP} --grid x=7", REFUSED, "x=7 does not divide 12 heads"),
+    Answer(f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "ranks_per_node"),
     Answer("bench", REFUSED, "This machine has no GPU. Without GPUs these run"),
     Answer("bench tarin", REFUSED, "train"),
     Answer("bench train", REFUSED, "Without GPUs these run"),
@@ -122,6 +140,8 @@ ANSWERS = (
     Answer("bench plan --ranks 2", REFUSED, "predictions.json"),
     Answer("bench compile --largest 4", REFUSED, "the smallest case has 8 ranks"),
     Answer("bench published --batch 0", REFUSED, "0"),
+    Answer("bench simulated-pipelines --batch 100", REFUSED, "128 would do"),
+    Answer("bench simulated-steps --plans nowhere", REFUSED, "nowhere, which has no probed.toml"),
     Answer("bench published-pipelines --batch 100", REFUSED, "128 would do"),
     Answer("bench published-experts --micro-batch 3", REFUSED, "would do"),
     Answer("bench collectives", REFUSED, "Without GPUs these run"),
@@ -149,6 +169,7 @@ ANSWERS = (
     Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MB"),
     Answer("bench offload --parts everything", REFUSED, "there is no part 'everything'"),
     Answer("bench schedules --sizes 4", REFUSED, "a size is stages x micro-batches, such as 4x16"),
+    Answer("bench simulator-speed --largest 1000", REFUSED, "512 would do"),
     Answer("bench memory --smallest 90 --largest 60", REFUSED, "is no range of percents"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
     Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),

@@ -445,14 +445,14 @@ def test_figures_3_3_and_3_4_more_stages_take_longer_and_send_more():
 
 @pytest.mark.exhaustive
 def test_the_choices_of_table_3_1_reach_about_half_of_the_peak():
-    from stretto.bench.plan.published_pipelines import _model_flops, _predict
+    from stretto.bench.plan.published_pipelines import model_flops, predict_pipeline
 
     for choice in CHOICES:
         if choice.framework != "AxoNN":
             continue
         grid = GridSizes(pipe=choice.inter, data=choice.data)
-        found = _predict(choice.billions, grid, 16384, choice.micro_batch)
-        share = _model_flops(MODELS[choice.billions], 16384) / found.step_time / grid.ranks / 125e12
+        found = predict_pipeline(choice.billions, grid, 16384, choice.micro_batch)
+        share = model_flops(MODELS[choice.billions], 16384) / found.step_time / grid.ranks / 125e12
         assert 0.5 < share < 0.64, choice
 
 

@@ -105,6 +105,34 @@ def plan(count: int) -> dict[str, Any]:
     return {"rows": [*rows, rows[0] | {"grid": "data=4", "measured_milliseconds": None}]}
 
 
+def simulated_steps(count: int) -> dict[str, Any]:
+    rows = [
+        {
+            "workload": workload,
+            "grid": grid,
+            "planned_error": None if workload.endswith("z=4") else -0.05 + 0.02 * place,
+            "simulated_error": -0.049 + 0.02 * place,
+        }
+        for workload in ("gpt-5b, 24 layers, batch 8 x 2048 tokens, 4 ranks", "gpt-5b, overlaps of z=4")
+        for place, grid in enumerate(("z=4", "data=2 x=2", "x=2, sequence sharded", "+ reduce_scatter", "y=4")[:count])
+    ]
+    return {"rows": rows}
+
+
+def simulated_pipelines(count: int) -> dict[str, Any]:
+    rows = [
+        {"framework": name, "gpus": 48 * 2**place, "peak_share": 0.6 - 0.05 * place, "over_axonn": 1.0 + 0.2 * place}
+        | {"published_over_axonn": 1.2 if place else None}
+        for name in ("AxoNN", "DeepSpeed", "Megatron-LM")
+        for place in range(count)
+    ]
+    stages = [
+        {"stages": 6 * 2**place, "closed_seconds": 30.0, "planned_seconds": 30.1, "published_seconds": None}
+        for place in range(count)
+    ]
+    return {"rows": rows, "stages": stages}
+
+
 def collectives(count: int) -> dict[str, Any]:
     names = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
     rows = [
@@ -343,12 +371,31 @@ def experts(count: int) -> dict[str, Any]:
     return {"setting": {"data": 2, "x": 4, "link": 0.25, "node_link": 1.5}, "rows": rows}
 
 
+def simulator_speed(count: int) -> dict[str, Any]:
+    rows = [
+        {
+            "case": case,
+            "ranks": 32 << place,
+            "preparation_seconds": 0.01 * 3**place,
+            "execution_seconds": 0.02 * 2**place,
+            "events_per_second": 7e5 - 1e5 * place,
+        }
+        for case in ("two levels, recursive", "two levels, ring", "one ring, symmetry", "random messages", "more")[
+            :count
+        ]
+        for place in range(7)
+    ]
+    return {"megabytes": 256, "cluster": "perlmutter", "rows": rows}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
     "overlap.json": overlap,
     "dlrm.json": dlrm,
     "plan.json": plan,
+    "simulated-steps.json": simulated_steps,
+    "simulated-pipelines.json": simulated_pipelines,
     "collectives.json": collectives,
     "compile.json": compile_,
     "pipelining.json": pipelining,
@@ -367,6 +414,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "messages.json": messages,
     "pipeline.json": pipeline,
     "schedules.json": schedules,
+    "simulator-speed.json": simulator_speed,
 }
 
 

@@ -36,8 +36,11 @@ _PLOTS = {
     "two-level.json": "two_level.plot:plot_two_level",
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
+    "simulated-steps.json": "plan.plot:plot_simulated_steps",
+    "simulated-pipelines.json": "plan.plot:plot_simulated_pipelines",
     "moe-demo.json": "training.plot:plot_moe_demo",
     "experts.json": "training.plot:plot_experts",
+    "simulator-speed.json": "simulator_speed:plot_simulator_speed",
 }
 
 

@@ -28,9 +28,11 @@ from stretto.bench.plan.settings import (
     PublishedPipelinesSetting,
     PublishedSetting,
     SchedulesSetting,
+    SimulatedStepsSetting,
     read_predictions,
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.simulator_speed import SimulatorSpeedSetting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -288,6 +290,30 @@ def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
     from stretto.bench.plan.published_experts import bench_published_experts
 
     return bench_published_experts(out, setting.micro_batch)
+
+
+@_command("simulated-steps", SimulatedStepsSetting)
+def simulated_steps(setting: SimulatedStepsSetting, out: Path) -> Any:
+    """Steps that were measured on GPUs, beside the simulator's and the planner's (needs no GPU)."""
+    from stretto.bench.plan.simulated_steps import bench_simulated_steps
+
+    return bench_simulated_steps([Path(folder) for folder in setting.plans], setting.overlaps, out)
+
+
+@_command("simulated-pipelines", PublishedPipelinesSetting)
+def simulated_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
+    """The pipelines of Singh's chapter 3 on Summit, simulated, beside the published times (needs no GPU)."""
+    from stretto.bench.plan.simulated_pipelines import bench_simulated_pipelines
+
+    return bench_simulated_pipelines(out, setting.batch)
+
+
+@_command("simulator-speed", SimulatorSpeedSetting)
+def simulator_speed(setting: SimulatorSpeedSetting, out: Path) -> Any:
+    """How long simulations of all-gathers and random messages take, by the number of ranks (needs no GPU)."""
+    from stretto.bench.simulator_speed import bench_simulator_speed
+
+    return bench_simulator_speed(out, setting)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import GREY, GUIDE, ORANGE, SERIES, STRETTO, drawing
+from stretto.report.style import GREY, GUIDE, ORANGE, PEER, SERIES, STRETTO, Look, drawing
 
 _ROW = 0.2  # inches
 _MEMORY = {"equal": "live micro-batches as 1F1B", "twice": "twice as many"}
@@ -75,6 +75,43 @@ def _has_both(row: Mapping[str, Any], key: str) -> bool:
     return row.get(f"predicted_{key}") is not None and row.get(f"measured_{key}") is not None
 
 
+def plot_simulated_steps(result: Path, picture: Path) -> None:
+    """Draw a panel a workload: of each step the planner's and the simulator's time over the measured one."""
+    data = json.loads(result.read_text())
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        rows_of.setdefault(row["workload"], []).append(row)
+    series = (("planned_error", "plan --cost full", SERIES[1]), ("simulated_error", "simulated", STRETTO))
+    workloads = list(rows_of.items())
+    pairs = [workloads[place : place + 2] for place in range(0, len(workloads), 2)]
+    heights = [_ROW * max(len(rows) for _, rows in pair) + 1.0 for pair in pairs]
+    with drawing(picture, 13, sum(heights) or 1) as drawn:
+        panels = drawn.panels(len(pairs), 2, height_ratios=heights or None, sharex=True)
+        for across, pair in zip(panels, pairs, strict=True):
+            for panel, (workload, rows) in zip(across, pair, strict=False):
+                _plot_errors(panel, rows, series)
+                panel.set_title(workload, loc="left")
+            for panel in across[len(pair) :]:
+                panel.set_visible(False)
+        for panel in panels[-1] if len(pairs) else ():
+            panel.set_xlabel("error of a step's time (%)")
+        drawn.title = "Steps that were measured, as the planner and the simulator have them"
+        drawn.subtitle = f"simulated in closed form, {data['date']}"
+        drawn.caption = "Grids are the sizes of data, x, y and z, the fastest measured first."
+
+
+def _plot_errors(panel: Axes, rows: Sequence[Mapping[str, Any]], series: Sequence[tuple[str, str, Look]]) -> None:
+    panel.axvline(0, **GUIDE)
+    for key, label, look in series:
+        known = [(100 * row[key], place) for place, row in enumerate(rows) if row[key] is not None]
+        errors, places = [error for error, _ in known], [place for _, place in known]
+        if known:
+            panel.plot(errors, places, linestyle="none", marker=look.marker, color=look.colour, label=label)
+    panel.set_yticks(range(len(rows)), [row["grid"] for row in rows])
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    panel.tick_params(axis="y", length=0)
+
+
 def plot_schedules(result: Path, picture: Path) -> None:
     """Draw a row of panels for each size: a panel for each latency, at equal memory and at twice that."""
     data = json.loads(result.read_text())
@@ -107,4 +144,43 @@ def plot_schedules(result: Path, picture: Path) -> None:
         drawn.caption = (
             f"Medians of {data['setting']['seeds']} seeds; lower is faster. Stages x micro-batches; F = 1, B = 2; "
             "latencies in forward passes."
+        )
+
+
+def plot_simulated_pipelines(result: Path, picture: Path) -> None:
+    """Draw the pipeline's phase by stages, and each framework's step over AxoNN's and part of the peak by GPUs."""
+    data = json.loads(result.read_text())
+    with drawing(picture, 12, 3.2) as drawn:
+        stages, shares, ratios = drawn.panels(1, 3)[0]
+        for key, label, look in (
+            ("closed_seconds", "simulated", STRETTO),
+            ("planned_seconds", "planner", SERIES[1]),
+            ("published_seconds", "published", PEER),
+        ):
+            known = [(row["stages"], row[key]) for row in data["stages"] if row[key] is not None]
+            stages.plot([count for count, _ in known], [time for _, time in known], label=label, **look.line)
+        stages.set_title("12B parameters, 48 GPUs", loc="left")
+        stages.set_xlabel("stages")
+        stages.set_ylabel("pipeline (s)")
+        stages.set_ylim(bottom=0)
+        frameworks = list(dict.fromkeys(row["framework"] for row in data["rows"]))
+        for framework, look in zip(frameworks, SERIES[2:], strict=False):
+            rows = [row for row in data["rows"] if row["framework"] == framework]
+            gpus = [row["gpus"] for row in rows]
+            shares.plot(gpus, [100 * row["peak_share"] for row in rows], label=framework, **look.line)
+            ratios.plot(gpus, [row["over_axonn"] for row in rows], **look.line)
+            known = [(row["gpus"], row["published_over_axonn"]) for row in rows if row["published_over_axonn"]]
+            for place, ratio in known:
+                ratios.plot([place], [ratio], marker=look.marker, color=look.colour, markerfacecolor="none")
+        shares.set_ylabel("of the peak (%)")
+        shares.set_ylim(bottom=0)
+        ratios.set_ylabel("step over AxoNN's")
+        for panel in (shares, ratios):
+            panel.set_title("Table 3.1's choices", loc="left")
+            panel.set_xlabel("GPUs")
+        drawn.title = "Pipelines on Summit, simulated"
+        drawn.subtitle = f"closed form, {data['date']}"
+        drawn.caption = (
+            "Hollow: published (figure 3.7, 100B parameters). Published parts of the peak: AxoNN 49 to 54%, "
+            "DeepSpeed 39 to 42%, Megatron-LM 21 to 41%."
         )

@@ -101,8 +101,8 @@ def bench_published_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, l
 def plan_stages(stages: int) -> dict[str, Any]:
     """Predict a step of 12B parameters on 48 GPUs with so many stages, micro-batches of 1 (section 3.3.2)."""
     summit, grid = Cluster.preset("summit"), GridSizes(pipe=stages, data=48 // stages)
-    found = _predict(12, grid, FIGURES_BATCH, 1)
-    paper = _predict(12, grid, FIGURES_BATCH, 1, cost="paper")
+    found = predict_pipeline(12, grid, FIGURES_BATCH, 1)
+    paper = predict_pipeline(12, grid, FIGURES_BATCH, 1, cost="paper")
     # t_f + t_b of equation 4.7, of all micro-batches: computation does not depend on the number of stages.
     whole = paper.bubble / (1 - 1 / stages)
     after = found.terms["the optimizer"] + found.exposed["data"]
@@ -131,14 +131,14 @@ def plan_choices(batch: int = RUNS_BATCH) -> list[dict[str, Any]]:
     axonn = 0.0
     for choice in CHOICES:
         grid = GridSizes(pipe=choice.inter, data=choice.data, x=choice.intra)
-        found = _predict(choice.billions, grid, batch, choice.micro_batch, choice.framework == "AxoNN")
+        found = predict_pipeline(choice.billions, grid, batch, choice.micro_batch, choice.framework == "AxoNN")
         row = {
             "billions": choice.billions,
             "framework": choice.framework,
             "gpus": grid.ranks,
             "choice": f"{grid}, micro-batches of {choice.micro_batch}",
             "step_seconds": found.step_time,
-            "peak_share": _model_flops(MODELS[choice.billions], batch) / found.step_time / grid.ranks / 125e12,
+            "peak_share": model_flops(MODELS[choice.billions], batch) / found.step_time / grid.ranks / 125e12,
             "memory_gigabytes": found.peak_memory / 1e9,
         }
         if choice.framework == "AxoNN":
@@ -155,7 +155,7 @@ def plan_choices(batch: int = RUNS_BATCH) -> list[dict[str, Any]]:
     return rows
 
 
-def _predict(
+def predict_pipeline(
     billions: int, grid: GridSizes, batch: int, micro_batch: int, is_axonn: bool = True, cost: Any = "full"
 ) -> GridPlan:
     model = MODELS[billions]
@@ -194,7 +194,7 @@ def _name(found: GridPlan) -> str:
     return f"{GridSizes(**found.grid)}, {schedule}, micro-batches of {found.micro_batch}, recompute={found.recompute}"
 
 
-def _model_flops(model: GPTConfig, batch: int) -> float:
+def model_flops(model: GPTConfig, batch: int) -> float:
     """Narayanan et al.'s model FLOPs of a step, including the recomputed forward pass, as figure 3.7 counts them."""
     layers, hidden = model.layers, model.hidden
     return (

@@ -182,6 +182,24 @@ class PublishedExpertsSetting:
             )
 
 
+@dataclass(frozen=True)
+class SimulatedStepsSetting:
+    """Which measured steps `stretto bench simulated-steps` simulates."""
+
+    plans: Annotated[
+        tuple[str, ...],
+        Option("Folders of `stretto bench plan`, with the machine's probed.toml.", separator=" ", metavar="FOLDER"),
+    ] = ("results/plan", "results/plan-2-gpus")
+    overlaps: Annotated[
+        Path, Option("A file of `stretto bench overlap` from the first folder's machine.", metavar="FILE")
+    ] = Path("results/overlap/overlap.json")
+
+    def __post_init__(self) -> None:
+        for folder in self.plans:
+            if not (Path(folder) / "probed.toml").is_file():
+                raise ValueError(f"--plans has {folder}, which has no probed.toml; results/plan would do")
+
+
 def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
     """Read the predicted grids by workload. ValueError if the file lacks one, or predicts it for another model."""
     remedy = f"write it before you measure: stretto bench plan --predict {file} --cluster CLUSTER.toml"

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated pipelines have the times of `stretto.schedules.simulate`, where messages do not contend."""
+
+from itertools import pairwise
+
+import pytest
+from tests.simulator.training.steps import configure, made_up, workload
+
+from stretto.cluster import NetworkLink, NodeLink
+from stretto.planner.communication import bandwidths
+from stretto.planner.compute import Device
+from stretto.planner.pipeline.cost import estimate, pipeline_cost
+from stretto.planner.workload import ScheduleChoice
+from stretto.schedules import SCHEDULES, StageCosts, StageLinks, build_schedule, simulate, simulate_message_driven
+from stretto.simulator.training import simulate_step
+from stretto.simulator.training.program import COMPUTE
+
+CHOICES = [
+    *(ScheduleChoice(name, 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1) for name in SCHEDULES),
+    ScheduleChoice("1f1b", extra_warm_up=2),
+    ScheduleChoice("message-driven", limit=5, serve_first="backward"),
+]
+
+
+def plan_and_simulate(choice, pipe, batch, machine, layers=8):
+    work = workload(layers=layers, batch=batch)
+    config = configure({"pipe": pipe}, 1, schedule=choice)
+    device = Device(machine, "bf16")
+    plan = estimate(work, config, device, bandwidths(machine, config.grid))
+    return plan, simulate_step(work, config, machine), device
+
+
+def timeline_of(plan):
+    choice, pipe, count = plan.schedule, plan.config.grid.pipe, plan.micro_batches
+    ranks = plan.layout.ranks
+    hops = [plan.messages[max(a, b) if {a, b} == {0, pipe - 1} and pipe > 2 else min(a, b)] for a, b in pairwise(ranks)]
+    links = StageLinks(tuple(hop.latency for hop in hops), tuple(hop.transmission for hop in hops))
+    costs = StageCosts(*plan.passes)
+    if choice.is_message_driven:
+        return simulate_message_driven(count, costs, links, limit=choice.limit, serve_first=choice.serve_first)
+    schedule = build_schedule(choice.name, pipe, count, choice.virtual_stages, choice.extra_warm_up)
+    return simulate(schedule, costs, links)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_ranks_compute_when_the_timing_model_of_schedules_says(choice):
+    # Messages are slow enough to make stages wait, and never meet in a channel.
+    machine = made_up(between_nodes=NetworkLink(bandwidth=25e9, latency=2e-4))
+    plan, step, _ = plan_and_simulate(choice, 8 if choice.virtual_stages == 1 else 4, 16, machine)
+    timeline = timeline_of(plan)
+    for rank, ends in enumerate(timeline.ends):
+        computed = [span for span in step.spans(rank) if span.row == COMPUTE and span.name != "optimizer"]
+        assert computed[0].start == pytest.approx(timeline.starts[rank][0], abs=1e-15)
+        assert computed[-1].end == pytest.approx(ends[-1], rel=1e-12)
+        assert sum(span.end - span.start for span in computed) == pytest.approx(timeline.busy[rank], rel=1e-9)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_a_step_of_stages_without_other_communication_is_the_planners_replay(choice):
+    plan, step, device = plan_and_simulate(choice, 4, 16, made_up())
+    cost = pipeline_cost(plan, device, bandwidths(device.cluster, plan.config.grid), replays=True)
+    assert step.step_time == pytest.approx(cost.step_time, rel=5e-3)  # tied embeddings' message is counted otherwise
+
+
+def test_a_pipeline_within_data_and_x_sends_over_all_of_them():
+    config = configure({"pipe": 2, "data": 2, "x": 2}, 1, schedule="1f1b")
+    step = simulate_step(workload(batch=8), config, made_up())
+    assert set(step.communication) == {"pipe", "data", "x"}
+    assert step.exposed["x"] > 0
+    assert step.lowered.devices == (0, 4)  # one rank of each stage
+
+
+def test_a_stage_is_exposed_to_the_messages_that_it_receives():
+    # Of one micro-batch, the last stage waits for one message, of activations, and computes on without another.
+    machine = made_up(in_node=NodeLink(bandwidth=100e9, latency=3e-3))
+    step = simulate_step(workload(batch=1), configure({"pipe": 2}, 1, schedule="gpipe"), machine)
+    last = [span for span in step.spans(1) if span.row == "pipe"]
+    assert [span.name for span in last] == ["send activations", "send gradient of tied embeddings"]
+    assert last[0].end - last[0].start == pytest.approx(3e-3, rel=0.02)
+
+
+def test_long_pipelines_stay_cheap():
+    config = configure({"pipe": 8}, 1, schedule="1f1b")
+    step = simulate_step(workload(layers=32, batch=256), config, made_up())
+    assert len(step.lowered.graph) < 8 * 256 * 8
