@@ -124,6 +124,8 @@ ANSWERS = (
     Answer("bench published --batch 0", REFUSED, "0"),
     Answer("bench published-pipelines --batch 100", REFUSED, "128 would do"),
     Answer("bench published-experts --micro-batch 3", REFUSED, "would do"),
+    Answer("bench simulated-two-level --ranks 12", REFUSED, "16 would do"),
+    Answer("bench simulated-two-level --machines summit", REFUSED, "there is no machine 'summit'"),
     Answer("bench collectives", REFUSED, "Without GPUs these run"),
     Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
     Answer("bench ablations --step 1", REFUSED, "by a factor of 1"),

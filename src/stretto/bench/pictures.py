@@ -34,6 +34,7 @@ _PLOTS = {
     "operator-ablations*.json": "operators.plot:plot_ablations",
     "embedding.json": "embedding.plot:plot_embedding",
     "two-level.json": "two_level.plot:plot_two_level",
+    "simulated-two-level.json": "studies.plot:plot_two_level_heat_maps",
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
     "moe-demo.json": "training.plot:plot_moe_demo",

@@ -31,6 +31,7 @@ from stretto.bench.plan.settings import (
     read_predictions,
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.studies.settings import SimulatedTwoLevelSetting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -288,6 +289,14 @@ def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
     from stretto.bench.plan.published_experts import bench_published_experts
 
     return bench_published_experts(out, setting.micro_batch)
+
+
+@_command("simulated-two-level", SimulatedTwoLevelSetting)
+def simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> Any:
+    """Two-level collectives on Frontier and Perlmutter, simulated beside Singh's chapter 6 (needs no GPU)."""
+    from stretto.bench.studies.two_level import bench_simulated_two_level
+
+    return bench_simulated_two_level(setting, out)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)
