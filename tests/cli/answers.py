@@ -126,6 +126,8 @@ ANSWERS = (
     Answer("bench published-experts --micro-batch 3", REFUSED, "would do"),
     Answer("bench simulated-two-level --ranks 12", REFUSED, "16 would do"),
     Answer("bench simulated-two-level --machines summit", REFUSED, "there is no machine 'summit'"),
+    Answer("bench simulated-zero3 --batch 1000", REFUSED, "2048 would do"),
+    Answer("bench simulated-scaling --batch 100", REFUSED, "4096 would do"),
     Answer("bench collectives", REFUSED, "Without GPUs these run"),
     Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
     Answer("bench ablations --step 1", REFUSED, "by a factor of 1"),

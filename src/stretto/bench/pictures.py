@@ -35,6 +35,8 @@ _PLOTS = {
     "embedding.json": "embedding.plot:plot_embedding",
     "two-level.json": "two_level.plot:plot_two_level",
     "simulated-two-level.json": "studies.plot:plot_two_level_heat_maps",
+    "simulated-zero3.json": "studies.plot:plot_zero3",
+    "simulated-scaling.json": "studies.plot:plot_scaling",
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",
     "moe-demo.json": "training.plot:plot_moe_demo",

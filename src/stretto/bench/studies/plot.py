@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import SMALL, drawing
+from stretto.report.style import SERIES, SMALL, drawing, group_bars, plain_log
 
 
 def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
@@ -45,3 +45,67 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
             "Event-driven: packets that queue on links; a node stands for all. Above 1, two levels (recursive between "
             "nodes) are faster. MB: an all-gather's output, a reduce-scatter's input, of a rank."
         )
+
+
+def plot_zero3(result: Path, picture: Path) -> None:
+    """Draw figure 6.12: a panel a machine, the batch time of each model and library by ranks."""
+    data = json.loads(result.read_text())
+    machines = list(dict.fromkeys(row["machine"] for row in data["rows"]))
+    with drawing(picture, 4.2 * len(machines), 3.2) as drawn:
+        panels = drawn.panels(1, len(machines))[0]
+        for panel, machine in zip(panels, machines, strict=True):
+            rows = [row for row in data["rows"] if row["machine"] == machine]
+            for model in dict.fromkeys(row["model"] for row in rows):
+                of_model = [row for row in rows if row["model"] == model]
+                ranks = [row["ranks"] for row in of_model]
+                for place, (key, name) in enumerate((("vendor", "vendor's ring"), ("two_level", "two levels"))):
+                    look = SERIES[2 * ["7B", "13B"].index(model) + place]
+                    panel.plot(ranks, [row[f"{key}_seconds"] for row in of_model], label=f"{model}, {name}", **look.line)
+            drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
+            plain_log(panel.yaxis)
+            panel.set_xlabel("ranks")
+            panel.set_title(machine.capitalize())
+        panels[0].set_ylabel("s a batch")
+        drawn.title = f"ZeRO-3 on {data['setting']['batch']} sequences of {data['seq_len']} tokens, simulated"
+        drawn.subtitle = describe_origin(data)
+
+
+def plot_scaling(result: Path, picture: Path) -> None:
+    """Draw figure 5.5 (steps of the ladder by run) and figure 5.7 (days by GCDs, with the published ones)."""
+    import numpy as np
+
+    data = json.loads(result.read_text())
+    names = (("baseline_seconds", "baseline"), ("model_seconds", "model's grid"), ("overlap_seconds", "with overlap"))
+    with drawing(picture, 9.4, 3.6) as drawn:
+        ladder, strong = drawn.panels(1, 2)[0]
+        rows = data["rows"]
+        places, width = group_bars(len(rows), len(names))
+        for series, (key, name) in enumerate(names):
+            values = [row[key] or np.nan for row in rows]
+            ladder.bar(places[series], values, width, label=name, **SERIES[series].bar)
+        labels = [f"{row['cluster'][0].upper()} {row['gpus']}" for row in rows]
+        ladder.set_xticks(range(len(rows)), labels, rotation=60, ha="right")
+        ladder.set_ylabel("s a step")
+        ladder.set_title("Figure 5.5: grid and overlap")
+        models = dict.fromkeys(row["model"] for row in data["strong"])
+        for series, model in enumerate(models):
+            found = [row for row in data["strong"] if row["model"] == model]
+            known = [row for row in found if row["published_days"] is not None]
+            look = SERIES[3 + series]
+            strong.plot([row["gpus"] for row in found], [row["days"] for row in found], label=model, **look.line)
+            strong.plot(
+                [row["gpus"] for row in known],
+                [row["published_days"] for row in known],
+                label=f"{model}, published",
+                color=look.colour,
+                marker="*",
+                markersize=8,
+                linestyle="none",
+            )
+        drawn.log_ticks(strong.xaxis, [row["gpus"] for row in data["strong"]])
+        plain_log(strong.yaxis)
+        strong.set_xlabel("GCDs of Frontier")
+        strong.set_ylabel("days to 2T tokens")
+        strong.set_title("Figure 5.7: strong scaling")
+        drawn.title = "Training on Perlmutter (P), Frontier (F) and Alps (A), simulated"
+        drawn.subtitle = describe_origin(data)
