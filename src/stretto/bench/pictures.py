@@ -35,6 +35,7 @@ _PLOTS = {
     "embedding.json": "embedding.plot:plot_embedding",
     "two-level.json": "two_level.plot:plot_two_level",
     "simulated-two-level.json": "studies.plot:plot_two_level_heat_maps",
+    "simulated-curves.json": "studies.plot:plot_curves",
     "simulated-zero3.json": "studies.plot:plot_zero3",
     "simulated-scaling.json": "studies.plot:plot_scaling",
     "checkouts.json": "checkouts.plot:plot_checkouts",

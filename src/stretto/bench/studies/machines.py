@@ -152,8 +152,8 @@ MACHINES = {
         ),
         sources={
             "protocols": "RCCL, src/graph/tuning.cc (2023): baseLat, and ring latencies of tuning_model_0, its default",
-            "ring_bandwidth": "RCCL, rome_models.cc: 4 rings in a node of 8 GCDs and one CPU (rome_model_52), each with "
-            "hops of the slowest link, 50 GB/s (OLCF Frontier user guide)",
+            "ring_bandwidth": "RCCL, rome_models.cc: 4 rings in a node of 8 GCDs and one CPU (rome_model_52), each "
+            "with hops of the slowest link, 50 GB/s (OLCF Frontier user guide)",
         },
     ),
     "perlmutter": StudiedMachine(

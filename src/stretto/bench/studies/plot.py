@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import SERIES, SMALL, drawing, group_bars, plain_log
+from stretto.report.style import SERIES, SMALL, drawing, group_bars, name_bars, plain_log
 
 
 def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
@@ -30,9 +30,9 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
                 cells[sizes.index(row["mb"]), ranks.index(row["ranks"])] = found
             panel.imshow(cells, cmap="RdBu", norm=LogNorm(1 / 40, 40), aspect="auto")
             for line, column in np.ndindex(cells.shape):
-                panel.text(
-                    column, line, f"{cells[line, column]:.2g}", ha="center", va="center", fontsize=SMALL, color="black"
-                )
+                value = cells[line, column]
+                colour = "white" if abs(np.log(value)) > np.log(8) else "black"
+                panel.text(column, line, f"{value:.2g}", ha="center", va="center", fontsize=SMALL, color=colour)
             panel.set_xticks(range(len(ranks)), [f"{count}" for count in ranks])
             panel.set_yticks(range(len(sizes)), [f"{size}" for size in sizes])
             panel.grid(visible=False)
@@ -45,6 +45,38 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
             "Event-driven: packets that queue on links; a node stands for all. Above 1, two levels (recursive between "
             "nodes) are faster. MB: an all-gather's output, a reduce-scatter's input, of a rank."
         )
+
+
+def plot_curves(result: Path, picture: Path) -> None:
+    """Draw figures 6.7, 6.8 and 6.10: a panel a machine and collective, the times of each library by ranks."""
+    data = json.loads(result.read_text())
+    panels = list(dict.fromkeys((row["machine"], row["collective"]) for row in data["rows"]))
+    machines = list(dict.fromkeys(machine for machine, _ in panels))
+    collectives = list(dict.fromkeys(collective for _, collective in panels))
+    libraries = (("two_level", "two levels"), ("flat", "vendor's ring"), ("mpi", "Cray MPICH"))
+    with drawing(picture, 4.2 * len(collectives), 3.0 * len(machines)) as drawn:
+        axes = drawn.panels(len(machines), len(collectives))
+        for machine, collective in panels:
+            panel = axes[machines.index(machine)][collectives.index(collective)]
+            rows = [row for row in data["rows"] if (row["machine"], row["collective"]) == (machine, collective)]
+            for nth, mb in enumerate(sorted({row["mb"] for row in rows})):
+                cells = [row for row in rows if row["mb"] == mb]
+                ranks = [row["ranks"] for row in cells]
+                for place, (key, name) in enumerate(libraries):
+                    # Cray MPICH's ring is not simulated event by event.
+                    times = [row.get(f"{key}_event_ms") or row[f"{key}_ms"] for row in cells]
+                    look = SERIES[place + 3 * (nth % 2)]
+                    label = f"{name}, {'fewer' if nth == 0 else 'more'} MB"
+                    panel.plot(ranks, times, label=label, **look.line)
+            drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
+            plain_log(panel.yaxis)
+            sizes = " and ".join(f"{mb}" for mb in sorted({row["mb"] for row in rows}))
+            panel.set_title(f"{machine.capitalize()}, {collective.replace('_', '-')}, {sizes} MB")
+            panel.set_xlabel("ranks")
+            panel.set_ylabel("ms")
+        drawn.title = "All-gathers and reduce-scatters by library, simulated"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = "Event-driven, but for Cray MPICH (closed-form, on one network interface, additions left out)."
 
 
 def plot_zero3(result: Path, picture: Path) -> None:
@@ -60,7 +92,9 @@ def plot_zero3(result: Path, picture: Path) -> None:
                 ranks = [row["ranks"] for row in of_model]
                 for place, (key, name) in enumerate((("vendor", "vendor's ring"), ("two_level", "two levels"))):
                     look = SERIES[2 * ["7B", "13B"].index(model) + place]
-                    panel.plot(ranks, [row[f"{key}_seconds"] for row in of_model], label=f"{model}, {name}", **look.line)
+                    panel.plot(
+                        ranks, [row[f"{key}_seconds"] for row in of_model], label=f"{model}, {name}", **look.line
+                    )
             drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
             plain_log(panel.yaxis)
             panel.set_xlabel("ranks")
@@ -76,16 +110,16 @@ def plot_scaling(result: Path, picture: Path) -> None:
 
     data = json.loads(result.read_text())
     names = (("baseline_seconds", "baseline"), ("model_seconds", "model's grid"), ("overlap_seconds", "with overlap"))
-    with drawing(picture, 9.4, 3.6) as drawn:
+    rows = data["rows"]
+    with drawing(picture, 9.4, max(3.2, 0.4 * len(rows))) as drawn:
         ladder, strong = drawn.panels(1, 2)[0]
-        rows = data["rows"]
         places, width = group_bars(len(rows), len(names))
         for series, (key, name) in enumerate(names):
             values = [row[key] or np.nan for row in rows]
-            ladder.bar(places[series], values, width, label=name, **SERIES[series].bar)
-        labels = [f"{row['cluster'][0].upper()} {row['gpus']}" for row in rows]
-        ladder.set_xticks(range(len(rows)), labels, rotation=60, ha="right")
-        ladder.set_ylabel("s a step")
+            ladder.barh(places[series], values, width, label=name, **SERIES[series].bar)
+        name_bars(ladder, range(len(rows)), [f"{row['cluster'].capitalize()} {row['gpus']:,}" for row in rows])
+        ladder.invert_yaxis()
+        ladder.set_xlabel("s a step")
         ladder.set_title("Figure 5.5: grid and overlap")
         models = dict.fromkeys(row["model"] for row in data["strong"])
         for series, model in enumerate(models):
@@ -107,5 +141,5 @@ def plot_scaling(result: Path, picture: Path) -> None:
         strong.set_xlabel("GCDs of Frontier")
         strong.set_ylabel("days to 2T tokens")
         strong.set_title("Figure 5.7: strong scaling")
-        drawn.title = "Training on Perlmutter (P), Frontier (F) and Alps (A), simulated"
+        drawn.title = "Weak and strong scaling of training, planned"
         drawn.subtitle = describe_origin(data)

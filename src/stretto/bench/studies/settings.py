@@ -15,14 +15,14 @@ class SimulatedTwoLevelSetting:
 
     machines: Annotated[tuple[str, ...], Option("Of frontier and perlmutter.")] = STUDIED
     ranks: Annotated[tuple[int, ...], Option("Numbers of ranks (GCDs, GPUs).")] = (32, 64, 128, 256, 512, 1024, 2048)
-    sizes: Annotated[tuple[int, ...], Option("MB (2^20 bytes) of an all-gather's output, a reduce-scatter's input.")] = (
+    sizes: Annotated[tuple[int, ...], Option("MB (2^20 bytes): an all-gather's output, a reduce-scatter's input.")] = (
         16, 32, 64, 128, 256, 512, 1024,
     )  # fmt: skip
     packet_kib: Annotated[int, Option("KiB of a packet of the event-driven network.")] = 64
     leaf_nodes: Annotated[int | None, Option("Nodes on one switch (default: all on one).")] = None
-    oversubscription: Annotated[float, Option("How many times more these nodes send than their switch's links carry.")] = (
-        1.0
-    )
+    oversubscription: Annotated[
+        float, Option("How many times more these nodes send than their switch's links carry.")
+    ] = 1.0
 
     def __post_init__(self) -> None:
         require_known("machine", self.machines, STUDIED)
@@ -30,7 +30,9 @@ class SimulatedTwoLevelSetting:
         for count in self.ranks:
             if count < 16 or count % 8:
                 near = max(16, round(count / 8) * 8)
-                raise ValueError(f"--ranks has {count}, but takes whole nodes, 2 or more: multiples of 8; {near} would do")
+                raise ValueError(
+                    f"--ranks has {count}, but takes whole nodes, 2 or more: multiples of 8; {near} would do"
+                )
         if self.leaf_nodes is not None:
             require_least(1, leaf_nodes=self.leaf_nodes)
         require_least(1, oversubscription=self.oversubscription)
@@ -63,7 +65,11 @@ class SimulatedZero3Setting:
 class SimulatedScalingSetting:
     """Which runs of Singh's chapter 5 are planned, and the global batch, which the text does not give."""
 
-    clusters: Annotated[tuple[str, ...], Option("Of perlmutter, frontier and alps.")] = ("perlmutter", "frontier", "alps")
+    clusters: Annotated[tuple[str, ...], Option("Of perlmutter, frontier and alps.")] = (
+        "perlmutter",
+        "frontier",
+        "alps",
+    )
     batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 8192
 
     def __post_init__(self) -> None:

@@ -17,7 +17,8 @@ from stretto.bench.studies.machines import RingProtocol, StudiedMachine
 from stretto.collectives.two_level import Links
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm, InterNodeStep, all_gather_steps
 from stretto.collectives.two_level.model import Collective
-from stretto.simulator import EventDrivenNetwork, GraphBuilder, Link, Topology, execute
+from stretto.simulator import EventDrivenNetwork, GraphBuilder, NetworkTopology, execute
+from stretto.simulator.network.topology import DirectedLink
 
 _INSIDE = 1e15  # bytes/s between a GPU and its network interface, which shall not be the bottleneck
 
@@ -52,7 +53,7 @@ class NodeRows:
         """The simulated node whose message stands for what comes from the one `distance` after this one."""
         return (node + distance) % self.nodes if self.whole else 0
 
-    def topology(self) -> Topology:
+    def topology(self) -> NetworkTopology:
         """Rings of the nodes' ranks, and their network interfaces on one switch."""
         shape, links = self.shape, self.shape.links
         count = self.nodes if self.whole else 2
@@ -62,13 +63,13 @@ class NodeRows:
         for node in range(count):
             for place in range(shape.ranks):
                 rank, after = self.rank(node, place), self.rank(node, (place + 1) % shape.ranks)
-                made.append(Link(rank, after, links.in_node_bandwidth, links.in_node_latency))
+                made.append(DirectedLink(rank, after, links.in_node_bandwidth, links.in_node_latency))
                 nic = devices + node * shape.nics + place * shape.nics // shape.ranks
-                made += [Link(rank, nic, _INSIDE, links.latency), Link(nic, rank, _INSIDE, 0.0)]
+                made += [DirectedLink(rank, nic, _INSIDE, links.latency), DirectedLink(nic, rank, _INSIDE, 0.0)]
             for nic in range(devices + node * shape.nics, devices + (node + 1) * shape.nics):
                 each = links.node_bandwidth / shape.nics
-                made += [Link(nic, switch, each, 0.0), Link(switch, nic, each, 0.0)]
-        return Topology(name="nodes on a switch", devices=devices, vertices=switch + 1, links=tuple(made))
+                made += [DirectedLink(nic, switch, each, 0.0), DirectedLink(switch, nic, each, 0.0)]
+        return NetworkTopology("nodes on a switch", devices, made, vertices=switch + 1)
 
 
 def flat_seconds(
