@@ -66,7 +66,7 @@ def plot_curves(result: Path, picture: Path) -> None:
                     # Cray MPICH's ring is not simulated event by event.
                     times = [row.get(f"{key}_event_ms") or row[f"{key}_ms"] for row in cells]
                     look = SERIES[place + 3 * (nth % 2)]
-                    label = f"{name}, {'fewer' if nth == 0 else 'more'} MB"
+                    label = f"{name}, {'smaller' if nth == 0 else 'larger'}"
                     panel.plot(ranks, times, label=label, **look.line)
             drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
             plain_log(panel.yaxis)
