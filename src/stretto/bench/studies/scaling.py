@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench simulated-scaling`: figures 5.4, 5.5 and 5.7 of Singh's dissertation, and why Table 5.2 is slower.
 
-Plans are those of `stretto.planner`; the step of figure 5.4 is also executed event by event.
+Grids are those of `stretto.planner`. Steps of figures 5.4 and 5.5 are simulated, in closed form: what is overlapped
+there is all-reduces, reduce-scatters and all-gathers; the sums over data come after the backward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +15,11 @@ from stretto.bench.pictures import draw_result
 from stretto.bench.plan.published import RUNS, PublishedRun, model_flops
 from stretto.bench.studies.settings import SimulatedScalingSetting
 from stretto.cluster import Cluster, name_grid
+from stretto.execution import Overlap
 from stretto.models import GPTConfig
 from stretto.planner import GridPlan, plan, predict, read_architecture
+from stretto.planner.workload import StepWorkload
+from stretto.simulator.training import StepSimulation, simulate_step, step_of_plan
 
 SEQ_LEN = 2048
 TOKENS = 2e12  # of figure 5.7's training
@@ -37,6 +41,18 @@ LADDER = (
     Column("overlap_saved", "saved", "{:.0%}"),
     Column("published_overlap_saved", "published"),
 )
+OVERLAPS = (
+    Column("model", "model"),
+    Column("gpus", "GCDs", "{:,}"),
+    Column("grid", "grid"),
+    Column("overlap", "overlap"),
+    Column("seconds", "step (s)", "{:.2f}"),
+    Column("compute_seconds", "computation (s)", "{:.2f}"),
+    Column("exposed_seconds", "exposed (s)", "{:.2f}"),
+    Column("saved", "saved", "{:.1%}"),
+    Column("speedup", "speed-up less 1", "{:.1%}"),
+    Column("published", "published"),
+)
 STRONG = (
     Column("model", "model"),
     Column("gpus", "GCDs", "{:,}"),
@@ -56,10 +72,22 @@ REASONS = (
     Column("products", "+ products as in training", "{:.2f}"),
     Column("attention", "+ attention's scores in memory", "{:.2f}"),
     Column("no_overlap", "+ nothing overlaps", "{:.2f}"),
-    Column("compute_seconds", "computation of these (s)", "{:.2f}"),
+    Column("planned_compute_seconds", "computation, full model (s)", "{:.2f}"),
+    Column("products_compute_seconds", "+ products (s)", "{:.2f}"),
+    Column("compute_seconds", "+ scores (s)", "{:.2f}"),
     Column("left_seconds", "published less that (s)", "{:.2f}"),
     Column("communication_seconds", "all communication (s)", "{:.2f}"),
 )
+# Figure 5.4's bars. Copy engines are of NVIDIA's GPUs in one node.
+WAITING = Overlap(all_reduce=False, reduce_scatter=False, all_gather=False, data=False, copy_engines=False)
+HIDDEN = {
+    "none": WAITING,
+    "OAR": replace(WAITING, all_reduce=True),
+    "OAR + ORS": replace(WAITING, all_reduce=True, reduce_scatter=True),
+    "OAR + ORS + OAG": replace(WAITING, all_reduce=True, reduce_scatter=True, all_gather=True),
+}
+OVERLAPPED_MODELS = ("gpt-20b", "gpt-40b", "gpt-80b")
+OVERLAPPED_GPUS = 8192
 # Figure 5.7 gives 50 months and 25.5 days, 14 years and 15 months.
 PUBLISHED_DAYS = {
     ("gpt-80b", 128): 50 * MONTH,
@@ -91,10 +119,12 @@ def bench_simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> dict
     """Plan all runs, print tables, and write simulated-scaling.json, .md and .png to `out`."""
     runs = [run for run in RUNS if run.cluster in setting.clusters]
     ladder = [_climb(run, setting.batch) for run in runs]
+    overlaps = [row for model in OVERLAPPED_MODELS for row in _overlap(model, setting.batch)]
     strong = [row for model, counts in STRONG_GPUS.items() for row in _scale_strongly(model, counts, setting.batch)]
     reasons = [_explain(run, setting.batch) for run in runs]
     tables = (
         ("Figure 5.5: what each optimization saves of a step", LADDER, ladder),
+        ("Figure 5.4: overlaps on 8,192 GCDs of Frontier", OVERLAPS, overlaps),
         ("Figure 5.7: days to two trillion tokens on Frontier", STRONG, strong),
         ("Table 5.2's steps over these, one assumption after the other", REASONS, reasons),
     )
@@ -103,6 +133,7 @@ def bench_simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> dict
     about = {
         "setting": asdict(setting),
         "sources": {name: asdict(each) for name, each in IN_TRAINING.items()},
+        "overlaps": overlaps,
         "strong": strong,
         "reasons": reasons,
     }
@@ -112,38 +143,74 @@ def bench_simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> dict
     parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, found)) for title, columns, found in tables]
     table.write_text("\n\n".join([head, *parts]) + "\n")
     draw_result(path)
-    return {"ladder": ladder, "strong": strong, "reasons": reasons}
+    return {"ladder": ladder, "overlaps": overlaps, "strong": strong, "reasons": reasons}
 
 
 def _climb(run: PublishedRun, batch: int) -> Row:
     """Figure 5.5 (right) for one run: the baseline, the best of the paper's model's first ten, and overlap."""
     cluster = Cluster.preset(run.cluster)
     batch = _divisible(batch, run.gpus // cluster.gpus_per_node)
-    options: dict[str, Any] = {"gpus": run.gpus, "batch": batch, "seq_len": SEQ_LEN, "checkpoint_activations": True}
-    waiting, hiding = (
-        {name_grid(each.grid): each for each in plan(run.model, cluster, **options, overlaps=overlaps) if each.fits}
-        for overlaps in (False, True)
-    )
-    first_ten = [name_grid(each.grid) for each in plan(run.model, cluster, cost="paper", **options)[:10]]
+    waiting, chosen = _choose(run.model, cluster, run.gpus, batch)
     baseline = _baseline(waiting, cluster.gpus_per_node)
-    chosen = min((waiting[name] for name in first_ten if name in waiting), key=lambda each: each.step_time)
     name = name_grid(chosen.grid)
-    overlapped = hiding[name].step_time
+    of_baseline = None if baseline is None else _simulate(run.model, cluster, batch, baseline, WAITING).step_time
+    of_model, overlapped = (
+        _simulate(run.model, cluster, batch, chosen, HIDDEN[bar]).step_time for bar in ("none", "OAR + ORS + OAG")
+    )
     return {
         "cluster": run.cluster,
         "gpus": run.gpus,
         "model": run.model,
         "batch": batch,
         "baseline_grid": None if baseline is None else name_grid(baseline.grid),
-        "baseline_seconds": None if baseline is None else baseline.step_time,
+        "baseline_seconds": of_baseline,
         "model_grid": name,
-        "model_seconds": chosen.step_time,
-        "model_saved": None if baseline is None else 1 - chosen.step_time / baseline.step_time,
+        "model_seconds": of_model,
+        "model_saved": None if of_baseline is None else 1 - of_model / of_baseline,
         "published_model_saved": "13% to 45%" if _is_in_figure(run) else None,
         "overlap_seconds": overlapped,
-        "overlap_saved": 1 - overlapped / chosen.step_time,
+        "overlap_saved": 1 - overlapped / of_model,
         "published_overlap_saved": _published_overlap(run),
     }
+
+
+def _choose(model: str, cluster: Cluster, gpus: int, batch: int) -> tuple[dict[str, GridPlan], GridPlan]:
+    """All plans that fit, with nothing overlapped, by grid; and the fastest among the paper's model's first ten."""
+    options: dict[str, Any] = {"gpus": gpus, "batch": batch, "seq_len": SEQ_LEN, "checkpoint_activations": True}
+    plans = {name_grid(each.grid): each for each in plan(model, cluster, **options, overlaps=False) if each.fits}
+    first_ten = [name_grid(each.grid) for each in plan(model, cluster, cost="paper", **options)[:10]]
+    return plans, min((plans[name] for name in first_ten if name in plans), key=lambda each: each.step_time)
+
+
+def _simulate(model: str, cluster: Cluster, batch: int, chosen: GridPlan, overlap: Overlap) -> StepSimulation:
+    workload = StepWorkload(read_architecture(model, SEQ_LEN), batch, SEQ_LEN)
+    return simulate_step(workload, step_of_plan(chosen, overlap=overlap), cluster)
+
+
+def _overlap(model: str, batch: int) -> list[Row]:
+    """Figure 5.4 for one model: one overlap after the other, on the grid of figure 5.5."""
+    cluster = Cluster.preset("frontier")
+    _, chosen = _choose(model, cluster, OVERLAPPED_GPUS, batch)
+    rows: list[Row] = []
+    for bar, overlap in HIDDEN.items():
+        step = _simulate(model, cluster, batch, chosen, overlap)
+        first = rows[0]["seconds"] if rows else step.step_time
+        is_published = (model, bar) == ("gpt-80b", "OAR + ORS + OAG")
+        rows.append(
+            {
+                "model": model,
+                "gpus": OVERLAPPED_GPUS,
+                "grid": name_grid(chosen.grid),
+                "overlap": bar,
+                "seconds": step.step_time,
+                "compute_seconds": step.computation,
+                "exposed_seconds": step.exposed_total,
+                "saved": 1 - step.step_time / first,
+                "speedup": first / step.step_time - 1,
+                "published": "18.69%" if is_published else None,
+            }
+        )
+    return rows
 
 
 def _baseline(plans: Mapping[str, GridPlan], node: int) -> GridPlan | None:
@@ -222,6 +289,8 @@ def _explain(run: PublishedRun, batch: int) -> Row:
         "attention": published / with_attention.step_time,
         "no_overlap": published / waiting.step_time,
         "compute_seconds": waiting.compute_time,
+        "planned_compute_seconds": best.compute_time,
+        "products_compute_seconds": with_products.compute_time,
         "left_seconds": published - waiting.compute_time,
         "communication_seconds": waiting.communication["total"],
     }
