@@ -12,6 +12,7 @@ from stretto.bench.studies.scaling import _climb, _explain, _scale_strongly
 from stretto.bench.studies.settings import SimulatedScalingSetting, SimulatedTwoLevelSetting, SimulatedZero3Setting
 from stretto.bench.studies.two_level import bench_simulated_two_level
 from stretto.bench.studies.zero3 import MODELS, Piece, bench_simulated_zero3, list_pieces, run_step
+from stretto.simulator import EventDrivenNetwork, GraphBuilder, add_collective, execute
 
 PACKET = 64 * 1024
 
@@ -36,6 +37,20 @@ def test_one_node_stands_for_all(name, ranks):
                     for all_nodes in (False, True)
                 )
                 assert folded == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_messages_are_those_of_the_simulators_own_two_level_collective(name):
+    """Recursive doubling between nodes pairs other nodes there, on the same links."""
+    machine, num_bytes = MACHINES[name], 64 * MIB
+    shape = symmetric.NodeShape(machine.gpus_per_node, machine.nics, machine.two_level_links())
+    rows = symmetric.NodeRows(shape, 32 // machine.gpus_per_node, whole=True)
+    builder = GraphBuilder()
+    algorithm = "two-level-recursive"
+    add_collective(builder, "all_gather", algorithm, range(32), num_bytes, ranks_per_node=machine.gpus_per_node)
+    sent = execute(builder.build(), EventDrivenNetwork(rows.topology(), packet_bytes=PACKET)).makespan
+    ours = symmetric.two_level_seconds(machine, "all_gather", "recursive", num_bytes, 32, PACKET)
+    assert ours == pytest.approx(sent + machine.simple.start + machine.shuffle_seconds(num_bytes), rel=1e-9)
 
 
 def test_two_levels_take_their_phases_one_after_the_other():

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.harness import ANY_CPU, Column, TitledTable, print_table, write_result, write_tables
 from stretto.bench.pictures import draw_result
 from stretto.bench.plan.published import RUNS, PublishedRun, model_flops
 from stretto.bench.studies.settings import SimulatedScalingSetting
@@ -122,7 +122,7 @@ def bench_simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> dict
     overlaps = [row for model in OVERLAPPED_MODELS for row in _overlap(model, setting.batch)]
     strong = [row for model, counts in STRONG_GPUS.items() for row in _scale_strongly(model, counts, setting.batch)]
     reasons = [_explain(run, setting.batch) for run in runs]
-    tables = (
+    tables: tuple[TitledTable, ...] = (
         ("Figure 5.5: what each optimization saves of a step", LADDER, ladder),
         ("Figure 5.4: overlaps on 8,192 GCDs of Frontier", OVERLAPS, overlaps),
         ("Figure 5.7: days to two trillion tokens on Frontier", STRONG, strong),
@@ -137,11 +137,8 @@ def bench_simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> dict
         "strong": strong,
         "reasons": reasons,
     }
-    path = write_result(out, "simulated-scaling", LADDER, ladder, **about)
-    table = path.with_suffix(".md")
-    head = table.read_text().partition("\n\n")[0]
-    parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, found)) for title, columns, found in tables]
-    table.write_text("\n\n".join([head, *parts]) + "\n")
+    path = write_result(out, "simulated-scaling", LADDER, ladder, machine=ANY_CPU, **about)
+    write_tables(path, tables)
     draw_result(path)
     return {"ladder": ladder, "overlaps": overlaps, "strong": strong, "reasons": reasons}
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.harness import ANY_CPU, Column, print_table, write_result, write_tables
 from stretto.bench.pictures import draw_result
 from stretto.bench.studies import symmetric
 from stretto.bench.studies.machines import MACHINES, MIB, StudiedMachine
@@ -161,15 +161,12 @@ def bench_simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> d
         "recursion": recursion,
         "messages": messages,
     }
-    path = write_result(out, "simulated-two-level", CELLS, rows, **about)
-    table = path.with_suffix(".md")
-    head, _, cells = table.read_text().partition("\n\n")
-    parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, found)) for title, columns, found in tables]
-    table.write_text("\n\n".join([head, *parts, f"All cells:\n\n{cells}"]))
+    path = write_result(out, "simulated-two-level", CELLS, rows, machine=ANY_CPU, **about)
+    write_tables(path, [*tables, ("All cells", CELLS, rows)])
     draw_result(path)
     curves = [row for row in rows if row["mb"] in CURVES[row["machine"]]]
     if curves:
-        draw_result(write_result(out, "simulated-curves", CELLS, curves))
+        draw_result(write_result(out, "simulated-curves", CELLS, curves, machine=ANY_CPU))
     return {"rows": rows, "claims": claims, "crossovers": crossovers, "messages": messages}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.harness import ANY_CPU, Column, print_table, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.studies import symmetric
 from stretto.bench.studies.machines import MACHINES, StudiedMachine
@@ -77,7 +77,9 @@ def bench_simulated_zero3(setting: SimulatedZero3Setting, out: Path) -> list[dic
         for ranks in counts
     ]
     print_table(f"ZeRO-3, {setting.batch} sequences of {SEQ_LEN} tokens", COLUMNS, rows)
-    path = write_result(out, "simulated-zero3", COLUMNS, rows, setting=asdict(setting), seq_len=SEQ_LEN)
+    path = write_result(
+        out, "simulated-zero3", COLUMNS, rows, machine=ANY_CPU, setting=asdict(setting), seq_len=SEQ_LEN
+    )
     draw_result(path)
     return rows
 
