@@ -10,7 +10,7 @@ from stretto.bench.studies import symmetric
 from stretto.bench.studies.machines import MACHINES, MIB, RingProtocol
 from stretto.bench.studies.scaling import _climb, _explain, _scale_strongly
 from stretto.bench.studies.settings import SimulatedScalingSetting, SimulatedTwoLevelSetting, SimulatedZero3Setting
-from stretto.bench.studies.two_level import bench_simulated_two_level
+from stretto.bench.studies.two_level import _compare, _crossovers, bench_simulated_two_level
 from stretto.bench.studies.zero3 import MODELS, Piece, bench_simulated_zero3, list_pieces, run_step
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, add_collective, execute
 
@@ -106,6 +106,32 @@ def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(
     for name in ("simulated-two-level", "simulated-curves"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["rows"]
         assert (tmp_path / f"{name}.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("speedups", "crossover"),
+    [({32: 0.5, 128: 2.0}, 64.0), ({32: 1.5, 128: 2.0}, 32.0), ({32: 0.5, 64: 0.9}, None)],
+)
+def test_a_crossover_lies_where_speedups_pass_one(speedups, crossover):
+    about = {"machine": "frontier", "collective": "all_gather", "mb": 16}
+    rows = [about | {"ranks": ranks, "speedup": found, "event_speedup": None} for ranks, found in speedups.items()]
+    (row,) = _crossovers(rows)
+    assert row["closed_form"] == (crossover if crossover is None else pytest.approx(crossover))
+    assert row["event_driven"] is None
+
+
+def test_published_speedups_stand_beside_those_of_the_same_cell():
+    about = {"machine": "frontier", "collective": "all_gather", "mpi_speedup": 3.0, "two_level_ms": 17.0}
+    rows = [
+        about | {"ranks": 32, "mb": 1024, "speedup": 0.9, "event_speedup": 0.55},
+        about | {"ranks": 2048, "mb": 1024, "speedup": 7.0, "event_speedup": 1.0},
+    ]
+    few, many = _compare(rows)
+    assert (few["published"], few["speedup"], few["is_within"]) == ("0.52", 0.9, "yes")  # event-driven counts
+    assert (many["published"], many["over"], many["is_within"]) == ("7", "RCCL", "no")
+    # 7 times 17 ms, less what 4 interfaces of 25 GB/s need, over 2047 hops; by the tables an eighth is 15.1 us.
+    assert many["implied_hop_us"] == pytest.approx((119e3 - 1024 * MIB / 100e9 * 1e6) / 2047)
+    assert many["hop_us"] == pytest.approx((15.1 + 7 * 3.6) / 8)
 
 
 def test_fewer_links_between_switches_favour_a_ring_for_large_messages(tmp_path):
