@@ -6,7 +6,7 @@ NCCL and RCCL choose their protocols, and one assumption for MPI. Nothing is fit
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stretto.cluster import Cluster
 from stretto.collectives.two_level import Links, predict
@@ -140,6 +140,24 @@ class StudiedMachine:
         return COPY_EFFICIENCY * self.cluster.require("gpu.memory_bandwidth")
 
 
+# RCCL has tables for six kinds of nodes (tuning_model_0 to _5), of which the default counts here. Which one it takes on
+# Frontier is not known; their hops between nodes differ by twenty times. Seconds of protocol Simple.
+RCCL_START = 17e-6
+RCCL_HOPS = {
+    "0 (default)": (3.6e-6, 15.1e-6),
+    "1 and 2": (4.5e-6, 68.8e-6),
+    "3": (3.6e-6, 19.8e-6),
+    "4": (3.6e-6, 209.2e-6),
+    "5": (2.1e-6, 320e-6),
+}
+
+
+def with_rccl_table(machine: StudiedMachine, table: str) -> StudiedMachine:
+    """The machine with the hops of another of RCCL's tables."""
+    in_node, between = RCCL_HOPS[table]
+    return replace(machine, protocols=(RingProtocol("Simple", RCCL_START, in_node, between),))
+
+
 MACHINES = {
     "frontier": StudiedMachine(
         name="frontier",
@@ -148,7 +166,7 @@ MACHINES = {
         ring_bandwidth=4 * 50e9,
         protocols=(
             # LL reaches 4% of the links' bandwidth there, and a tenth of that for 16 MB and more: it is never chosen.
-            RingProtocol("Simple", start=17e-6, in_node_latency=3.6e-6, latency=15.1e-6),
+            RingProtocol("Simple", RCCL_START, *RCCL_HOPS["0 (default)"]),
         ),
         sources={
             "protocols": "RCCL, src/graph/tuning.cc (2023): baseLat, and ring latencies of tuning_model_0, its default",

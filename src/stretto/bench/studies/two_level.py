@@ -13,7 +13,7 @@ from typing import Any
 from stretto.bench.harness import ANY_CPU, Column, print_table, write_result, write_tables
 from stretto.bench.pictures import draw_result
 from stretto.bench.studies import symmetric
-from stretto.bench.studies.machines import MACHINES, MIB, StudiedMachine
+from stretto.bench.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, with_rccl_table
 from stretto.bench.studies.settings import SimulatedTwoLevelSetting
 from stretto.collectives.two_level import Links, find_crossovers, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
@@ -120,6 +120,12 @@ RECURSION = (
 # A group of Frontier's dragonfly has 128 nodes, whose links to other groups carry 57% of what they send (Atchley et
 # al., "Frontier: exploring exascale", SC 2023).
 GROUP_NODES, GROUP_OVERSUBSCRIPTION = 128, 1 / 0.57
+# Corners of figure 6.9, of all-gathers, with what the paper has.
+CORNERS = {(32, 1024): "0.52", (2048, 16): "over 30", (2048, 64): "over 30", (2048, 512): "11.4", (2048, 1024): "7"}
+TABLES = (
+    Column("table", "RCCL's table"),
+    *(Column(f"{ranks} {mb}", f"{ranks:,} GCDs, {mb} MB", "{}") for ranks, mb in CORNERS),
+)
 MESSAGES = (
     Column("model", "model"),
     Column("fsdp_mb", "FSDP, a block (MB)", "{:.0f}"),
@@ -140,6 +146,7 @@ def bench_simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> d
     claims = list(_compare(rows))
     crossovers = list(_crossovers(rows))
     recursion = list(_recursion(rows))
+    of_tables = list(_compare_tables()) if "frontier" in setting.machines else []
     messages = [_messages(name) for name in PRESETS if name.startswith("gpt-")]
     tables = (
         ("Published speed-ups of two levels, and these", CLAIMS, claims),
@@ -149,6 +156,7 @@ def bench_simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> d
             RECURSION,
             recursion,
         ),
+        ("Figure 6.9, all-gathers: speed-ups by each of RCCL's tables, closed-form", TABLES, of_tables),
         ("Figure 6.1: bytes that one all-gather makes on a rank", MESSAGES, messages),
     )
     for title, columns, found in tables:
@@ -159,6 +167,7 @@ def bench_simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> d
         "claims": claims,
         "crossovers": crossovers,
         "recursion": recursion,
+        "rccl_tables": of_tables,
         "messages": messages,
     }
     path = write_result(out, "simulated-two-level", CELLS, rows, machine=ANY_CPU, **about)
@@ -292,6 +301,19 @@ def _first_win(cells: list[Row], key: str) -> float | None:
         return next(iter(speedups))
     found = find_crossovers(list(speedups), speedups.__getitem__, lambda _: 1.0)
     return found[0] if found else None
+
+
+def _compare_tables() -> Iterator[Row]:
+    """How much the speed-ups depend on which of its tables RCCL takes."""
+    for table in RCCL_HOPS:
+        machine = with_rccl_table(MACHINES["frontier"], table)
+        speedups = {
+            f"{ranks} {mb}": machine.flat_seconds(mb * MIB, ranks)
+            / machine.two_level_seconds("all_gather", "recursive", mb * MIB, ranks)
+            for ranks, mb in CORNERS
+        }
+        yield {"table": table} | {corner: f"{speedup:.2f}" for corner, speedup in speedups.items()}
+    yield {"table": "the paper"} | {f"{ranks} {mb}": published for (ranks, mb), published in CORNERS.items()}
 
 
 def _recursion(rows: list[Row]) -> Iterator[Row]:
