@@ -38,6 +38,8 @@ _PLOTS = {
     "schedules.json": "plan.plot:plot_schedules",
     "moe-demo.json": "training.plot:plot_moe_demo",
     "experts.json": "training.plot:plot_experts",
+    "simulated-collectives.json": "simulated_schedules.plot:plot_simulated_collectives",
+    "simulated-msccl.json": "simulated_schedules.plot:plot_simulated_msccl",
 }
 
 

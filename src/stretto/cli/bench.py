@@ -31,6 +31,7 @@ from stretto.bench.plan.settings import (
     read_predictions,
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -288,6 +289,22 @@ def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
     from stretto.bench.plan.published_experts import bench_published_experts
 
     return bench_published_experts(out, setting.micro_batch)
+
+
+@_command("simulated-collectives", SimulatedCollectivesSetting)
+def simulated_collectives(setting: SimulatedCollectivesSetting, out: Path) -> Any:
+    """Simulated schedules beside measured ones, on H200 and on 8 processes over shaped links (measuring needs root)."""
+    from stretto.bench.simulated_schedules.run import bench_simulated_collectives
+
+    return bench_simulated_collectives(setting, out)
+
+
+@_command("simulated-msccl", SimulatedMscclSetting)
+def simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> Any:
+    """MSCCLang's figures 8 and 11 simulated: hierarchical, two-step and AllToNext on clusters (needs no GPU)."""
+    from stretto.bench.simulated_schedules.msccl import bench_simulated_msccl
+
+    return bench_simulated_msccl(setting, out)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)
