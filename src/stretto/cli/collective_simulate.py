@@ -33,7 +33,9 @@ ClusterName = Annotated[
 ]
 Costs = Annotated[
     str,
-    typer.Option(metavar="NAME|FILE", help="Costs of protocols and executors: h200, nccl-2.8, or a file."),
+    typer.Option(
+        metavar="NAME|FILE", help="Costs of protocols and executors: h200, nccl-2.8-a100, nccl-2.8-v100, or a file."
+    ),
 ]
 
 

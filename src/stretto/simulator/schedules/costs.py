@@ -30,20 +30,30 @@ class ProtocolCosts:
     latency: seconds from the last byte's arrival until the receiver has seen it (flags, fences, polling), for each
     message; bandwidth_factor: data bytes a second of an idle link over the link's bandwidth (at most 0.5 for LL, whose
     words are half flags); block_bandwidth: bytes/s that one thread block sends, receives or reduces; step_seconds: of
-    each step of a thread block; is_streaming: whether a receiver handles a message while it arrives (LL and LL128,
-    which have a flag a word or a line) and not once it is there (Simple). Raises ValueError for figures that cannot be.
+    each step of a thread block; call_seconds: of a call, beside the executor's launch; slot_bytes: what a FIFO slot
+    holds of one message (None: a tile of its chunks); header_bytes: what a message costs its links beside its data, as
+    bytes (headers, and the time to post it to a NIC); is_streaming: whether a receiver handles a message while it
+    arrives (LL and LL128, which have a flag a word or a line) and not once it is there (Simple). Raises ValueError for
+    figures that cannot be.
     """
 
     latency: float
     bandwidth_factor: float
     block_bandwidth: float = math.inf
     step_seconds: float = 0.0
+    call_seconds: float = 0.0
+    slot_bytes: int | None = None
+    header_bytes: float = 0.0
     is_streaming: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("latency", "step_seconds"):
+        for name in ("latency", "step_seconds", "call_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be seconds, at least 0")
+        if not 0 <= self.header_bytes < math.inf:
+            raise ValueError(f"header_bytes = {self.header_bytes}: must be bytes, at least 0")
+        if self.slot_bytes is not None and self.slot_bytes < 1:
+            raise ValueError(f"slot_bytes = {self.slot_bytes}: must be at least 1")
         if not 0 < self.bandwidth_factor <= 1:
             raise ValueError(f"bandwidth_factor = {self.bandwidth_factor}: must be greater than 0 and at most 1")
         if not self.block_bandwidth > 0:
@@ -58,6 +68,7 @@ class ExecutorCosts:
     messages that leave the node (a protocol that is not there costs the same as inside); tile_bytes: of each chunk,
     what a step handles at once (None: whole chunks); slots: of a FIFO (None: the protocol's); instances: how many sets
     of thread blocks share the data of one instance of a schedule (an executor with one CUDA block a thread block: 1);
+    copies_from_slots: whether a receiver copies a message out of a slot (False: senders write to its destination);
     host_seconds: what the host takes to issue a call outside of a CUDA graph; max_blocks: the most thread blocks of a
     rank (None: any number). Raises ValueError for figures that cannot be.
     """
@@ -68,6 +79,7 @@ class ExecutorCosts:
     tile_bytes: int | None = 256 << 10
     slots: int | None = None
     instances: int = 1
+    copies_from_slots: bool = True
     host_seconds: float = 0.0
     max_blocks: int | None = None
 

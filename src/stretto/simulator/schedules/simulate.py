@@ -61,7 +61,11 @@ def simulate_schedule(
         raise ValueError(f"a schedule has at least 1 instance, not {instances}")
     instances *= costs.instances
     chunk_bytes = num_bytes / max(schedule.collective.chunks_per_loop, 1) / instances
-    tiles = 1 if costs.tile_bytes is None else max(1, math.ceil(chunk_bytes / costs.tile_bytes))
+    inside = costs.find(protocol, is_in_node=True)
+    most = math.inf if costs.tile_bytes is None else costs.tile_bytes
+    if inside.slot_bytes is not None:
+        most = min(most, inside.slot_bytes / max(1, _largest_message(schedule)))
+    tiles = max(1, math.ceil(chunk_bytes / most))
     simulated = min(tiles, max_tiles)
     all_steps = schedule.steps * instances
     if all_steps * simulated > MAX_STEPS:
@@ -124,7 +128,21 @@ def simulate_schedule(
                 for each in links
             ),
         )
-    return replace(result, seconds=result.seconds + costs.launch)
+    return replace(result, seconds=result.seconds + costs.launch + inside.call_seconds)
+
+
+def _largest_message(schedule: Schedule) -> int:
+    """The most chunks that travel in one message."""
+    return max(
+        (
+            step.size
+            for program in schedule.ranks
+            for block in program.thread_blocks
+            for step in block.steps
+            if step.type.sends
+        ),
+        default=1,
+    )
 
 
 def _extrapolate(

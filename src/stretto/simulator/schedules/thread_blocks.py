@@ -122,7 +122,9 @@ class TileSimulation:
                         num_bytes, taken = 0.0, 0.0
                         if step.type is not StepType.NOP:
                             num_bytes = step.size * tile_bytes
-                            taken = (inside.step_seconds + num_bytes / inside.block_bandwidth) * _NS
+                            is_in_place = step.type is StepType.RECEIVE and not costs.copies_from_slots
+                            moved = 0.0 if is_in_place else num_bytes
+                            taken = (inside.step_seconds + moved / inside.block_bandwidth) * _NS
                         block.steps.append((step.type.receives, step.type.sends, num_bytes, taken, waits))
                     block.last = len(block.steps) * tiles
 
@@ -203,7 +205,7 @@ class TileSimulation:
         self._network.send(
             self._queue,
             *connection.pair,
-            num_bytes / costs.bandwidth_factor,
+            num_bytes / costs.bandwidth_factor + costs.header_bytes,
             partial(self._arrive, message),
         )
         if costs.is_streaming:
