@@ -128,10 +128,10 @@ def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) 
     ours = where.best(
         [
             (f"parallel={parallel}", find("hierarchical-all-reduce").compile(nodes=nodes, gpus=gpus, parallel=parallel))
-            for parallel in (1, 2, 4)
+            for parallel in (1, 4, 8)
         ],
         sizes,
-        instances=(1, 2, 4),
+        instances=(1, 2, 4, 8),
     )
     alone = ClusterSimulation(where.cluster, where.costs, tiles)
     in_node = alone.costs.topology(where.cluster, gpus)
@@ -183,7 +183,10 @@ def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Itera
     )
     schedule = find("all-to-next").compile(nodes=nodes, gpus=gpus)
     study = f"8g: AllToNext, {nodes} {TITLES[name]} nodes, over direct sends"
-    for instances in (1, 4, 16):
+    blocks = max(len(program.thread_blocks) for program in schedule.ranks)
+    for instances in (1, 4, 12):
+        if blocks * instances > (where.costs.executor("interpreter").max_blocks or blocks):
+            continue  # they would not all be resident
         yield from _rows(
             study, f"r={instances}", where.best([("", schedule)], sizes, instances=(instances,)), direct, 14.5
         )

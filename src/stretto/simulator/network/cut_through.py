@@ -2,11 +2,22 @@
 """An event-driven network in which switches forward a message while it still arrives, as NVSwitches do."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from stretto.simulator.events import EventQueue
 from stretto.simulator.network.topology import NetworkTopology
 
 _NS = 1e9
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """One link's bytes (flags included), and the seconds in which it carried them."""
+
+    source: int
+    target: int
+    num_bytes: float
+    busy: float
 
 
 class CutThroughNetwork:
@@ -33,6 +44,13 @@ class CutThroughNetwork:
     def latency(self, source: int, target: int) -> float:
         """Seconds from a message's first byte at the source to its first byte at the target, on an idle network."""
         return sum(self.topology.links[link].latency for link in self._find_routes((source, target))[0])
+
+    def list_use(self) -> tuple[LinkUse, ...]:
+        """What each link has carried so far, in the order of the topology's links."""
+        return tuple(
+            LinkUse(link.source, link.target, carried, busy)
+            for link, carried, busy in zip(self.topology.links, self.link_bytes, self.link_busy, strict=True)
+        )
 
     def send(self, queue: EventQueue, source: int, target: int, num_bytes: float, arrived: Callable[[], None]) -> None:
         """Send a message now; `arrived` is called once its last byte has arrived. Several routes take turns."""

@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from stretto.simulator.network.cut_through import LinkUse
+
 
 @dataclass(frozen=True)
 class BlockTime:
@@ -25,16 +27,6 @@ class BlockTime:
     def exposed(self) -> float:
         """The seconds in which it waited."""
         return self.message + self.slot + self.step
-
-
-@dataclass(frozen=True)
-class LinkUse:
-    """One link's bytes (flags included), and the seconds in which it carried them."""
-
-    source: int
-    target: int
-    num_bytes: float
-    busy: float
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 """Simulates a verified schedule for a message size on a network: its time, exposed waiting and use of links."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from stretto.collectives.schedule import PROTOCOLS, Schedule
-from stretto.simulator.network.cut_through import CutThroughNetwork
+from stretto.simulator.network.cut_through import CutThroughNetwork, LinkUse
 from stretto.simulator.network.topology import NetworkTopology
 from stretto.simulator.schedules.costs import ExecutorCosts
-from stretto.simulator.schedules.result import BlockTime, LinkUse, ScheduleTime
+from stretto.simulator.schedules.result import BlockTime, ScheduleTime
 from stretto.simulator.schedules.thread_blocks import TileRun, TileSimulation
 
 MAX_SIMULATED_TILES = 32
@@ -83,11 +82,6 @@ def simulate_schedule(
         return simulation.run(), network
 
     whole, network = run(simulated)
-    links = tuple(
-        LinkUse(link.source, link.target, carried, seconds)
-        for link, carried, seconds in zip(topology.links, network.link_bytes, network.link_busy, strict=True)
-        if carried
-    )
     blocks = tuple(
         BlockTime(rank, number, block.channel, *(value / _NS for value in whole.blocks[at]))
         for at, (rank, number, block) in enumerate(
@@ -97,37 +91,12 @@ def simulate_schedule(
         )
     )
     result = ScheduleTime(
-        network.fidelity, whole.nanoseconds / _NS, num_bytes, tiles, simulated, whole.events, blocks, links
+        network.fidelity, whole.nanoseconds / _NS, num_bytes, tiles, simulated, whole.events, blocks, network.list_use()
     )
     if simulated < tiles:
         half, half_network = run(simulated // 2)
-        steps = simulated - simulated // 2
-        factor = (tiles - simulated) / steps
-
-        def further(at_all: float, at_half: float) -> float:
-            return at_all + factor * (at_all - at_half)
-
-        by_link = {
-            (link.source, link.target): (carried, seconds)
-            for link, carried, seconds in zip(
-                topology.links, half_network.link_bytes, half_network.link_busy, strict=True
-            )
-        }
-        result = replace(
-            result,
-            seconds=further(whole.nanoseconds, half.nanoseconds) / _NS,
-            events=whole.events + half.events,
-            blocks=tuple(_extrapolate(block, half.blocks[at], further) for at, block in enumerate(blocks)),
-            links=tuple(
-                LinkUse(
-                    each.source,
-                    each.target,
-                    further(each.num_bytes, by_link[each.source, each.target][0]),
-                    further(each.busy, by_link[each.source, each.target][1]),
-                )
-                for each in links
-            ),
-        )
+        result = _extrapolate(result, whole, half, half_network)
+    result = replace(result, links=tuple(link for link in result.links if link.num_bytes))
     return replace(result, seconds=result.seconds + costs.launch + inside.call_seconds)
 
 
@@ -145,14 +114,44 @@ def _largest_message(schedule: Schedule) -> int:
     )
 
 
-def _extrapolate(
-    block: BlockTime, half: tuple[float, float, float, float], further: Callable[[float, float], float]
-) -> BlockTime:
-    busy, step, message, slot = (value / _NS for value in half)
+def _extrapolate(result: ScheduleTime, whole: TileRun, half: TileRun, half_network: CutThroughNetwork) -> ScheduleTime:
+    """Add the tiles that were not simulated, each as those of the second half.
+
+    A tile takes at least as long as it keeps the busiest link or thread block: a long pipeline may not be full yet, and
+    its further tiles then fill what was idle.
+    """
+    steps = result.simulated_tiles - result.simulated_tiles // 2
+    factor = (result.tiles - result.simulated_tiles) / steps
+
+    def further(at_all: float, at_half: float) -> float:
+        return at_all + factor * (at_all - at_half)
+
+    before = half_network.list_use()
+    links = tuple(
+        LinkUse(now.source, now.target, further(now.num_bytes, then.num_bytes), further(now.busy, then.busy))
+        for now, then in zip(result.links, before, strict=True)
+    )
+    blocks = []
+    for block, at_half in zip(result.blocks, half.blocks, strict=True):
+        busy, step, message, slot = (value / _NS for value in at_half)
+        blocks.append(
+            replace(
+                block,
+                busy=further(block.busy, busy),
+                step=further(block.step, step),
+                message=further(block.message, message),
+                slot=further(block.slot, slot),
+            )
+        )
+    added = max(
+        factor * (whole.nanoseconds - half.nanoseconds) / _NS,
+        max((now.busy - then.busy for now, then in zip(links, result.links, strict=True)), default=0.0),
+        max((now.busy - then.busy for now, then in zip(blocks, result.blocks, strict=True)), default=0.0),
+    )
     return replace(
-        block,
-        busy=further(block.busy, busy),
-        step=further(block.step, step),
-        message=further(block.message, message),
-        slot=further(block.slot, slot),
+        result,
+        seconds=result.seconds + added,
+        events=whole.events + half.events,
+        blocks=tuple(blocks),
+        links=links,
     )
