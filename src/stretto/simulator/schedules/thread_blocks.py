@@ -41,9 +41,12 @@ class _Message:
 
 
 class _Connection:
-    """The FIFO of one (sender, receiver, channel): free slots, and messages that have not been taken."""
+    """The FIFO of one (sender, receiver, channel): free slots, and messages that have not been taken.
 
-    __slots__ = ("costs", "free", "latency", "messages", "pair", "ready", "receiver", "sender")
+    A receiver takes messages in order, whatever the routes on which they come.
+    """
+
+    __slots__ = ("coming", "costs", "free", "latency", "messages", "pair", "ready", "receiver", "sender")
 
     def __init__(self, pair: tuple[int, int], free: int, latency: float, costs: ProtocolCosts) -> None:
         self.pair = pair
@@ -52,6 +55,7 @@ class _Connection:
         self.costs = costs
         self.ready = 0  # of the messages, from the first: may be taken
         self.messages: deque[_Message] = deque()
+        self.coming: deque[_Message] = deque()  # of a protocol that does not stream: those that are not ready
         self.sender: _Block | None = None  # that waits for a slot
         self.receiver: _Block | None = None  # that waits for a message
 
@@ -211,6 +215,8 @@ class TileSimulation:
         if costs.is_streaming:
             head = now + connection.latency + costs.latency * _NS
             self._queue.at(head, self._make_ready, connection)
+        else:
+            connection.coming.append(message)
         return message
 
     def _make_ready(self, connection: _Connection) -> None:
@@ -231,8 +237,11 @@ class TileSimulation:
 
     def _complete(self, message: _Message) -> None:
         message.is_complete = True
-        if not message.connection.costs.is_streaming:
-            self._make_ready(message.connection)
+        connection = message.connection
+        if not connection.costs.is_streaming:
+            while connection.coming and connection.coming[0].is_complete:
+                connection.coming.popleft()
+                self._make_ready(connection)
         elif message.waiter is not None:
             block, end, sent = message.waiter
             now = self._queue.now
