@@ -42,7 +42,9 @@ def test_ring_by_ll_forwards_while_it_receives():
 
 def test_a_switch_is_crossed_once_in_time_and_twice_in_latency():
     schedule = find("direct-all-gather").compile(ranks=2, in_place=True)
-    assert seconds(schedule, 2e6, SIMPLE, switch(2, BANDWIDTH, LATENCY)) == pytest.approx(10e-6 + 2e-6 + 2e-6)
+    assert seconds(schedule, 2e6, SIMPLE, switch(2, BANDWIDTH, LATENCY)) == pytest.approx(
+        10e-6 + 4096 / BANDWIDTH + 2e-6 + 2e-6
+    )
 
 
 def test_a_link_carries_one_message_at_a_time():
@@ -188,6 +190,18 @@ def test_bad_options_are_refused(options, message):
 def test_zero_bandwidth_is_refused():
     with pytest.raises(ValueError, match="bandwidth of 0 bytes/s"):
         parse_topology("switch:4", 0, 0)
+
+
+@pytest.mark.parametrize("name", ["dgx-2", "frontier", "summit"])
+def test_gpus_that_share_a_nic_reach_each_other_inside_the_node(name):
+    cluster = Cluster.preset(name)
+    topology = MachineCosts.find("h200").topology(cluster, 2 * cluster.gpus_per_node)
+    slowest = cluster.require("between_nodes.bandwidth")
+    for target in range(1, cluster.gpus_per_node):
+        (route,) = topology.routes(0, target)
+        assert min(topology.links[link].bandwidth for link in route) > slowest
+    (away,) = topology.routes(0, cluster.gpus_per_node)
+    assert min(topology.links[link].bandwidth for link in away) == slowest
 
 
 def test_unknown_figures_of_a_cluster_are_named():

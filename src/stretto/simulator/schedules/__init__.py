@@ -11,9 +11,8 @@ schedule = find("two-shot-all-reduce").compile(ranks=8, protocol="LL128")
 print(simulate_schedule(schedule, 1 << 20, topology, costs.executor("fused")).seconds)
 """
 
-from stretto.simulator.network.cut_through import LinkUse
 from stretto.simulator.schedules.costs import ExecutorCosts, MachineCosts, ProtocolCosts
-from stretto.simulator.schedules.result import BlockTime, ScheduleTime
+from stretto.simulator.schedules.result import BlockTime, LinkUse, ScheduleTime
 from stretto.simulator.schedules.simulate import simulate_schedule
 from stretto.simulator.schedules.tuner import ScheduleCandidate, ScheduleTuner
 

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.simulator.network.cut_through import LinkUse
+from stretto.simulator.network import EventDrivenNetwork
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,24 @@ class BlockTime:
     def exposed(self) -> float:
         """The seconds in which it waited."""
         return self.message + self.slot + self.step
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """One link's bytes (flags included), and the seconds in which it carried them."""
+
+    source: int
+    target: int
+    num_bytes: float
+    busy: float
+
+
+def list_link_use(network: EventDrivenNetwork) -> tuple[LinkUse, ...]:
+    """What each link has carried, in the order of the topology's links."""
+    return tuple(
+        LinkUse(link.source, link.target, busy * link.bandwidth, busy)
+        for link, busy in zip(network.topology.links, network.link_busy, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,17 @@ import math
 from dataclasses import replace
 
 from stretto.collectives.schedule import PROTOCOLS, Schedule
-from stretto.simulator.network.cut_through import CutThroughNetwork, LinkUse
-from stretto.simulator.network.topology import NetworkTopology
+from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
 from stretto.simulator.schedules.costs import ExecutorCosts
-from stretto.simulator.schedules.result import BlockTime, ScheduleTime
+from stretto.simulator.schedules.result import BlockTime, LinkUse, ScheduleTime, list_link_use
 from stretto.simulator.schedules.thread_blocks import TileRun, TileSimulation
 
 MAX_SIMULATED_TILES = 32
 """The most tiles of a chunk that are simulated: the pipelining loop is steady before, and more are extrapolated."""
 MAX_STEPS = 4 << 20
 """The most steps of all thread blocks and tiles that are simulated: about a minute."""
+PACKET_BYTES = 4096
+"""What a link forwards at once: switches pass a message on while it still arrives."""
 _NS = 1e9
 
 
@@ -73,8 +74,8 @@ def simulate_schedule(
             f"is feasible; max_tiles = {max(2, MAX_STEPS // all_steps)} would do"
         )
 
-    def run(count: int) -> tuple[TileRun, CutThroughNetwork]:
-        network = CutThroughNetwork(topology)
+    def run(count: int) -> tuple[TileRun, EventDrivenNetwork]:
+        network = EventDrivenNetwork(topology, PACKET_BYTES)
         node = ranks if ranks_per_node is None else ranks_per_node
         simulation = TileSimulation(
             schedule, chunk_bytes / tiles, count, network, costs, protocol, node, slots, instances
@@ -91,7 +92,14 @@ def simulate_schedule(
         )
     )
     result = ScheduleTime(
-        network.fidelity, whole.nanoseconds / _NS, num_bytes, tiles, simulated, whole.events, blocks, network.list_use()
+        network.fidelity,
+        whole.nanoseconds / _NS,
+        num_bytes,
+        tiles,
+        simulated,
+        whole.events,
+        blocks,
+        list_link_use(network),
     )
     if simulated < tiles:
         half, half_network = run(simulated // 2)
@@ -114,7 +122,7 @@ def _largest_message(schedule: Schedule) -> int:
     )
 
 
-def _extrapolate(result: ScheduleTime, whole: TileRun, half: TileRun, half_network: CutThroughNetwork) -> ScheduleTime:
+def _extrapolate(result: ScheduleTime, whole: TileRun, half: TileRun, half_network: EventDrivenNetwork) -> ScheduleTime:
     """Add the tiles that were not simulated, each as those of the second half.
 
     A tile takes at least as long as it keeps the busiest link or thread block: a long pipeline may not be full yet, and
@@ -126,7 +134,7 @@ def _extrapolate(result: ScheduleTime, whole: TileRun, half: TileRun, half_netwo
     def further(at_all: float, at_half: float) -> float:
         return at_all + factor * (at_all - at_half)
 
-    before = half_network.list_use()
+    before = list_link_use(half_network)
     links = tuple(
         LinkUse(now.source, now.target, further(now.num_bytes, then.num_bytes), further(now.busy, then.busy))
         for now, then in zip(result.links, before, strict=True)

@@ -8,11 +8,10 @@ that it receives and for a free slot of the FIFO that it sends through.
 
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 
 from stretto.collectives.schedule import Schedule, StepType
 from stretto.simulator.events import EventQueue
-from stretto.simulator.network.cut_through import CutThroughNetwork
+from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
 from stretto.simulator.schedules.costs import ExecutorCosts, ProtocolCosts
 
 _NS = 1e9
@@ -78,6 +77,11 @@ class _Block:
         self.waiters: list[tuple[int, _Block]] = []
 
 
+def _find_latency(topology: NetworkTopology, source: int, target: int) -> float:
+    """Seconds of a message without bytes on an idle network."""
+    return sum(topology.links[link].latency for link in topology.routes(source, target)[0])
+
+
 class TileSimulation:
     """One run of a schedule, whose chunks have `tiles` tiles of `tile_bytes`. Runs once."""
 
@@ -86,7 +90,7 @@ class TileSimulation:
         schedule: Schedule,
         tile_bytes: float,
         tiles: int,
-        network: CutThroughNetwork,
+        network: EventDrivenNetwork,
         costs: ExecutorCosts,
         protocol: str,
         ranks_per_node: int,
@@ -104,7 +108,7 @@ class TileSimulation:
             key = (sender, receiver, channel, instance)
             if key not in connections:
                 is_in_node = sender // ranks_per_node == receiver // ranks_per_node
-                latency = network.latency(sender, receiver) * _NS
+                latency = _find_latency(network.topology, sender, receiver) * _NS
                 connections[key] = _Connection(
                     (sender, receiver), slots, latency, costs.find(protocol, is_in_node=is_in_node)
                 )
@@ -210,7 +214,8 @@ class TileSimulation:
             self._queue,
             *connection.pair,
             num_bytes / costs.bandwidth_factor + costs.header_bytes,
-            partial(self._arrive, message),
+            self._arrive,
+            message,
         )
         if costs.is_streaming:
             head = now + connection.latency + costs.latency * _NS
