@@ -43,7 +43,7 @@ def test_ring_by_ll_forwards_while_it_receives():
 def test_a_switch_is_crossed_once_in_time_and_twice_in_latency():
     schedule = find("direct-all-gather").compile(ranks=2, in_place=True)
     assert seconds(schedule, 2e6, SIMPLE, switch(2, BANDWIDTH, LATENCY)) == pytest.approx(
-        10e-6 + 4096 / BANDWIDTH + 2e-6 + 2e-6
+        10e-6 + 256 / BANDWIDTH + 2e-6 + 2e-6
     )
 
 

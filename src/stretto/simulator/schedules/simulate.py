@@ -14,8 +14,8 @@ MAX_SIMULATED_TILES = 32
 """The most tiles of a chunk that are simulated: the pipelining loop is steady before, and more are extrapolated."""
 MAX_STEPS = 4 << 20
 """The most steps of all thread blocks and tiles that are simulated: about a minute."""
-PACKET_BYTES = 4096
-"""What a link forwards at once: switches pass a message on while it still arrives."""
+PACKET_BYTES = 256
+"""What a link forwards at once (NVLink's largest payload): switches pass a message on while it still arrives."""
 _NS = 1e9
 
 
