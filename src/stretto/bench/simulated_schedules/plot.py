@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 
 from stretto.bench.interleaved import name_size
 from stretto.bench.pictures import describe_origin
-from stretto.report.style import GUIDE, SERIES, Look, Picture, drawing, plain_log
+from stretto.report.style import BLACK, GUIDE, SERIES, YELLOW, Look, Picture, drawing, plain_log
 
 _PANELS = (
     ("2 and 4 H200", ("fused", "copy-engine", "interpreter", "nccl")),
-    ("8 processes over shaped links", ("sockets",)),
+    ("8 processes over shaped links", ("sockets", "two-level")),
 )
 _NAMES = {
     "fused": "one kernel, fused",
@@ -22,6 +22,7 @@ _NAMES = {
     "interpreter": "one kernel, interpreted",
     "nccl": "NCCL",
     "sockets": "schedules over sockets",
+    "two-level": "two-level collectives",
 }
 
 
@@ -72,26 +73,35 @@ def _plot_ratios(panel: Axes, rows: Sequence[Mapping[str, Any]], executor: str, 
             )
 
 
+_VARIANTS = dict(
+    zip(("MSCCLang", "composed of NCCL calls", "NCCL", "r=1", "r=4", "r=12"), SERIES, strict=True),
+    LL=Look(BLACK, "P", (0, (1, 1))),
+    Simple=Look(YELLOW, "p", (0, (6, 1))),
+)
+
+
 def plot_simulated_msccl(result: Path, picture: Path) -> None:
     """A panel a study: speed-ups over size, a line a variant, and the paper's claim as a dashed line."""
     data = json.loads(result.read_text())
     studies = list(dict.fromkeys(row["study"] for row in data["rows"]))
     columns = 2 if len(studies) > 1 else 1
     with drawing(picture, 4.6 * columns, 2.6 * -(-len(studies) // columns)) as drawn:
-        panels = drawn.panels(-(-len(studies) // columns), columns).flat
-        for panel, study in zip(panels, studies, strict=False):
+        panels = drawn.panels(-(-len(studies) // columns), columns)
+        for panel, study in zip(panels.flat, studies, strict=False):
             _plot_study(drawn, panel, study, [row for row in data["rows"] if row["study"] == study])
-        for panel in list(panels)[len(studies) :]:
-            panel.set_visible(False)
+        for panel in list(panels.flat)[len(studies) :]:
+            panel.remove()
+        for panel in panels[:, 0]:
+            panel.set_ylabel("speed-up")
         drawn.title = "MSCCLang's figures 8 and 11, simulated"
         drawn.subtitle = describe_origin(data)
         drawn.caption = "Speed-up over each panel's baseline. Dashed: the largest that the paper states."
 
 
 def _plot_study(drawn: Picture, panel: Axes, study: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    for number, variant in enumerate(dict.fromkeys(row["variant"] for row in rows)):
+    for variant in dict.fromkeys(row["variant"] for row in rows):
         mine = [row for row in rows if row["variant"] == variant]
-        look = SERIES[number % len(SERIES)]
+        look = _VARIANTS.get(variant, SERIES[0])
         panel.plot([row["bytes"] for row in mine], [row["speedup"] for row in mine], label=variant, **look.line)
     claims = {row["claim"] for row in rows if row["claim"] is not None}
     for claim in claims:
@@ -101,4 +111,4 @@ def _plot_study(drawn: Picture, panel: Axes, study: str, rows: Sequence[Mapping[
     drawn.log_ticks(panel.xaxis, sorted({row["bytes"] for row in rows}), name_size)
     panel.set_title(study)
     panel.set_xlabel("bytes of the larger buffer")
-    panel.set_ylabel("speed-up")
+    plain_log(panel.yaxis)

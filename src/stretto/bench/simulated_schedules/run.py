@@ -20,7 +20,12 @@ from stretto.bench.simulated_schedules.cases import MeasuredSchedule, read_gpu_c
 from stretto.bench.simulated_schedules.choices import CHOICES, list_choices, summarize_choices
 from stretto.bench.simulated_schedules.fit import Parameter, SchedulePredictor, fit
 from stretto.bench.simulated_schedules.settings import TILE_BYTES, SimulatedCollectivesSetting
-from stretto.bench.simulated_schedules.sockets import measure_sockets, read_socket_cases, socket_topology
+from stretto.bench.simulated_schedules.sockets import (
+    list_two_level,
+    measure_sockets,
+    read_socket_cases,
+    socket_topology,
+)
 from stretto.cluster import Cluster
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
 
@@ -140,6 +145,7 @@ def bench_simulated_collectives(setting: SimulatedCollectivesSetting, out: Path)
         for cases, predictor, costs in ((gpu_cases, on_gpus, gpu_costs), (socket_cases, on_sockets, socket_costs))
         for case in cases
     ]
+    rows += list_two_level(setting.results)
     groups, winners = list_groups(rows), list_winners(rows)
     choices = list_choices(gpu_cases, on_gpus, gpu_costs)
     source = (
@@ -215,17 +221,17 @@ def list_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         groups[_machine_of(row)].append(row)
     found = []
     for group, members in groups.items():
-        errors = {
-            use: [abs(row["error"]) for row in members if row["use"] == use] or [0.0] for use in ("fitted", "predicted")
-        }
+        fitted, others = (
+            [abs(row["error"]) for row in members if row["use"] == use] for use in ("fitted", "predicted")
+        )
         found.append(
             {
                 "group": group,
-                "fitted": len(errors["fitted"]),
-                "fitted_median": statistics.median(errors["fitted"]),
-                "others": len(errors["predicted"]),
-                "others_median": statistics.median(errors["predicted"]),
-                "others_most": max(errors["predicted"]),
+                "fitted": len(fitted),
+                "fitted_median": statistics.median(fitted) if fitted else None,
+                "others": len(others),
+                "others_median": statistics.median(others) if others else None,
+                "others_most": max(others, default=None),
             }
         )
     return sorted(found, key=lambda group: group["group"].startswith("all"))
@@ -252,10 +258,12 @@ def list_winners(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _machine_of(row: Mapping[str, Any]) -> str:
-    return "all on 8 processes" if row["executor"] == "sockets" else "all on 2 and 4 H200"
+    return "all on 8 processes" if row["executor"] in ("sockets", "two-level") else "all on 2 and 4 H200"
 
 
 def _contest_group(name: str, row: Mapping[str, Any]) -> str:
+    if row["executor"] == "two-level":
+        return "two-level collectives and a flat ring (results/two-level)"
     if row["executor"] == "sockets":
         return f"schedules of {name.split(',')[0]} over sockets"
     match name.split(",")[0]:

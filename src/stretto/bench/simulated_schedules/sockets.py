@@ -7,8 +7,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from stretto.bench.simulated_schedules.cases import MeasuredSchedule
@@ -22,7 +23,10 @@ from stretto.bench.simulated_schedules.settings import (
 )
 from stretto.bench.two_level.namespaces import Network, namespace_of, shaped_network
 from stretto.collectives.algorithms import find
-from stretto.simulator.network.topology import DirectedLink, NetworkTopology
+from stretto.simulator.collectives.times import CollectiveOptions, simulate_collective
+from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
+from stretto.simulator.network.topology import DirectedLink
+from stretto.simulator.schedules.simulate import PACKET_BYTES
 
 _LEAD = 0.03  # seconds from agreeing on a start to the start
 _PORT = 23450
@@ -30,8 +34,8 @@ _HEADERS = 8934 / 9014  # of an Ethernet frame of 9000 bytes, what TCP carries
 _IN_MEMORY = 10e9  # bytes/s: what is no link of the network is no limit
 
 
-def socket_topology(network: Network = NETWORK) -> NetworkTopology:
-    """The links between the namespaces as they are shaped; their own latencies are of software, and left out here."""
+def socket_topology(network: Network = NETWORK, in_node: float = 0.0, between: float = 0.0) -> NetworkTopology:
+    """The links between the namespaces as they are shaped. in_node, between: seconds of latency."""
     nodes, size = network.nodes, RANKS_PER_NODE
     devices = nodes * size
     vertices = iter(range(devices, devices + 4 * nodes + network.leaves))
@@ -39,12 +43,12 @@ def socket_topology(network: Network = NETWORK) -> NetworkTopology:
     leaves = [next(vertices) for _ in range(network.leaves)]
     links = []
 
-    def link(source: int, target: int, bandwidth: float) -> None:
-        links.append(DirectedLink(source, target, bandwidth * _HEADERS, 0.0))
+    def link(source: int, target: int, bandwidth: float, latency: float = 0.0) -> None:
+        links.append(DirectedLink(source, target, bandwidth * _HEADERS, latency))
 
     for node in range(nodes):
-        link(loop_in[node], loop_out[node], network.loopback_bandwidth)
-        link(out[node], leaves[node // network.leaf_nodes], network.node_bandwidth)
+        link(loop_in[node], loop_out[node], network.loopback_bandwidth, in_node)
+        link(out[node], leaves[node // network.leaf_nodes], network.node_bandwidth, between)
         link(leaves[node // network.leaf_nodes], back[node], network.node_bandwidth)
         for rank in range(node * size, (node + 1) * size):
             for source, target in (
@@ -85,6 +89,37 @@ def read_socket_cases(rows: Sequence[dict[str, Any]]) -> list[MeasuredSchedule]:
         )
         for row in rows
     ]  # fmt: skip
+
+
+def list_two_level(results: Path) -> Iterator[dict[str, Any]]:
+    """Rows of results/two-level: two-level collectives and a flat ring of 8 processes, beside their simulation.
+
+    Nothing is fitted: the links are as they were set there, and a message's latency as that bench measured it.
+    """
+    path = results / "two-level" / "two-level.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    links = data["links"]
+    topology = socket_topology(in_node=links["in_node_latency"], between=links["latency"])
+    options = CollectiveOptions(ranks_per_node=RANKS_PER_NODE)
+    names = {"recursive": "two-level-recursive", "ring": "two-level-ring", "flat": "ring"}
+    for row in data["rows"]:
+        for name, algorithm in names.items():
+            network = EventDrivenNetwork(topology, PACKET_BYTES)
+            whole = row["shard_bytes"] * RANKS
+            predicted = simulate_collective(row["collective"], algorithm, network, whole, options).seconds
+            yield {
+                "contest": f"two-level {row['collective']}, {row['shard_kib']:g} KiB a rank",
+                "schedule": f"{row['collective']}, {name}",
+                "ran": "two-level",
+                "executor": "two-level",
+                "ranks": RANKS,
+                "bytes": whole,
+                "mode": "sockets",
+                "measured_us": row[f"{name}_ms"] * 1e3,
+                "predicted_us": predicted * 1e6,
+                "error": predicted * 1e3 / row[f"{name}_ms"] - 1,
+                "use": "predicted",
+            }
 
 
 class SocketTeam:
