@@ -2,8 +2,9 @@
 """Simulates what a cluster that you do not have would do. Imports no GPU library, needs no GPU.
 
 Packages and modules: `events` (the clock), `graph` (computation and messages, and their execution), `network`
-(topologies, routes, two fidelities), `collectives` (textbook algorithms). Every result names its fidelity:
-"closed-form" (each message as if it were alone) or "event-driven" (with a queue on every link).
+(topologies, routes, two fidelities), `collectives` (textbook algorithms), `schedules` (verified schedules, thread block
+by thread block, and a tuner). Every result names its fidelity: "closed-form" (each message as if it were alone) or
+"event-driven" (with a queue on every link).
 """
 
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         of_cluster,
         parse_topology,
     )
+    from stretto.simulator.schedules import MachineCosts, ScheduleTuner, simulate_schedule
 
 __all__ = [
     "ClosedFormNetwork",
@@ -29,12 +31,15 @@ __all__ = [
     "Execution",
     "ExecutionGraph",
     "GraphBuilder",
+    "MachineCosts",
     "NetworkTopology",
+    "ScheduleTuner",
     "add_collective",
     "closed_form_seconds",
     "execute",
     "of_cluster",
     "parse_topology",
+    "simulate_schedule",
 ]
 
 _HOMES = {
@@ -44,11 +49,14 @@ _HOMES = {
     "Execution": "stretto.simulator.graph",
     "ExecutionGraph": "stretto.simulator.graph",
     "GraphBuilder": "stretto.simulator.graph",
+    "MachineCosts": "stretto.simulator.schedules",
     "NetworkTopology": "stretto.simulator.network",
+    "ScheduleTuner": "stretto.simulator.schedules",
     "add_collective": "stretto.simulator.collectives",
     "closed_form_seconds": "stretto.simulator.collectives",
     "execute": "stretto.simulator.graph",
     "of_cluster": "stretto.simulator.network",
     "parse_topology": "stretto.simulator.network",
+    "simulate_schedule": "stretto.simulator.schedules",
 }
-__getattr__, __dir__ = attach(__name__, _HOMES, submodules=("collectives", "events", "graph", "network"))
+__getattr__, __dir__ = attach(__name__, _HOMES, submodules=("collectives", "events", "graph", "network", "schedules"))
