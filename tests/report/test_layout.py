@@ -381,6 +381,23 @@ def simulated_msccl(count: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def simulator_speed(count: int) -> dict[str, Any]:
+    rows = [
+        {
+            "case": case,
+            "ranks": 32 << place,
+            "preparation_seconds": 0.01 * 3**place,
+            "execution_seconds": 0.02 * 2**place,
+            "events_per_second": 7e5 - 1e5 * place,
+        }
+        for case in ("two levels, recursive", "two levels, ring", "one ring, symmetry", "random messages", "more")[
+            :count
+        ]
+        for place in range(7)
+    ]
+    return {"megabytes": 256, "cluster": "perlmutter", "rows": rows}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -407,6 +424,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "schedules.json": schedules,
     "simulated-collectives.json": simulated_collectives,
     "simulated-msccl.json": simulated_msccl,
+    "simulator-speed.json": simulator_speed,
 }
 
 

@@ -40,6 +40,7 @@ _PLOTS = {
     "experts.json": "training.plot:plot_experts",
     "simulated-collectives.json": "simulated_schedules.plot:plot_simulated_collectives",
     "simulated-msccl.json": "simulated_schedules.plot:plot_simulated_msccl",
+    "simulator-speed.json": "simulator_speed:plot_simulator_speed",
 }
 
 

@@ -32,6 +32,7 @@ from stretto.bench.plan.settings import (
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
+from stretto.bench.simulator_speed import SimulatorSpeedSetting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -305,6 +306,14 @@ def simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> Any:
     from stretto.bench.simulated_schedules.msccl import bench_simulated_msccl
 
     return bench_simulated_msccl(setting, out)
+
+
+@_command("simulator-speed", SimulatorSpeedSetting)
+def simulator_speed(setting: SimulatorSpeedSetting, out: Path) -> Any:
+    """How long simulations of all-gathers and random messages take, by the number of ranks (needs no GPU)."""
+    from stretto.bench.simulator_speed import bench_simulator_speed
+
+    return bench_simulator_speed(out, setting)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)

@@ -10,6 +10,7 @@ Operations on one stream of a rank run one at a time, in the order in which they
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -251,12 +252,14 @@ class Execution:
         ends: NDArray[np.float64],
         events: int,
         link_busy: Sequence[float] | None,
+        execution_seconds: float = 0.0,
     ) -> None:
         self.graph = graph
         self.fidelity = fidelity
         self.starts = starts
         self.ends = ends
         self.events = events
+        self.execution_seconds = execution_seconds  # of this process, for execute() itself
         self.link_busy = None if link_busy is None else np.array(link_busy)  # seconds by link; None: not known
 
     @property
@@ -294,6 +297,7 @@ def execute(graph: ExecutionGraph, network: NetworkModel) -> Execution:
             f"the graph has {graph.world} ranks, but the network {network.topology.name} has "
             f"{network.topology.devices} devices; {graph.world} would do"
         )
+    begin = time.process_time()
     network.reset()
     run = _GraphRun(graph, network)
     run.begin()
@@ -304,6 +308,7 @@ def execute(graph: ExecutionGraph, network: NetworkModel) -> Execution:
         np.array(run.ends) / NANOSECONDS,
         run.queue.processed,
         getattr(network, "link_busy", None),
+        time.process_time() - begin,
     )
 
 
