@@ -295,6 +295,8 @@ def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
 @_command("simulated-collectives", SimulatedCollectivesSetting)
 def simulated_collectives(setting: SimulatedCollectivesSetting, out: Path) -> Any:
     """Simulated schedules beside measured ones, on H200 and on 8 processes over shaped links (measuring needs root)."""
+    setting.require_results()
+
     from stretto.bench.simulated_schedules.run import bench_simulated_collectives
 
     return bench_simulated_collectives(setting, out)

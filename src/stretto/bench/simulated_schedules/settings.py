@@ -54,6 +54,12 @@ class SimulatedCollectivesSetting:
         require_least(2, sizes=self.sizes)
         require_least(1, repeats=self.repeats)
 
+    def require_results(self) -> None:
+        """Raise ValueError if the folder lacks the measurements."""
+        for name in ("collectives/collectives.json", "collectives-2-gpus/collectives.json", "two-level/two-level.json"):
+            if not (self.results / name).is_file():
+                raise ValueError(f"{self.results / name} is not there: name the folder of results with --results")
+
     @property
     def all_bytes(self) -> tuple[int, ...]:
         """The sizes in bytes that the processes measure."""
@@ -64,7 +70,7 @@ class SimulatedCollectivesSetting:
 class SimulatedMscclSetting:
     """How finely the pipelining loop of large buffers is simulated."""
 
-    tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.")] = 6
+    tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.")] = 4
 
     def __post_init__(self) -> None:
         require_least(2, tiles=self.tiles)
