@@ -11,6 +11,7 @@ from stretto.collectives.algorithms import find
 from stretto.collectives.collective import Buffer
 from stretto.simulator.network import NetworkTopology, parse_topology
 from stretto.simulator.network.shapes import fully_connected, switch
+from stretto.simulator.network.topology import DirectedLink
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts, simulate_schedule
 
 BANDWIDTH, LATENCY = 100e9, 1e-6
@@ -86,6 +87,40 @@ def test_slots_bound_the_messages_in_flight():
     assert two.seconds == pytest.approx(22e-6 + 21e-6, rel=1e-4)
     assert two.blocks[0].slot == pytest.approx(2e-6, rel=1e-3)
     assert seconds(relay(3), 1, costs, full(2), slots=3) == pytest.approx(41e-6, rel=1e-4)
+
+
+def test_messages_are_taken_in_order_whatever_their_routes():
+    fast = DirectedLink(0, 2, BANDWIDTH, 1e-6), DirectedLink(2, 1, BANDWIDTH, 0)
+    slow = DirectedLink(0, 3, BANDWIDTH, 50e-6), DirectedLink(3, 1, BANDWIDTH, 0)
+    back = DirectedLink(1, 0, BANDWIDTH, 0)
+    topology = NetworkTopology("two routes", 2, (*fast, *slow, back), vertices=4)
+    assert len(topology.routes(0, 1)) == 2
+    costs = ExecutorCosts(0.0, {"Simple": ProtocolCosts(0.0, 1.0, step_seconds=1e-6)}, tile_bytes=None)
+    assert seconds(relay(4), 1, costs, topology, slots=8) == pytest.approx(50e-6, rel=0.2)
+
+
+def test_slots_bound_what_a_message_carries():
+    schedule = find("ring-all-gather").compile(ranks=2, in_place=True)
+    costs = ExecutorCosts(0.0, {"Simple": ProtocolCosts(2e-6, 1.0, slot_bytes=1 << 20)}, tile_bytes=None)
+    assert simulate_schedule(schedule, 8 << 20, full(2), costs).tiles == 4
+    # Two chunks in a message share its slot.
+    two = find("two-step-all-to-all").compile(nodes=2, gpus=2)
+    assert simulate_schedule(two, 16 << 20, full(4), costs).tiles == 8
+
+
+def test_calls_and_headers_cost_what_they_say():
+    schedule = find("direct-all-gather").compile(ranks=2, in_place=True)
+    costs = ExecutorCosts(
+        3e-6, {"Simple": ProtocolCosts(0.0, 1.0, call_seconds=4e-6, header_bytes=1e6)}, tile_bytes=None
+    )
+    assert seconds(schedule, 2e6, costs, full(2)) == pytest.approx(3e-6 + 4e-6 + 2 * 10e-6 + 1e-6)
+
+
+def test_without_a_copy_out_of_slots_a_receiver_only_waits():
+    costs = ExecutorCosts(0.0, {"Simple": ProtocolCosts(0.0, 1.0, 10e9)}, tile_bytes=None)
+    copied = seconds(relay(1), 1e6, costs, full(2))
+    assert copied == pytest.approx(100e-6 + 1e-6 + 100e-6)
+    assert seconds(relay(1), 1e6, replace(costs, copies_from_slots=False), full(2)) == pytest.approx(100e-6 + 1e-6)
 
 
 def test_a_thread_block_waits_for_the_step_it_depends_on():
