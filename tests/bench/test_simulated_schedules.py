@@ -130,10 +130,20 @@ def test_two_level_rows_take_the_measured_latencies():
     assert {each["use"] for each in rows} == {"predicted"}
 
 
-@pytest.mark.parametrize("make", [rotated_rings_all_reduce, chained_trees_all_reduce])
-def test_peers_schedules_are_right(make):
-    found = verify(make.compile(nodes=2, gpus=3))
-    assert found.ok, found.errors
+def test_peers_schedules_are_right():
+    rings = rotated_rings_all_reduce.compile(nodes=2, gpus=4, rings=2)
+    trees = chained_trees_all_reduce.compile(nodes=2, gpus=3)
+    for schedule in (rings, trees):
+        found = verify(schedule)
+        assert found.ok, found.errors
+    # Each ring crosses between the nodes at GPUs of its own, so that each has a NIC to itself.
+    crossing = {
+        (rank, block.send_peer)
+        for rank, program in enumerate(rings.ranks)
+        for block in program.thread_blocks
+        if block.send_peer is not None and rank // 4 != block.send_peer // 4
+    }
+    assert len({rank for rank, _ in crossing}) == 4
 
 
 def test_hand_written_exchanges_send_each_block_once():

@@ -30,13 +30,14 @@ def dgx1_topology(latency: float) -> NetworkTopology:
 
 
 @algorithm(
-    lambda nodes, gpus, in_place=True: AllReduce(nodes * gpus, nodes * gpus * gpus, in_place),
+    lambda nodes, gpus, rings, in_place=True: AllReduce(nodes * gpus, nodes * gpus * rings, in_place),
     source="NCCL's rings between nodes: each enters and leaves a node at another GPU, so that each uses another NIC",
 )
-def rotated_rings_all_reduce(nodes: int, gpus: int) -> None:
-    """A ring a GPU of a node, each on its own channel and its own part of the data."""
-    for ring in range(gpus):
-        members = [node * gpus + (place + ring) % gpus for node in range(nodes) for place in range(gpus)]
+def rotated_rings_all_reduce(nodes: int, gpus: int, rings: int) -> None:
+    """A ring a NIC of a node, each on its own channel and its own part of the data."""
+    for ring in range(rings):
+        first = ring * gpus // rings
+        members = [node * gpus + (place + first) % gpus for node in range(nodes) for place in range(gpus)]
         reduce_around(members, "in", ring * len(members), 1, ch=ring)
         gather_around(members, "in", ring * len(members), 1, ch=ring)
 
