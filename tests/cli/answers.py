@@ -102,6 +102,18 @@ ANSWERS = (
     Answer("collective simulate ring.xml --cluster dgx-h20 --bytes 1M", REFUSED, "unknown cluster 'dgx-h20'"),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1X", REFUSED, "is no size"),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1M --executor fussed", REFUSED, "mean 'fused'"),
+    Answer("collective simulate ring.xml --bytes 1M", REFUSED, "give --cluster or --topology: neither is given"),
+    Answer("collective simulate ring.xml --bytes 1M --topology ring:6", REFUSED, "takes --bandwidth and --latency"),
+    Answer(
+        "collective simulate ring.xml --bytes 1M --topology ring:8 --bandwidth 25GB/s --latency 1us",
+        REFUSED,
+        "has 6 ranks, the topology ring:8 8 devices",
+    ),
+    Answer(
+        "collective simulate ring.xml --bytes 1M --topology ring:6 --bandwidth 0GB/s --latency 1us",
+        REFUSED,
+        "bandwidth",
+    ),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1M", DONE, "us, "),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1M --json", DONE, "time_ns"),
     Answer("collective tune allreduc --cluster dgx-h200 --gpus 8", REFUSED, "did you mean 'allreduce'"),

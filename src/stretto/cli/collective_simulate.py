@@ -21,6 +21,7 @@ from stretto.cli.collective import (
 )
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import DEFAULT_MAX_FILE_BYTES, Compilation, describe, load_schedule, shown_name
+from stretto.cli.simulate import Bandwidth, Latency, Topology
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 _SHOWN = 8
 ClusterName = Annotated[
     str, typer.Option("--cluster", metavar="NAME|FILE", help="A preset (`stretto cluster list`) or a cluster file.")
+]
+MaybeClusterName = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME|FILE", help="A preset (`stretto cluster list`) or a cluster file."),
 ]
 Costs = Annotated[
     str,
@@ -42,8 +47,11 @@ Costs = Annotated[
 @app.command()
 def simulate(
     name: Name,
-    cluster: ClusterName,
     size: Annotated[str, typer.Option("--bytes", help="Of a rank's larger buffer: 4096, 64K, 1M, 1G.")],
+    cluster: MaybeClusterName = None,
+    topology: Topology = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
     costs: Costs = "h200",
     executor: Annotated[str, typer.Option(help="Which of the costs' executors runs it.")] = "interpreter",
     protocol: Annotated[str | None, typer.Option(help="Simple, LL or LL128 (default: the schedule's).")] = None,
@@ -63,17 +71,24 @@ def simulate(
     It is verified first, and needs no GPU. Its ranks fill the cluster's nodes one after another.
 
     - stretto collective simulate ring.xml --cluster dgx-h200 --bytes 1M
+    - stretto collective simulate ring.xml --topology switch:8 --bandwidth 450GB/s --latency 250ns --bytes 1M
     - stretto collective simulate hierarchical-all-reduce --nodes 2 --gpus 8 --cluster azure-ndv4 --bytes 64M
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.collectives import verify
         from stretto.collectives.host_trial import read_size
-        from stretto.simulator.schedules import simulate_schedule
+        from stretto.simulator.schedules import MachineCosts, simulate_schedule
 
         num_bytes = read_size(size)
         given = Compilation(ranks, nodes, gpus, in_place, set_, slots=slots)
         schedule = load_schedule(name, given, max_file_bytes)
-        machine, topology, found_cluster = _find_network(cluster, costs, schedule.collective.ranks)
+        machine = MachineCosts.find(costs)
+        if topology is None:
+            network, found_cluster = _find_network(cluster, machine, schedule.collective.ranks)
+            ranks_per_node, where = found_cluster.gpus_per_node, found_cluster.name
+        else:
+            network = _make_topology(topology, bandwidth, latency, cluster)
+            ranks_per_node, where = network.devices, network.name
         run_by = machine.executor(executor)
         if protocol is None and schedule.protocol not in run_by.protocols:
             protocol = next(iter(run_by.protocols))
@@ -82,10 +97,10 @@ def simulate(
             result = simulate_schedule(
                 schedule,
                 num_bytes,
-                topology,
+                network,
                 run_by,
                 protocol=protocol,
-                ranks_per_node=found_cluster.gpus_per_node,
+                ranks_per_node=ranks_per_node,
                 slots=slots,
                 instances=instances,
             )
@@ -94,7 +109,7 @@ def simulate(
         raise fail("not simulated: the schedule is not verified", NOT_VERIFIED, as_json=as_json)
     about = {
         "schedule": shown_name(schedule.name),
-        "cluster": found_cluster.name,
+        "cluster": where,
         "ranks": schedule.collective.ranks,
         "costs": machine.machine,
         "executor": executor,
@@ -124,10 +139,11 @@ def tune(
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.collectives.host_trial import read_size
-        from stretto.simulator.schedules import ScheduleTuner
+        from stretto.simulator.schedules import MachineCosts, ScheduleTuner
 
         all_bytes = [read_size(each) for each in sizes.split(",")]
-        machine, topology, found_cluster = _find_network(cluster, costs, gpus)
+        machine = MachineCosts.find(costs)
+        topology, found_cluster = _find_network(cluster, machine, gpus)
         tuner = ScheduleTuner(
             collective,
             topology,
@@ -155,13 +171,28 @@ def tune(
         print(f"left out, since they do not compile for {gpus} ranks or are too large: {'; '.join(left_out)}")
 
 
-def _find_network(cluster: str, costs: str, ranks: int) -> "tuple[MachineCosts, NetworkTopology, Cluster]":
+def _find_network(cluster: str | None, costs: "MachineCosts", ranks: int) -> "tuple[NetworkTopology, Cluster]":
     from stretto.cluster import Cluster
-    from stretto.simulator.schedules import MachineCosts
 
-    machine = MachineCosts.find(costs)
+    if cluster is None:
+        raise ValueError("give --cluster or --topology: neither is given")
     found = Cluster.find(cluster)
-    return machine, machine.topology(found, ranks), found
+    return costs.topology(found, ranks), found
+
+
+def _make_topology(topology: str, bandwidth: str | None, latency: str | None, cluster: str | None) -> "NetworkTopology":
+    from stretto.simulator.network import parse_topology
+    from stretto.simulator.quantities import read_bandwidth, read_seconds
+
+    if cluster is not None:
+        raise ValueError("give --cluster or --topology: both are given")
+    if ":" in topology and (bandwidth is None or latency is None):
+        raise ValueError(f"--topology {topology} takes --bandwidth and --latency of its links: 50GiB/s, 500ns")
+    return parse_topology(
+        topology,
+        None if bandwidth is None else read_bandwidth(bandwidth),
+        None if latency is None else read_seconds(latency),
+    )
 
 
 def _row(num_bytes: int, found: list[tuple[Any, float]]) -> dict[str, Any]:
