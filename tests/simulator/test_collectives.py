@@ -13,7 +13,7 @@ from stretto.simulator.collectives import (
     closed_form_seconds,
     simulate_collective,
 )
-from stretto.simulator.network import fully_connected, ring, switch
+from stretto.simulator.network import DirectedLink, NetworkTopology, fully_connected, ring, switch
 from stretto.simulator.quantities import whole_nanoseconds
 
 GB = 2**30
@@ -111,6 +111,26 @@ def test_bruck_and_direct_all_to_alls_deliver_every_block(n):
     assert received("all_to_all", "recursive", n) == pytest.approx(dict.fromkeys(range(n), ones / n * BYTES))
 
 
+def test_recursive_halving_begins_with_half_of_the_buffer_and_doubling_ends_with_it():
+    topology = fully_connected(N, BANDWIDTH, LATENCY)
+    for collective, parts in (("reduce_scatter", [4, 2, 1]), ("all_gather", [1, 2, 4])):
+        builder = GraphBuilder(N)
+        add_collective(builder, collective, "recursive", range(N), BYTES)
+        graph = builder.build()
+        execution = execute(graph, EventDrivenNetwork(topology))
+        of_rank = (graph.ranks == 3) & (graph.targets >= 0)
+        sizes = graph.sizes[of_rank][execution.starts[of_rank].argsort()]
+        assert sizes == pytest.approx([part * BYTES / N for part in parts])
+
+
+def test_a_rank_sends_on_only_what_it_has_received():
+    """Even ranks get the block of rank 1 by rank 0, to which the link is slow; rank 1 ends when it has sent it."""
+    topology = fully_connected(8, BANDWIDTH, LATENCY)
+    slow = topology.with_link(topology.routes(1, 0)[0][0], latency=1.0)
+    found = simulate_collective("all_gather", "recursive", EventDrivenNetwork(slow), BYTES)
+    assert [end > 1.0 for end in found.ends] == [True, True, True, False, True, False, True, False]
+
+
 @pytest.mark.parametrize("outer", ["ring", "direct", "recursive"])
 def test_two_levels_send_a_nodes_share_through_each_nic(outer):
     """4 nodes of 2: between nodes a rank receives 3/4 of its half of the buffer, inside the node the other half."""
@@ -192,6 +212,42 @@ def test_a_slow_link_is_no_symmetry():
             "all_gather", "two-level-ring", EventDrivenNetwork(topology), 1e6, CollectiveOptions(4)
         ).seconds
     )
+
+
+def test_a_ring_that_is_not_steady_is_simulated_to_its_end():
+    """One slow link of a ring holds up one more rank in each round."""
+    topology = ring(70, BANDWIDTH, LATENCY, bidirectional=False).with_link(0, bandwidth=BANDWIDTH / 2)
+    network = EventDrivenNetwork(topology)
+    found = [
+        simulate_collective("all_gather", "ring", network, 70_000, CollectiveOptions(uses_symmetry=symmetry))
+        for symmetry in (False, True)
+    ]
+    assert found[1].ends == pytest.approx(found[0].ends, rel=1e-9)
+
+
+def test_nodes_that_use_equal_links_otherwise_are_not_equal():
+    """Two nodes that are rings of four; the ranks of the second are in an order in which neighbours are apart."""
+    links = [
+        DirectedLink(first + place, first + (place + step) % 4, BANDWIDTH, LATENCY)
+        for first in (0, 4)
+        for place in range(4)
+        for step in (1, 3)
+    ]
+    links += [DirectedLink(rank, (rank + 4) % 8, BANDWIDTH, LATENCY) for rank in range(8)]
+    network = EventDrivenNetwork(NetworkTopology("two rings", 8, links))
+    found = [
+        simulate_collective(
+            "all_gather",
+            "two-level-ring",
+            network,
+            BYTES,
+            CollectiveOptions(4, in_node="recursive", uses_symmetry=symmetry),
+            ranks=[0, 1, 2, 3, 4, 6, 5, 7],
+        )
+        for symmetry in (False, True)
+    ]
+    assert found[1].ends == pytest.approx(found[0].ends, rel=1e-9)
+    assert max(found[0].ends[:4]) != pytest.approx(max(found[0].ends[4:]), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execution graphs: what waits for what, streams, exposed communication, and graphs that cannot run."""
 
+import gc
+
 import pytest
 
 from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
@@ -106,6 +108,12 @@ def test_a_graph_of_more_ranks_than_the_network_has_is_refused():
     builder = GraphBuilder(4)
     with pytest.raises(ValueError, match="has 4 ranks, but the network switch:3 has 3 devices; 4 would do"):
         execute(builder.build(), ClosedFormNetwork(switch(3, 1e9, 0.0)))
+
+
+def test_garbage_collection_is_as_it_was_after_an_execution():
+    assert gc.isenabled()
+    execute(GraphBuilder(2).build(), ClosedFormNetwork(PAIR))
+    assert gc.isenabled()
 
 
 def test_an_empty_graph_takes_no_time():

@@ -46,6 +46,10 @@ def test_packets_flow_through_a_line_at_the_pace_of_its_slowest_link(bandwidths)
     assert run(EventDrivenNetwork(line(*bandwidths), 64), (0, 3, 64_000)) == pytest.approx([(first + others) * 1e9])
 
 
+def test_a_closed_form_has_the_pace_of_the_slowest_link_and_all_latencies():
+    assert run(ClosedFormNetwork(line(4e9, 1e9, 2e9)), (0, 3, 64_000)) == pytest.approx([64_000 + 3 * 100])
+
+
 def test_a_message_of_less_than_a_packet_is_stored_and_forwarded_whole():
     expected = 3 * (32 + 100)
     assert run(EventDrivenNetwork(line(1e9, 1e9, 1e9), 64), (0, 3, 32)) == pytest.approx([expected])

@@ -115,7 +115,9 @@ def test_gpus_share_nics_and_a_gpu_has_several():
     several = rails(2, 2, 4, 200e9, 1e-6, 25e9, 2e-6)
     assert len(several.routes(0, 2)) == 2
     assert len(several.routes(1, 3)) == 2
-    assert not {route[0] for route in several.routes(0, 2)} & {route[0] for route in several.routes(1, 3)}
+    nics = [sorted(several.links[route[0]].target for route in several.routes(gpu, gpu + 2)) for gpu in (0, 1)]
+    assert nics[0] == [nics[0][0], nics[0][0] + 1]  # neighbouring NICs, and the other GPU has the next two
+    assert nics[1] == [nics[0][0] + 2, nics[0][0] + 3]
 
 
 CLUSTER = Cluster(

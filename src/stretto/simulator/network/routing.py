@@ -6,7 +6,7 @@ pair is searched from both ends, which meet at a switch and never look through i
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 MOST_ROUTES = 8  # of one pair of devices
 _MANY_LINKS = 32  # of a vertex
@@ -47,6 +47,7 @@ class ShortestPaths:
             if distances[source] < 0:
                 return ()
 
+            @cache
             def options(vertex: int) -> list[int]:
                 closer = distances[vertex] - 1
                 return [number for number in self._leaving[vertex] if distances[self._links[number][1]] == closer]
