@@ -262,6 +262,8 @@ def test_nodes_that_use_equal_links_otherwise_are_not_equal():
         (("all_reduce", "ring", range(4), float("nan")), {}, "nan bytes"),
         (("all_reduce", "ring", range(4), -1), {}, "-1"),
         (("all_reduce", "ring", range(4), 8), {"splits": 0}, "0 splits"),
+        (("all_to_all", "direct", range(10_000), 8), {}, "sends 99990000 messages; 16777216 are the most"),
+        (("all_gather", "ring", range(10_000), 8), {}, "sends 99990000 messages; 16777216 are the most"),
         (("all_reduce", "ring", range(4), 8), {"after": [[]]}, "operations for 1 ranks"),
     ],
 )

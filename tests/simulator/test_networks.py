@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks in both fidelities: known answers to the nanosecond, queues, packets, and several paths."""
 
+import random
+from heapq import heappop, heappush
+from itertools import count
+
 import pytest
 
 from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute, parse_topology
-from stretto.simulator.network import DirectedLink, NetworkTopology, ring, switch
+from stretto.simulator.network import DirectedLink, NetworkTopology, rails, ring, switch
 
 GB = 2**30
 
@@ -69,6 +73,39 @@ def test_senders_to_one_rank_share_its_link():
     assert ends == pytest.approx([2200, 3200, 4200, 5200])  # each stored at the switch, then one after another
     ends = run(EventDrivenNetwork(network, 10), *((rank, 4, 1000) for rank in range(4)))
     assert max(ends) == pytest.approx(4 * 1000 + 10 + 200)  # the last link is busy all the time
+
+
+def send_packet_by_packet(topology, messages, packet):
+    """When each message has arrived, in ns, if every packet is sent by itself, first come, first served."""
+    free, done, order = [0.0] * len(topology.links), [0.0] * len(messages), count()
+    events = [
+        (0.0, next(order), number, topology.routes(source, target)[0])
+        for number, (source, target, size) in enumerate(messages)
+        for _ in range(size // packet)
+    ]
+    while events:
+        now, _, number, route = heappop(events)
+        if not route:
+            done[number] = now
+            continue
+        link = topology.links[route[0]]
+        free[route[0]] = max(now, free[route[0]]) + packet / link.bandwidth * 1e9
+        heappush(events, (free[route[0]] + link.latency * 1e9, next(order), number, route[1:]))
+    return done
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_messages_in_packets_arrive_as_if_each_packet_were_sent_by_itself(seed):
+    """The last arrives at the same time; others may be earlier, since packets of one message stay together."""
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    topology = rails(4, 4, 2, 300e9, 1e-6, 25e9, 2e-6, is_rail_optimized=False)  # one path for each pair
+    pairs = [generator.sample(range(16), 2) for _ in range(24)]
+    messages = [(*pair, 65_536 * generator.randrange(1, 16)) for pair in pairs]
+    found = run(EventDrivenNetwork(topology, 4096), *messages)
+    expected = send_packet_by_packet(topology, messages, 4096)
+    assert max(found) == pytest.approx(max(expected), rel=0.01)
+    assert sum(found) == pytest.approx(sum(expected), rel=0.2)
 
 
 def test_a_fast_link_carries_packets_of_several_slow_ones_at_once():

@@ -181,6 +181,8 @@ def test_topologies_that_do_not_exist_are_refused(text, message):
         (-1.0, 0.0, "bandwidth of -1 bytes/s"),
         (float("inf"), 0.0, "bandwidth of inf"),
         (float("nan"), 0.0, "bandwidth of nan"),
+        (1e-300, 0.0, "1 is the least"),
+        (1e9, 1e300, "1e\\+06 s is the longest"),
         (1e9, -1e-9, "latency of -1e-09 s"),
         (1e9, float("inf"), "latency of inf s"),
         (None, 0.0, "needs the bandwidth and the latency"),

@@ -5,6 +5,7 @@ Events of the same time share a bucket, and the heap holds each time once. Where
 fall on one time, so most insertions are an append to a list; where they do not, the heap compares floats alone.
 """
 
+import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -27,7 +28,7 @@ class EventQueue:
         self._buckets: dict[float, list[Event]] = {}
 
     def at(self, time: float, function: Callable[..., object], *arguments: Any) -> None:
-        """Call `function(*arguments)` at a time in nanoseconds. ValueError for a time that has passed, and for NaN."""
+        """Call `function(*arguments)` at a time in nanoseconds. ValueError for one that is past or not finite."""
         self.put(time, (function, arguments))
 
     def put(self, time: float, event: Event) -> None:
@@ -36,8 +37,8 @@ class EventQueue:
         if time in buckets:
             buckets[time].append(event)
             return
-        if not time >= self.now:
-            raise ValueError(f"an event at {time} ns is before the present, {self.now} ns; {self.now} ns would do")
+        if not self.now <= time < math.inf:
+            raise ValueError(f"an event at {time} ns: must be finite, and not before the present, {self.now} ns")
         buckets[time] = [event]
         heappush(self._times, time)
 

@@ -4,6 +4,7 @@
 import math
 import re
 
+MOST_BYTES = 2.0**60
 _PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -16,7 +17,10 @@ def read_bytes(text: str) -> float:
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is no size: write 4096, 64KiB, 1MiB or 1GB")
     is_binary = match[3] or not match[4]  # as `stretto collective` reads 64K
-    return _finite(text, float(match[1]) * (_BINARY.get(match[2], 1) if is_binary else _PREFIXES[match[2]]))
+    size = float(match[1]) * (_BINARY.get(match[2], 1) if is_binary else _PREFIXES[match[2]])
+    if _finite(text, size) > MOST_BYTES:
+        raise ValueError(f"{text} is more than 2^60 bytes, the most; 1TiB would do")
+    return size
 
 
 def read_bandwidth(text: str) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from stretto.simulator.collectives.patterns import ALGORITHMS, COLLECTIVES, MessagePattern, find_pattern
+from stretto.simulator.collectives.patterns import ALGORITHMS, COLLECTIVES, MessagePattern, check_messages, find_pattern
 from stretto.simulator.graph import GraphBuilder
 from stretto.suggestions import name_known
 
@@ -26,6 +26,11 @@ class CollectivePhase:
     pattern: MessagePattern
     groups: tuple[tuple[int, ...], ...]
     num_bytes: float
+
+    @property
+    def messages(self) -> int:
+        """How many messages all groups send."""
+        return len(self.groups) * sum(each.repeats * len(each.messages) for each in self.pattern.rounds)
 
 
 def add_collective(
@@ -58,6 +63,7 @@ def add_collective(
     if splits < 1:
         raise ValueError(f"a collective in {splits} splits: must be at least 1; 1 would do")
     phases = plan_phases(collective, algorithm, ranks, num_bytes / splits, ranks_per_node, in_node)
+    check_messages(f"{collective} ({algorithm})", len(ranks), splits * sum(phase.messages for phase in phases))
     waits = _first_waits(ranks, after)
     label = name or collective
     if stream is not None:

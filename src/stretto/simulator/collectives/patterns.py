@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from stretto.suggestions import name_known
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+MOST_MESSAGES = 1 << 24  # of one collective: some 10 GB
 Sent = tuple[int, int, float]  # source, target, fraction of the bytes
 
 
@@ -55,6 +56,14 @@ def find_pattern(collective: str, algorithm: str, n: int, root: int = 0) -> Mess
     return MessagePattern(tuple(rounds), pattern.is_chain)
 
 
+def check_messages(what: str, ranks: int, messages: int) -> None:
+    """Raise ValueError for more messages than memory has room for, before they are made."""
+    if messages > MOST_MESSAGES:
+        raise ValueError(
+            f"{what} among {ranks} ranks sends {messages} messages; {MOST_MESSAGES} are the most that are simulated"
+        )
+
+
 def _ring(collective: str, n: int) -> MessagePattern:
     """Every rank sends to the next one. broadcast: a chain from rank 0; pipelined by `splits`."""
     match collective:
@@ -75,6 +84,7 @@ def _direct(collective: str, n: int) -> MessagePattern:
     """Every rank sends to every other at once, each beginning with the rank after it."""
     if collective == "broadcast":
         return MessagePattern((MessageRound(tuple((0, target, 1.0) for target in range(1, n))),))
+    check_messages("a direct collective", n, n * (n - 1))
     everything = MessageRound(tuple((rank, (rank + step) % n, 1 / n) for step in range(1, n) for rank in range(n)))
     return MessagePattern((everything,) * (2 if collective == "all_reduce" else 1))
 

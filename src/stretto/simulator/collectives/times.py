@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from stretto.simulator.collectives.algorithms import CollectivePhase, add_phase, plan_phases
-from stretto.simulator.collectives.patterns import MessageRound
+from stretto.simulator.collectives.patterns import MessageRound, check_messages
 from stretto.simulator.graph import Execution, GraphBuilder, execute
 from stretto.simulator.network.closed_form import NetworkModel
 from stretto.simulator.network.topology import NetworkTopology
@@ -101,6 +101,7 @@ def _simulate(
 
     Returns when each rank ended, and for each round of the phases' groups when its messages were received.
     """
+    check_messages("a collective", len(ranks), splits * sum(phase.messages for phase in phases))
     builder = GraphBuilder(network.topology.devices)
     first = {rank: [builder.compute(rank, begins[rank])] if begins.get(rank) else [] for rank in ranks}
     receipts: list[dict[int, list[int]]] = []

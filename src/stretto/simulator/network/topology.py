@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from stretto.simulator.network.routing import MOST_ROUTES, ShortestPaths
 
-MOST_LINKS = 8_000_000  # about 1.5 GB
+LEAST_BANDWIDTH = 1.0  # byte/s; with it, and with LONGEST_LATENCY, no time overflows
+LONGEST_LATENCY = 1e6  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class NetworkTopology:
                 )
         if source == target:
             other = (source + 1) % self.devices
-            raise ValueError(f"a message from rank {source} to itself crosses no link; to rank {other} would do")
+            hint = f"to rank {other} would do" if other != source else f"{self.name} has no other"
+            raise ValueError(f"a message from rank {source} to itself crosses no link; {hint}")
 
     def with_link(
         self, number: int, *, bandwidth: float | None = None, latency: float | None = None
@@ -114,5 +116,9 @@ def check_link(bandwidth: float, latency: float, what: str = "a link") -> None:
     """Raise ValueError for a bandwidth (bytes/s) or a latency (seconds) that no link can have."""
     if not (bandwidth > 0 and math.isfinite(bandwidth)):
         raise ValueError(f"{what} has a bandwidth of {bandwidth:g} bytes/s, which must be finite and more than 0")
+    if bandwidth < LEAST_BANDWIDTH:
+        raise ValueError(f"{what} has a bandwidth of {bandwidth:g} bytes/s; {LEAST_BANDWIDTH:g} is the least")
     if not (latency >= 0 and math.isfinite(latency)):
         raise ValueError(f"{what} has a latency of {latency:g} s, which must be finite and at least 0; 0 would do")
+    if latency > LONGEST_LATENCY:
+        raise ValueError(f"{what} has a latency of {latency:g} s; {LONGEST_LATENCY:g} s is the longest")
