@@ -114,7 +114,10 @@ def simulate(
         "costs": machine.machine,
         "executor": executor,
         "protocol": protocol or schedule.protocol,
+        "assumes_in_node_costs": schedule.collective.ranks > ranks_per_node and not run_by.between_nodes,
     }
+    if about["assumes_in_node_costs"]:
+        _note_in_node_costs(machine.machine)
     if as_json:
         print_json(about | result.to_json())
     else:
@@ -164,11 +167,25 @@ def tune(
                     + (f"; then {second['name']}, {second['time_ns'] / 1e3:,.1f} us" if second else "")
                 )
     left_out = sorted(tuner.left_out)
+    is_assumed = tuner.nodes > 1 and not all(each.between_nodes for each in machine.executors.values())
+    if is_assumed:
+        _note_in_node_costs(machine.machine)
     if as_json:
         about = {"collective": collective, "cluster": found_cluster.name, "ranks": gpus, "costs": machine.machine}
-        print_json(about | {"fidelity": "event-driven", "sizes": rows, "left_out": left_out})
+        print_json(
+            about
+            | {"fidelity": "event-driven", "assumes_in_node_costs": is_assumed, "sizes": rows, "left_out": left_out}
+        )
     elif left_out:
         print(f"left out, since they do not compile for {gpus} ranks or are too large: {'; '.join(left_out)}")
+
+
+def _note_in_node_costs(machine: str) -> None:
+    print(
+        f"stretto: the costs of {machine} were measured inside a node; the same are assumed for messages between nodes, "
+        "beside the links' own latency and bandwidth",
+        file=sys.stderr,
+    )
 
 
 def _find_network(cluster: str | None, costs: "MachineCosts", ranks: int) -> "tuple[NetworkTopology, Cluster]":
