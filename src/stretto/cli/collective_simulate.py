@@ -182,7 +182,7 @@ def tune(
 
 def _note_in_node_costs(machine: str) -> None:
     print(
-        f"stretto: the costs of {machine} were measured inside a node; the same are assumed for messages between nodes, "
+        f"stretto: the costs of {machine} were measured inside a node; the same are assumed between nodes, "
         "beside the links' own latency and bandwidth",
         file=sys.stderr,
     )
