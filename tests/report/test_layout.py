@@ -413,6 +413,44 @@ def experts(count: int) -> dict[str, Any]:
     return {"setting": {"data": 2, "x": 4, "link": 0.25, "node_link": 1.5}, "rows": rows}
 
 
+def simulated_collectives(count: int) -> dict[str, Any]:
+    executors = ("fused", "copy-engine", "interpreter", "nccl", "sockets", "two-level")
+    rows = [
+        {
+            "executor": executor,
+            "bytes": 1024 << 2 * step,
+            "measured_us": 10.0,
+            "predicted_us": 10.0 * (1 + 0.1 * turn - 0.05 * step),
+            "use": ("fitted", "predicted")[step % 2],
+        }
+        for turn, executor in enumerate(executors)
+        for step in range(2 * count)
+    ]
+    groups = [{"group": f"all on {name}", "others_median": 0.05} for name in ("2 and 4 H200", "8 processes")]
+    return {"rows": rows, "groups": groups}
+
+
+def simulated_msccl(count: int) -> dict[str, Any]:
+    studies = (
+        "8c: hierarchical all-reduce, 2 NDv4 nodes, over NCCL",
+        "8e: two-step all-to-all, 8 NDv4 nodes, over hand-written",
+        "11: all-gather",
+    )
+    rows = [
+        {
+            "study": study,
+            "variant": variant,
+            "bytes": 1024 << 4 * step,
+            "speedup": (1.5 + turn) * (step + 1) / count,
+            "claim": (1.4, 14.5, None)[at],
+        }
+        for at, study in enumerate(studies[:count])
+        for turn, variant in enumerate(("MSCCLang", "composed of NCCL calls", "r=12")[:count])
+        for step in range(count)
+    ]
+    return {"rows": rows}
+
+
 def simulator_speed(count: int) -> dict[str, Any]:
     rows = [
         {
@@ -460,6 +498,8 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "messages.json": messages,
     "pipeline.json": pipeline,
     "schedules.json": schedules,
+    "simulated-collectives.json": simulated_collectives,
+    "simulated-msccl.json": simulated_msccl,
     "simulator-speed.json": simulator_speed,
 }
 

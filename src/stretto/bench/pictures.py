@@ -44,6 +44,8 @@ _PLOTS = {
     "simulated-pipelines.json": "plan.plot:plot_simulated_pipelines",
     "moe-demo.json": "training.plot:plot_moe_demo",
     "experts.json": "training.plot:plot_experts",
+    "simulated-collectives.json": "simulated_schedules.plot:plot_simulated_collectives",
+    "simulated-msccl.json": "simulated_schedules.plot:plot_simulated_msccl",
     "simulator-speed.json": "simulator_speed:plot_simulator_speed",
 }
 

@@ -11,7 +11,7 @@ import typer
 import stretto
 from stretto.cli.bench import app as bench
 from stretto.cli.cluster import app as cluster
-from stretto.cli.collective import app as collective
+from stretto.cli.collective_simulate import app as collective
 from stretto.cli.console import Command, print_any_text
 from stretto.cli.demo import demo
 from stretto.cli.doctor import doctor

@@ -32,6 +32,7 @@ from stretto.bench.plan.settings import (
     read_predictions,
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
 from stretto.bench.simulator_speed import SimulatorSpeedSetting
 from stretto.bench.studies.settings import SimulatedScalingSetting, SimulatedTwoLevelSetting, SimulatedZero3Setting
 from stretto.bench.training.settings import (
@@ -307,6 +308,24 @@ def simulated_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
     from stretto.bench.plan.simulated_pipelines import bench_simulated_pipelines
 
     return bench_simulated_pipelines(out, setting.batch)
+
+
+@_command("simulated-collectives", SimulatedCollectivesSetting)
+def simulated_collectives(setting: SimulatedCollectivesSetting, out: Path) -> Any:
+    """Simulated schedules beside measured ones, on H200 and on 8 processes over shaped links (measuring needs root)."""
+    setting.require_results()
+
+    from stretto.bench.simulated_schedules.run import bench_simulated_collectives
+
+    return bench_simulated_collectives(setting, out)
+
+
+@_command("simulated-msccl", SimulatedMscclSetting)
+def simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> Any:
+    """MSCCLang's figures 8 and 11 simulated: hierarchical, two-step and AllToNext on clusters (needs no GPU)."""
+    from stretto.bench.simulated_schedules.msccl import bench_simulated_msccl
+
+    return bench_simulated_msccl(setting, out)
 
 
 @_command("simulator-speed", SimulatorSpeedSetting)

@@ -2,9 +2,9 @@
 """Simulates what a cluster that you do not have would do. Imports no GPU library, needs no GPU.
 
 Packages and modules: `events` (the clock), `graph` (computation and messages, and their execution), `network`
-(topologies, routes, two fidelities), `collectives` (textbook algorithms), `training` (steps of the planner's models).
-Every result names its fidelity: "closed-form" (each message as if it were alone) or "event-driven" (with a queue on
-every link).
+(topologies, routes, two fidelities), `collectives` (textbook algorithms), `schedules` (verified schedules, thread block
+by thread block, and a tuner), `training` (steps of the planner's models). Every result names its fidelity:
+"closed-form" (each message as if it were alone) or "event-driven" (with a queue on every link).
 """
 
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         parse_topology,
     )
     from stretto.simulator.training import StepSimulation, plan_simulated, simulate_step
+    from stretto.simulator.schedules import MachineCosts, ScheduleTuner, simulate_schedule
 
 __all__ = [
     "ClosedFormNetwork",
@@ -31,8 +32,10 @@ __all__ = [
     "Execution",
     "ExecutionGraph",
     "GraphBuilder",
+    "MachineCosts",
     "NetworkTopology",
     "StepSimulation",
+    "ScheduleTuner",
     "add_collective",
     "closed_form_seconds",
     "execute",
@@ -40,6 +43,7 @@ __all__ = [
     "parse_topology",
     "plan_simulated",
     "simulate_step",
+    "simulate_schedule",
 ]
 
 _HOMES = {
@@ -49,8 +53,10 @@ _HOMES = {
     "Execution": "stretto.simulator.graph",
     "ExecutionGraph": "stretto.simulator.graph",
     "GraphBuilder": "stretto.simulator.graph",
+    "MachineCosts": "stretto.simulator.schedules",
     "NetworkTopology": "stretto.simulator.network",
     "StepSimulation": "stretto.simulator.training",
+    "ScheduleTuner": "stretto.simulator.schedules",
     "add_collective": "stretto.simulator.collectives",
     "closed_form_seconds": "stretto.simulator.collectives",
     "execute": "stretto.simulator.graph",
@@ -60,3 +66,6 @@ _HOMES = {
     "simulate_step": "stretto.simulator.training",
 }
 __getattr__, __dir__ = attach(__name__, _HOMES, submodules=("collectives", "events", "graph", "network", "training"))
+    "simulate_schedule": "stretto.simulator.schedules",
+}
+__getattr__, __dir__ = attach(__name__, _HOMES, submodules=("collectives", "events", "graph", "network", "schedules"))

@@ -55,7 +55,7 @@ def rails(
         for each in range(nodes):
             links += _links_of_nics(layout, each, node, bandwidth, latency)
     name = f"{'rails' if is_rail_optimized else 'nodes'}:{nodes}x{gpus_per_node}x{nics_per_node}"
-    return NetworkTopology(name, devices, links, vertices=layout.rail(nics_per_node - 1) + 1)
+    return NetworkTopology(name, devices, links, vertices=layout.vertices)
 
 
 def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
@@ -96,7 +96,11 @@ def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The numbers of vertices: GPUs, a switch a node, NICs, a switch a rail (or the first alone)."""
+    """The numbers of vertices: GPUs, a switch a node, NICs, a switch a rail (or the first alone).
+
+    A NIC that serves several GPUs has a vertex for what it sends and one for what it receives, or it would be a path
+    from one of its GPUs to another, as short as that through the node's switch.
+    """
 
     nodes: int
     gpus: int
@@ -115,6 +119,15 @@ class _Layout:
     def rail(self, place: int) -> int:
         return self.nodes * (self.gpus + 1 + self.rails) + (place if self.is_rail_optimized else 0)
 
+    def receiver(self, node: int, place: int) -> int:
+        if self.rails >= self.gpus:
+            return self.nic(node, place)
+        return self.rail(self.rails - 1) + 1 + node * self.rails + place
+
+    @property
+    def vertices(self) -> int:
+        return max(self.rail(self.rails - 1), self.receiver(self.nodes - 1, self.rails - 1)) + 1
+
 
 def _links_in_node(layout: _Layout, node: int, about: _Node) -> list[DirectedLink]:
     gpus = [layout.gpu(node, place) for place in range(layout.gpus)]
@@ -129,12 +142,15 @@ def _links_of_nics(layout: _Layout, node: int, about: _Node, bandwidth: float, l
     """Each GPU to its NICs, by links as fast as the faster of NIC and in-node link, and each NIC to its rail."""
     links: list[DirectedLink] = []
     for place in range(layout.rails):
-        nic = layout.nic(node, place)
+        nic, receiver, rail = layout.nic(node, place), layout.receiver(node, place), layout.rail(place)
         if layout.rails >= layout.gpus:
             served = [place * layout.gpus // layout.rails]
         else:
             served = [gpu for gpu in range(layout.gpus) if gpu * layout.rails // layout.gpus == place]
-        for gpu in served:
-            links += both_ways(layout.gpu(node, gpu), nic, max(bandwidth, about.bandwidth), latency / 4)
-        links += both_ways(nic, layout.rail(place), bandwidth, latency / 4)
+        fast = max(bandwidth, about.bandwidth)
+        for gpu in (layout.gpu(node, each) for each in served):
+            links.append(DirectedLink(gpu, nic, fast, latency / 4))
+            links.append(DirectedLink(receiver, gpu, fast, latency / 4))
+        links.append(DirectedLink(nic, rail, bandwidth, latency / 4))
+        links.append(DirectedLink(rail, receiver, bandwidth, latency / 4))
     return links

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs of protocols and executors: files, and figures that cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.cluster import Cluster
+from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
+
+COSTS = MachineCosts(
+    "some machine",
+    "a test",
+    {"interpreter": ExecutorCosts(1e-6, {"LL": ProtocolCosts(1e-6, 0.5, is_streaming=True)}, tile_bytes=None)},
+    1e-6,
+    2e-6,
+)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path):
+    file = tmp_path / "costs.json"
+    file.write_text(COSTS.to_json())
+    assert MachineCosts.find(str(file)) == COSTS
+
+
+@pytest.mark.parametrize("name", MachineCosts.known())
+def test_costs_that_ship_can_be_read(name):
+    costs = MachineCosts.find(name)
+    assert costs.source
+    assert costs.executor("interpreter").protocols
+
+
+def test_latencies_that_a_cluster_lacks_are_those_of_the_fit():
+    cluster = Cluster.preset("dgx-h200")
+    assert cluster.in_node.latency is None
+    topology = COSTS.topology(cluster, 8)
+    assert sum(topology.links[link].latency for link in topology.routes(0, 1)[0]) == pytest.approx(1e-6)
+
+
+def broken(change) -> str:
+    content = json.loads(COSTS.to_json())
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "costs.json: not JSON"),
+        (broken(lambda all_: all_.pop("source")), "costs have the keys"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(lunch=1)), "no figure is called 'lunch'"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(launch=-1)), "launch = -1: must be seconds"),
+        (
+            broken(lambda all_: all_["executors"]["interpreter"]["protocols"]["LL"].update(bandwidth_factor=0)),
+            "bandwidth_factor = 0: must be greater than 0",
+        ),
+        (
+            broken(lambda all_: all_["executors"]["interpreter"]["protocols"].update(LL3={})),
+            "the protocols are Simple, LL, LL128 and Copy, not 'LL3'",
+        ),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(tile_bytes="1")), "tile_bytes is a number"),
+    ],
+)
+def test_bad_files_are_refused_with_their_name(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        MachineCosts.find(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_unknown_machines_and_executors_are_named():
+    with pytest.raises(ValueError, match="no costs are known of the machine 'h2000': there are h200"):
+        MachineCosts.find("h2000")
+    with pytest.raises(ValueError, match="no costs are known of the executor 'interpeter'"):
+        COSTS.executor("interpeter")
