@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the networks of clusters: nodes of GPUs, links inside a node, and NICs that rails of switches join."""
+
+from dataclasses import dataclass
+
+from stretto.cluster import Cluster
+from stretto.simulator.network.shapes import both_ways, check_counts
+from stretto.simulator.network.topology import DirectedLink, NetworkTopology, check_link
+
+# What a message takes at the least where a cluster does not say its latencies: assumptions, not measurements.
+DEFAULT_IN_NODE_LATENCY = 1e-6  # seconds, NVLink between two GPUs
+DEFAULT_LATENCY = 2e-6  # seconds, a NIC of InfiniBand or Slingshot to another, with the switches between them
+
+
+@dataclass(frozen=True)
+class _Node:
+    """The links of one node's GPUs. bandwidth: of one GPU to all others. pair_bandwidth: to one, if wired in pairs."""
+
+    bandwidth: float
+    latency: float
+    pair_bandwidth: float | None = None
+
+
+def rails(
+    nodes: int,
+    gpus_per_node: int,
+    nics_per_node: int,
+    in_node_bandwidth: float,
+    in_node_latency: float,
+    bandwidth: float,
+    latency: float,
+    *,
+    pair_bandwidth: float | None = None,
+    is_rail_optimized: bool = True,
+) -> NetworkTopology:
+    """Nodes of GPUs with several NICs. NIC i of every node is on rail i, one switch that never blocks.
+
+    GPU g of a node sends through NIC g * nics_per_node // gpus_per_node (with more NICs than GPUs: through the NICs i
+    with i * gpus_per_node // nics_per_node = g, in turn). A message to another rail changes GPUs inside a node, as NCCL
+    does with PXN. With is_rail_optimized=False, one switch joins all NICs of all nodes, and no message changes rails.
+
+    in_node_bandwidth, bandwidth: bytes/s, one direction, of one GPU to all others of its node, and of one NIC.
+    in_node_latency, latency: seconds of a message from GPU to GPU, in a node and between nodes on one rail (not a link:
+    each of the links on the way has its part). pair_bandwidth: bytes/s of a link between each two GPUs of a node;
+    without it a switch joins them, as NVSwitch does.
+    """
+    check_counts("a network of nodes", nodes=nodes, gpus_per_node=gpus_per_node, nics_per_node=nics_per_node)
+    check_link(in_node_bandwidth, in_node_latency, "the link in a node")
+    check_link(bandwidth, latency, "the link of a NIC")
+    devices = nodes * gpus_per_node
+    layout = _Layout(nodes, gpus_per_node, nics_per_node, is_rail_optimized)
+    node = _Node(in_node_bandwidth, in_node_latency, pair_bandwidth)
+    links = [link for each in range(nodes) for link in _links_in_node(layout, each, node)]
+    if nodes > 1:
+        for each in range(nodes):
+            links += _links_of_nics(layout, each, node, bandwidth, latency)
+    name = f"{'rails' if is_rail_optimized else 'nodes'}:{nodes}x{gpus_per_node}x{nics_per_node}"
+    return NetworkTopology(name, devices, links, vertices=layout.rail(nics_per_node - 1) + 1)
+
+
+def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
+    """The network of the first `gpus` GPUs of a cluster: `rails` with its figures. Ranks fill one node after another.
+
+    Where the cluster does not say a latency, DEFAULT_IN_NODE_LATENCY and DEFAULT_LATENCY are assumed. The switches
+    between nodes never block: the cluster's file says nothing of their topology. Raises ValueError for a number of GPUs
+    that the cluster does not have or that fills no whole nodes, and for a bandwidth that it does not say.
+    """
+    check_counts("the network of a cluster", GPUs=gpus)
+    size = cluster.gpus_per_node
+    if cluster.gpus is not None and gpus > cluster.gpus:
+        raise ValueError(f"cluster {cluster.name!r} has {cluster.gpus} GPUs, not {gpus}; {cluster.gpus} would do")
+    if gpus > size and gpus % size:
+        raise ValueError(
+            f"{gpus} GPUs fill no whole nodes of cluster {cluster.name!r}, which have {size}; {gpus // size * size} "
+            "would do"
+        )
+    nodes, in_node = max(gpus // size, 1), min(gpus, size)
+    link = cluster.in_node
+    is_alone = in_node == 1  # nothing is sent in a node
+    within = link.bandwidth or link.pair_bandwidth or (1.0 if is_alone else cluster.require("in_node.bandwidth"))
+    is_switched = link.pair_bandwidth is None or link.pair_bandwidth >= within
+    return rails(
+        nodes,
+        in_node,
+        int(cluster.require("nics_per_node")) if nodes > 1 else 1,
+        within,
+        DEFAULT_IN_NODE_LATENCY if link.latency is None else link.latency,
+        cluster.require("between_nodes.bandwidth") if nodes > 1 else 1.0,
+        DEFAULT_LATENCY if cluster.between_nodes.latency is None else cluster.between_nodes.latency,
+        pair_bandwidth=None if is_switched or is_alone else max(link.pair_bandwidth or 0, within / (size - 1)),
+        is_rail_optimized=False,
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The numbers of vertices: GPUs, a switch a node, NICs, a switch a rail (or the first alone)."""
+
+    nodes: int
+    gpus: int
+    rails: int
+    is_rail_optimized: bool
+
+    def gpu(self, node: int, place: int) -> int:
+        return node * self.gpus + place
+
+    def node_switch(self, node: int) -> int:
+        return self.nodes * self.gpus + node
+
+    def nic(self, node: int, place: int) -> int:
+        return self.nodes * (self.gpus + 1) + node * self.rails + place
+
+    def rail(self, place: int) -> int:
+        return self.nodes * (self.gpus + 1 + self.rails) + (place if self.is_rail_optimized else 0)
+
+
+def _links_in_node(layout: _Layout, node: int, about: _Node) -> list[DirectedLink]:
+    gpus = [layout.gpu(node, place) for place in range(layout.gpus)]
+    if about.pair_bandwidth is not None:
+        pairs = [(one, other) for one in gpus for other in gpus if one != other]
+        return [DirectedLink(*pair, about.pair_bandwidth, about.latency) for pair in pairs]
+    hub = layout.node_switch(node)
+    return [link for gpu in gpus for link in both_ways(gpu, hub, about.bandwidth, about.latency / 2)]
+
+
+def _links_of_nics(layout: _Layout, node: int, about: _Node, bandwidth: float, latency: float) -> list[DirectedLink]:
+    """Each GPU to its NICs, by links as fast as the faster of NIC and in-node link, and each NIC to its rail."""
+    links: list[DirectedLink] = []
+    for place in range(layout.rails):
+        nic = layout.nic(node, place)
+        if layout.rails >= layout.gpus:
+            served = [place * layout.gpus // layout.rails]
+        else:
+            served = [gpu for gpu in range(layout.gpus) if gpu * layout.rails // layout.gpus == place]
+        for gpu in served:
+            links += both_ways(layout.gpu(node, gpu), nic, max(bandwidth, about.bandwidth), latency / 4)
+        links += both_ways(nic, layout.rail(place), bandwidth, latency / 4)
+    return links

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads topologies: by a name such as torus:16x8, or any graph from a file that networkx writes."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.cluster import check_depth, read_bounded
+from stretto.simulator.network.shapes import dragonfly, fat_tree, fully_connected, ring, switch, torus
+from stretto.simulator.network.topology import DirectedLink, NetworkTopology, check_link
+from stretto.suggestions import did_you_mean_file, name_known
+
+LARGEST_FILE = 256 * 1024 * 1024  # bytes
+MOST_DEVICES = 65_536
+MOST_FULL = 2048  # devices of a full network, which has 4 million links then
+_SHAPES: dict[str, tuple[str, Callable[..., NetworkTopology]]] = {
+    "ring": ("ring:N", ring),
+    "full": ("full:N", fully_connected),
+    "switch": ("switch:N", switch),
+    "torus": ("torus:AxB[xC]", torus),
+    "fat-tree": ("fat-tree:PORTS", fat_tree),
+    "dragonfly": ("dragonfly:GROUPSxROUTERSxDEVICES", dragonfly),
+}
+SUFFIXES = (".json", ".graphml", ".gml", ".edgelist")
+
+
+def parse_topology(text: str, bandwidth: float, latency: float) -> NetworkTopology:
+    """The topology that a name describes, or a file's: see `read_graph`.
+
+    ring:N, full:N, switch:N, torus:AxB[xC], fat-tree:PORTS, dragonfly:GROUPSxROUTERSxDEVICES. bandwidth: bytes/s of
+    every link (of a file, of those that say none). latency: seconds of every link, likewise. Raises ValueError.
+    """
+    check_link(bandwidth, latency)
+    kind, _, numbers = text.partition(":")
+    if Path(text).suffix in SUFFIXES or kind not in _SHAPES:
+        if Path(text).suffix not in SUFFIXES and not Path(text).is_file():
+            known = name_known(kind, _SHAPES)
+            raise ValueError(f"there is no topology {text!r}{known}, and files that end in {', '.join(SUFFIXES)}")
+        return read_graph(Path(text), bandwidth, latency)
+    pattern, make = _SHAPES[kind]
+    sizes = _read_sizes(text, numbers, pattern)
+    expected = {"torus": (2, 3), "dragonfly": (3,)}.get(kind, (1,))
+    if len(sizes) not in expected:
+        raise ValueError(f"topology {text!r} has {len(sizes)} sizes, but is written {pattern}")
+    most = MOST_FULL if kind == "full" else MOST_DEVICES
+    devices = sizes[0] ** 3 // 4 if kind == "fat-tree" else math.prod(sizes)
+    if devices > most:
+        raise ValueError(f"topology {text!r} has {devices} devices; {most} are the most")
+    return make(sizes, bandwidth, latency) if kind == "torus" else make(*sizes, bandwidth, latency)
+
+
+def read_graph(path: Path, bandwidth: float, latency: float) -> NetworkTopology:
+    """A topology from a graph's file: networkx's node-link .json, .graphml, .gml or .edgelist.
+
+    A node with `kind` = "switch" (or "nic") is no device; all others are, in the file's order. An edge may have
+    `bandwidth` (bytes/s) and `latency` (seconds); the others get those given. An undirected edge is two links.
+
+    Raises ValueError that names the file and the rule; networkx is imported here.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: a graph's file ends in {', '.join(SUFFIXES)}")
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file{did_you_mean_file(path, SUFFIXES)}")
+    content = read_bounded(path, LARGEST_FILE, "a graph")
+    try:
+        graph = _parse(content.decode("utf-8"), path.suffix)
+    except Exception as error:  # noqa: BLE001  networkx's parsers raise what they run into
+        raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {_one_line(error)}") from None
+    nodes = {node: dict(about) for node, about in graph.nodes(data=True)}
+    devices = [node for node, about in nodes.items() if str(about.get("kind", "device")) not in ("switch", "nic")]
+    others = [node for node in nodes if node not in set(devices)]
+    numbers = {node: number for number, node in enumerate([*devices, *others])}
+    links = []
+    for source, target, about in graph.edges(data=True):
+        rates = [_read_rate(path, about, key, default) for key, default in _defaults(bandwidth, latency).items()]
+        ends = [(source, target)] if graph.is_directed() else [(source, target), (target, source)]
+        links += [DirectedLink(numbers[one], numbers[other], *rates) for one, other in ends]
+    return NetworkTopology(str(path), len(devices), links, vertices=len(nodes))
+
+
+def _defaults(bandwidth: float, latency: float) -> dict[str, float]:
+    return {"bandwidth": bandwidth, "latency": latency}
+
+
+def _parse(text: str, suffix: str) -> Any:
+    import networkx
+
+    match suffix:
+        case ".json":
+            data = json.loads(text)
+            check_depth(data, "the graph")
+            if not isinstance(data, Mapping):
+                raise ValueError("its JSON is no object")
+            return networkx.node_link_graph(dict(data), edges="links" if "links" in data else "edges")
+        case ".graphml":
+            from defusedxml.ElementTree import fromstring
+
+            fromstring(text)  # refuses entities, which networkx's own parser would expand
+            return networkx.parse_graphml(text)
+        case ".gml":
+            return networkx.parse_gml(text)
+        case _:
+            return networkx.parse_edgelist(text.splitlines(), data=(("bandwidth", float), ("latency", float)))
+
+
+def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float) -> float:
+    value = about.get(key, default)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: an edge has {key} = {value!r}, which must be a number") from None
+
+
+def _read_sizes(text: str, numbers: str, pattern: str) -> list[int]:
+    parts = numbers.split("x")
+    if not all(part.isascii() and part.isdecimal() and len(part) < 7 and int(part) > 0 for part in parts):
+        raise ValueError(f"topology {text!r} must be written {pattern}, with whole numbers of at least 1")
+    return [int(part) for part in parts]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
