@@ -343,7 +343,9 @@ def _match_collectives(trace: ChakraTrace) -> Iterator[tuple[_Key, ...]]:
         for place, node in enumerate(nodes):
             if node.type == NodeType.COMM_COLL_NODE:
                 if not all(node.get("involved_dim", ())):
-                    raise ValueError(f"{node.describe(rank)} involves some dims of the network: name its group, pg_name")
+                    raise ValueError(
+                        f"{node.describe(rank)} involves some dims of the network: name its group, pg_name"
+                    )
                 rows[str(node.get("pg_name", ""))][rank].append((rank, place))
     for name, by_rank in rows.items():
         ranks = trace.group(name)
@@ -360,8 +362,13 @@ def _match_collectives(trace: ChakraTrace) -> Iterator[tuple[_Key, ...]]:
                     f"{node.describe(most)} is collective {number + 1} of group {name!r}, of which rank {missing} "
                     f"runs {len(by_rank[missing])}"
                 )
-            keys = tuple(by_rank[rank][number] for rank in ranks)
-            for rank, at in keys:
+            if quantity(node, most, "comm_type") not in CollectiveType._value2member_map_:
+                raise ValueError(
+                    f"{node.describe(most)} has the unknown comm_type {node.get('comm_type')}; known are 0 to "
+                    f"{max(CollectiveType)}"
+                )
+            matched = tuple(by_rank[rank][number] for rank in ranks)
+            for rank, at in matched:
                 other = trace.nodes[rank][at]
                 for attribute in ("comm_type", "comm_size"):
                     default = 0 if attribute == "comm_size" else _REQUIRED
@@ -371,12 +378,7 @@ def _match_collectives(trace: ChakraTrace) -> Iterator[tuple[_Key, ...]]:
                             f"{other.describe(rank)} has {attribute} {values[1]}, but {node.describe(most)}, of the "
                             f"same collective, {values[0]}"
                         )
-            if values[0] and quantity(node, most, "comm_type") not in CollectiveType._value2member_map_:
-                raise ValueError(
-                    f"{node.describe(most)} has the unknown comm_type {node.get('comm_type')}; known are 0 to "
-                    f"{max(CollectiveType)}"
-                )
-            yield keys
+            yield matched
 
 
 def quantity(node: ChakraNode, rank: int, name: str, default: Any = _REQUIRED) -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The all-to-all of pooled vectors on a network, as one collective or slice by slice.
 
-On a torus there are two: "direct", in which each message takes a shortest path, and "by-dimension", in which it stops at
-the rank of the sender's row that is in the receiver's column: one all-to-all a dimension, as ASTRA-sim's multi-dimension
-collectives. The slices of a fused kernel take the same ways.
+On a torus there are two: "direct", in which each message takes a shortest path, and "by-dimension", in which it stops
+at the rank of the sender's row that is in the receiver's column: one all-to-all a dimension, as ASTRA-sim has them on
+networks of several dimensions. The slices of a fused kernel take the same ways.
 """
 
 import math
@@ -32,8 +32,11 @@ class Slice:
 class Exchange(Protocol):
     """How ranks exchange vectors and reduce gradients. `ranks` are simulated, and stand for all `world`."""
 
-    ranks: Sequence[int]
-    world: int
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    @property
+    def world(self) -> int: ...
 
     def slices(self, rank: int) -> Iterator[Slice]:
         """What a rank sends, in the order in which a fused kernel makes it: a slice for each other rank, and again."""
@@ -57,7 +60,7 @@ class MessageExchange:
 
     def __init__(self, topology: NetworkTopology, kind: str, slices_a_pair: int) -> None:
         self.world = topology.devices
-        self.ranks = range(self.world)
+        self.ranks: Sequence[int] = range(self.world)
         self._columns = check_exchange(topology, kind)
         self._kind, self._slices = kind, slices_a_pair
         self._reduction = reduction_of(topology)
@@ -94,7 +97,13 @@ class MessageExchange:
     def all_reduce(self, builder: GraphBuilder, num_bytes: float, after: Sequence[Sequence[int]]) -> list[int]:
         """As `Exchange.all_reduce`."""
         return add_collective(
-            builder, "all_reduce", self._reduction[0], self.ranks, num_bytes, after=after, ranks_per_node=self._reduction[1]
+            builder,
+            "all_reduce",
+            self._reduction[0],
+            self.ranks,
+            num_bytes,
+            after=after,
+            ranks_per_node=self._reduction[1],
         )
 
 
@@ -107,11 +116,12 @@ class FormulaExchange:
 
     def __init__(self, topology: NetworkTopology, kind: str, slices: int) -> None:
         self.world = topology.devices
-        self.ranks = (0,)
+        self.ranks: Sequence[int] = (0,)
         self._topology, self._slices = topology, slices
         self._columns, self._kind = check_exchange(topology, kind), kind
         self._reduction = reduction_of(topology)
         self._latency = self._seconds(0.0)
+        self._slope = self._seconds(1.0) - self._latency  # a byte of a pair; the formula is linear
 
     def slices(self, rank: int) -> Iterator[Slice]:
         """As `Exchange.slices`; a slice is a part for every rank."""
@@ -119,7 +129,7 @@ class FormulaExchange:
 
     def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: int) -> int:
         """As `Exchange.send`: the latency comes after the wire is free for the next slice."""
-        wire = (self._seconds(pair_bytes) - self._latency) * slice.part
+        wire = self._slope * pair_bytes * slice.part
         sent = builder.compute(rank, wire, stream="all_to_all", after=[after], category="communication")
         return builder.compute(
             rank, self._latency, stream=f"latency {len(builder)}", after=[sent], category="communication"
@@ -133,9 +143,7 @@ class FormulaExchange:
     def all_reduce(self, builder: GraphBuilder, num_bytes: float, after: Sequence[Sequence[int]]) -> list[int]:
         """As `Exchange.all_reduce`."""
         algorithm, columns = self._reduction
-        seconds = closed_form_seconds(
-            "all_reduce", algorithm, self._topology, num_bytes, ranks_per_node=columns
-        )
+        seconds = closed_form_seconds("all_reduce", algorithm, self._topology, num_bytes, ranks_per_node=columns)
         return [builder.compute(0, seconds, stream="all_reduce", after=after[0], category="communication")]
 
     def _seconds(self, pair_bytes: float) -> float:

@@ -125,7 +125,7 @@ MI210 = KernelRates(
     memory=1.638e12,
     flops=45.3e12 / 2,
     launch=5e-6,
-    source="its datasheet's memory bandwidth and half its fp32 matrix peak; the update at least reads and writes each row",
+    source="its datasheet's memory bandwidth and half its fp32 matrix peak; the update reads and writes each row once",
 )
 H200 = KernelRates(
     name="H200",
@@ -134,7 +134,7 @@ H200 = KernelRates(
     memory=4.8e12,
     flops=67e12 / 2,
     launch=5e-6,
-    source="results/embedding, 8192 x 64 x 128 x 70: the look-up alone (3.12 ms, more than its memory's bandwidth, since "
+    source="results/embedding, 8192 x 64 x 128 x 70: the look-up alone (3.12 ms: above its memory's bandwidth, since "
     "caches hold rows), and the batched backward pass less its exchange (15.29 - 1.01 ms); its datasheet's memory "
     "bandwidth and half its fp32 peak",
 )

@@ -56,9 +56,7 @@ class SimulatedRecommendation:
         """For `--json`: times as whole nanoseconds, named *_ns."""
         names = {"seconds": "step_ns", "exposed": "exposed_ns", "lookup": "lookup_ns", "update": "update_ns"}
         names |= {"compute": "compute_ns"}
-        return {
-            names.get(key, key): round(value * 1e9) if key in names else value for key, value in vars(self).items()
-        }
+        return {names.get(key, key): round(value * 1e9) if key in names else value for key, value in vars(self).items()}
 
 
 def simulate_recommendation(
@@ -123,9 +121,7 @@ def recommendation_graph(
     def compute(seconds: float, name: str, after: Sequence[Sequence[int]] = ()) -> list[int]:
         """Add a kernel on every rank."""
         waits = after or [()] * len(ranks)
-        return [
-            builder.compute(rank, seconds, after=each, name=name) for rank, each in zip(ranks, waits, strict=True)
-        ]
+        return [builder.compute(rank, seconds, after=each, name=name) for rank, each in zip(ranks, waits, strict=True)]
 
     if fused == SEPARATE:
         arrived = [[each] for each in exchange.all_to_all(builder, pair_bytes, compute(lookup, LOOKUP))]
@@ -149,9 +145,7 @@ def recommendation_graph(
     return builder.build()
 
 
-def _fused_lookup(
-    builder: GraphBuilder, exchange: Exchange, seconds: float, pair_bytes: float
-) -> list[list[int]]:
+def _fused_lookup(builder: GraphBuilder, exchange: Exchange, seconds: float, pair_bytes: float) -> list[list[int]]:
     """Look slices up and send each at once; a rank's own last. Returns each rank's own and arriving slices."""
     place = {rank: number for number, rank in enumerate(exchange.ranks)}
     arrived: list[list[int]] = [[] for _ in place]
