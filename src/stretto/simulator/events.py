@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 NANOSECONDS = 1e9  # a second
+Event = tuple[Callable[..., object], tuple[Any, ...]]  # a function and its arguments
 
 
 class EventQueue:
@@ -23,29 +24,30 @@ class EventQueue:
         self.now = 0.0
         self.processed = 0
         self._times: list[float] = []
-        self._buckets: dict[float, list[tuple[Callable[..., object], tuple[Any, ...]]]] = {}
+        self._buckets: dict[float, list[Event]] = {}
 
     def at(self, time: float, function: Callable[..., object], *arguments: Any) -> None:
         """Call `function(*arguments)` at a time in nanoseconds. ValueError for a time that has passed, and for NaN."""
-        bucket = self._buckets.get(time)
-        if bucket is not None:
-            bucket.append((function, arguments))
+        self.put(time, (function, arguments))
+
+    def put(self, time: float, event: Event) -> None:
+        """As `at`, for an event that the caller keeps and inserts again and again."""
+        if time in self._buckets:
+            self._buckets[time].append(event)
             return
         if not time >= self.now:
             raise ValueError(f"an event at {time} ns is before the present, {self.now} ns; {self.now} ns would do")
-        self._buckets[time] = [(function, arguments)]
+        self._buckets[time] = [event]
         heappush(self._times, time)
 
     def run(self) -> float:
         """Call all events, and those that they insert. Returns the time of the last in nanoseconds."""
         times, buckets = self._times, self._buckets
         while times:
-            self.now = time = times[0]
-            bucket = buckets[time]
-            for function, arguments in bucket:  # a list may grow while it is iterated: an event may add to its own time
+            self.now = time = heappop(times)
+            bucket = buckets.pop(time)  # what its events add to this time makes another bucket, which comes next
+            for function, arguments in bucket:
                 function(*arguments)
-            heappop(times)  # after the bucket, so that events of this time find it, not a new one
-            del buckets[time]
             self.processed += len(bucket)
         return self.now
 

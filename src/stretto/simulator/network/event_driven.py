@@ -34,8 +34,7 @@ class EventDrivenNetwork:
         self.packet_bytes = packet_bytes
         self._most = math.inf if packet_bytes is None else packet_bytes
         self._truncates = truncates
-        self._latency = [link.latency * NANOSECONDS for link in topology.links]
-        self._cost = [NANOSECONDS / link.bandwidth for link in topology.links]  # ns a byte
+        self._costs = [(NANOSECONDS / link.bandwidth, link.latency * NANOSECONDS) for link in topology.links]
         self._routes: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
         self.reset()
 
@@ -69,41 +68,39 @@ class EventDrivenNetwork:
             turn = self._sent.get(pair, source)
             self._sent[pair] = turn + 1
             route = routes[turn % len(routes)]
-        self._forward(queue, route, 0, num_bytes, queue.now, arrived, arguments)
+        transit: list[Any] = [queue, route, 0, num_bytes, queue.now, (arrived, arguments), None]
+        transit[-1] = self._forward, (transit,)
+        self._forward(transit)
 
-    def _forward(
-        self,
-        queue: EventQueue,
-        route: tuple[int, ...],
-        place: int,
-        num_bytes: float,
-        complete_at: float,
-        arrived: Callable[..., object],
-        arguments: tuple[Any, ...],
-    ) -> None:
-        """Queue a message, whose first packet is here now and the last at `complete_at`, on a link of its route."""
+    def _forward(self, transit: list[Any]) -> None:
+        """Queue a message on the next link of its route. Its first packet is here now, the last at `complete_at`.
+
+        A message in transit is one list, and its event one tuple, which are used again at every link.
+        """
+        queue, route, place, num_bytes, complete_at, arrived, event = transit
         link = route[place]
-        cost = self._cost[link]
-        latency = self._latency[link]
+        cost, latency = self._costs[link]
         begin = self._free_at[link]
         if begin < queue.now:
             begin = queue.now
         occupied = num_bytes * cost
-        self._free_at[link] = begin + occupied
+        free_at = begin + occupied
+        self._free_at[link] = free_at
         self._busy[link] += occupied
-        packet = num_bytes
-        if packet > self._most:
-            packet = self._most
-        first_at = begin + packet * cost + latency
-        complete_at += packet * cost
-        if complete_at < begin + occupied:
-            complete_at = begin + occupied
-        complete_at += latency
+        if num_bytes <= self._most:
+            first_at = complete_at = free_at + latency
+        else:
+            packet = self._most * cost
+            first_at = begin + packet + latency
+            complete_at = max(free_at, complete_at + packet) + latency
         if self._truncates:
             first_at = begin + math.floor(first_at - begin)
             complete_at = begin + math.floor(complete_at - begin)
         place += 1
         if place == len(route):
-            queue.at(complete_at, arrived, *arguments)
+            transit[6] = None
+            queue.put(complete_at, arrived)
         else:
-            queue.at(first_at, self._forward, queue, route, place, num_bytes, complete_at, arrived, arguments)
+            transit[2] = place
+            transit[4] = complete_at
+            queue.put(first_at, event)
