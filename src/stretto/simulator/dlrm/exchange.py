@@ -19,6 +19,7 @@ from stretto.suggestions import name_known
 
 DIRECT, BY_DIMENSION = "direct", "by-dimension"
 EXCHANGES = (DIRECT, BY_DIMENSION)
+CHUNKS = 8  # of a collective: what a rank sends to another takes all their shortest paths, and not one of them
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,24 @@ class Slice:
 
 
 class Exchange(Protocol):
-    """How ranks exchange vectors and reduce gradients. `ranks` are simulated, and stand for all `world`."""
+    """How ranks exchange vectors and reduce gradients."""
 
     @property
-    def ranks(self) -> Sequence[int]: ...
+    def ranks(self) -> Sequence[int]:
+        """The ranks that are simulated."""
 
     @property
-    def world(self) -> int: ...
+    def world(self) -> int:
+        """All ranks."""
+
+    @property
+    def window(self) -> int | None:
+        """How many slices a rank has under way at most; None: any number."""
 
     def slices(self, rank: int) -> Iterator[Slice]:
         """What a rank sends, in the order in which a fused kernel makes it: a slice for each other rank, and again."""
 
-    def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: int) -> int:
+    def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: Sequence[int]) -> int:
         """Send a slice. Returns the operation that ends when it has arrived."""
 
     def all_to_all(self, builder: GraphBuilder, pair_bytes: float, after: Sequence[int]) -> list[int]:
@@ -55,12 +62,14 @@ class MessageExchange:
     """All ranks, with each message on the network (event-driven).
 
     kind: direct or by-dimension. slices_a_pair: into how many slices a fused kernel cuts what a rank sends to another.
+    window: how many slices a rank has under way at most.
     Raises ValueError for an unknown kind, and for by-dimension on anything but a torus of two dimensions.
     """
 
-    def __init__(self, topology: NetworkTopology, kind: str, slices_a_pair: int) -> None:
+    def __init__(self, topology: NetworkTopology, kind: str, slices_a_pair: int, window: int | None) -> None:
         self.world = topology.devices
         self.ranks: Sequence[int] = range(self.world)
+        self.window = window
         self._columns = check_exchange(topology, kind)
         self._kind, self._slices = kind, slices_a_pair
         self._reduction = reduction_of(topology)
@@ -71,15 +80,15 @@ class MessageExchange:
             for distance in range(1, self.world):
                 yield Slice((rank + distance) % self.world, 1 / self._slices)
 
-    def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: int) -> int:
+    def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: Sequence[int]) -> int:
         """As `Exchange.send`."""
         size = slice.part * pair_bytes
         if self._kind == BY_DIMENSION:
             stop = rank // self._columns * self._columns + slice.peer % self._columns
             if stop not in (rank, slice.peer):
-                first = builder.message(rank, stop, size, after=[after])
+                first = builder.message(rank, stop, size, after=after)
                 return builder.message(stop, slice.peer, size, after=[first])
-        return builder.message(rank, slice.peer, size, after=[after])
+        return builder.message(rank, slice.peer, size, after=after)
 
     def all_to_all(self, builder: GraphBuilder, pair_bytes: float, after: Sequence[int]) -> list[int]:
         """As `Exchange.all_to_all`."""
@@ -92,6 +101,7 @@ class MessageExchange:
             after=[[each] for each in after],
             ranks_per_node=self._columns,
             in_node="direct",
+            splits=CHUNKS,
         )
 
     def all_reduce(self, builder: GraphBuilder, num_bytes: float, after: Sequence[Sequence[int]]) -> list[int]:
@@ -117,6 +127,7 @@ class FormulaExchange:
     def __init__(self, topology: NetworkTopology, kind: str, slices: int) -> None:
         self.world = topology.devices
         self.ranks: Sequence[int] = (0,)
+        self.window = slices  # the wire itself takes one slice after another
         self._topology, self._slices = topology, slices
         self._columns, self._kind = check_exchange(topology, kind), kind
         self._reduction = reduction_of(topology)
@@ -127,10 +138,10 @@ class FormulaExchange:
         """As `Exchange.slices`; a slice is a part for every rank."""
         yield from (Slice(rank, 1 / self._slices) for _ in range(self._slices))
 
-    def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: int) -> int:
+    def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: Sequence[int]) -> int:
         """As `Exchange.send`: the latency comes after the wire is free for the next slice."""
         wire = self._slope * pair_bytes * slice.part
-        sent = builder.compute(rank, wire, stream="all_to_all", after=[after], category="communication")
+        sent = builder.compute(rank, wire, stream="all_to_all", after=after, category="communication")
         return builder.compute(
             rank, self._latency, stream=f"latency {len(builder)}", after=[sent], category="communication"
         )

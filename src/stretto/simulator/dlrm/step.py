@@ -14,7 +14,10 @@ Separate, an all-to-all is a collective between two kernels. Fused, it goes slic
 makes slices for other ranks first and sends each at once; backward, the update takes slices as they arrive.
 """
 
-from collections.abc import Sequence
+import gc
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +33,7 @@ SEPARATE, FORWARD, BOTH = "none", "forward", "both"
 FUSIONS = (SEPARATE, FORWARD, BOTH)
 FIDELITIES = ("closed-form", "event-driven")
 SLICE_VECTORS = 128
+WINDOW = 64  # slices
 FORMULA_SLICES = 1024
 LOOKUP, UPDATE = "look-up", "update"
 
@@ -45,6 +49,7 @@ class SimulatedRecommendation:
     fused: str
     kernels: str
     slice_vectors: int
+    window: int | None
     seconds: float
     exposed: float
     lookup: float
@@ -68,27 +73,33 @@ def simulate_recommendation(
     collective: str = DIRECT,
     fidelity: str = "event-driven",
     slice_vectors: int = SLICE_VECTORS,
+    window: int | None = WINDOW,
     packet_bytes: int | None = None,
 ) -> SimulatedRecommendation:
     """Simulate one step.
 
     fused: none, forward, or both passes. collective: direct or by-dimension. slice_vectors: pooled vectors of a slice
-    (the last of a pair may be smaller; all are taken to be equal). packet_bytes: of the event-driven network; None:
-    whole messages are stored and forwarded. Raises ValueError for what cannot be simulated.
+    (the last of a pair may be smaller; all are taken to be equal). window: how many slices of a rank are under way at
+    most, in the event-driven network; None: any number, behind which an all-reduce then waits in the links' queues.
+    packet_bytes: of the event-driven network; None: whole messages are stored and forwarded. Raises ValueError for what
+    cannot be simulated.
     """
     for what, value, known in (("fusion", fused, FUSIONS), ("fidelity", fidelity, FIDELITIES)):
         if value not in known:
             raise ValueError(f"there is no {what} {value!r}{name_known(value, known)}")
     if slice_vectors < 1:
         raise ValueError(f"slices have {slice_vectors} vectors, but must have at least 1; {SLICE_VECTORS} would do")
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} slices lets none be sent; {WINDOW} would do")
     exchange: Exchange
     if fidelity == "closed-form":
         exchange = FormulaExchange(topology, collective, FORMULA_SLICES)
     else:
-        exchange = MessageExchange(topology, collective, -(-step.batch * step.tables // slice_vectors))
-    graph = recommendation_graph(step, kernels, exchange, fused)
+        exchange = MessageExchange(topology, collective, -(-step.batch * step.tables // slice_vectors), window)
     network = ClosedFormNetwork(topology) if fidelity == "closed-form" else EventDrivenNetwork(topology, packet_bytes)
-    execution = execute(graph, network)
+    with _paused_collector():
+        graph = recommendation_graph(step, kernels, exchange, fused)
+        execution = execute(graph, network)
     return SimulatedRecommendation(
         fidelity=fidelity,
         topology=topology.name,
@@ -97,6 +108,7 @@ def simulate_recommendation(
         fused=fused,
         kernels=kernels.name,
         slice_vectors=slice_vectors,
+        window=window,
         seconds=execution.makespan,
         exposed=execution.makespan - execution.busy(0, "compute"),
         lookup=kernels.lookup_seconds(step, topology.devices),
@@ -104,6 +116,18 @@ def simulate_recommendation(
         compute=execution.busy(0, "compute"),
         operations=len(graph),
     )
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Pause garbage collection: a graph of a million operations has no cycles, and the search for some takes 2/3."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def recommendation_graph(
@@ -151,9 +175,12 @@ def _fused_lookup(builder: GraphBuilder, exchange: Exchange, seconds: float, pai
     arrived: list[list[int]] = [[] for _ in place]
     for rank in exchange.ranks:
         share = _remote_share(exchange, rank) * seconds
+        sent: deque[int] = deque()
         for slice in exchange.slices(rank):
             made = builder.compute(rank, slice.part * share, name=LOOKUP)
-            arrived[place[slice.peer]].append(exchange.send(builder, rank, slice, pair_bytes, made))
+            waits = [made, sent.popleft()] if len(sent) == exchange.window else [made]
+            sent.append(exchange.send(builder, rank, slice, pair_bytes, waits))
+            arrived[place[slice.peer]].append(sent[-1])
     for rank in exchange.ranks:
         arrived[place[rank]].append(builder.compute(rank, seconds / exchange.world, name=LOOKUP))
     return arrived
@@ -168,10 +195,12 @@ def _send_gradients(
     """
     place = {rank: number for number, rank in enumerate(exchange.ranks)}
     arrived: list[list[tuple[int, float, int]]] = [[] for _ in place]
-    for rank, sent in zip(exchange.ranks, after, strict=True):
+    for rank, made in zip(exchange.ranks, after, strict=True):
+        sent: deque[int] = deque()
         for turn, slice in enumerate(exchange.slices(rank)):
-            operation = exchange.send(builder, rank, slice, pair_bytes, sent)
-            arrived[place[slice.peer]].append((turn, slice.part, operation))
+            waits = [made, sent.popleft()] if len(sent) == exchange.window else [made]
+            sent.append(exchange.send(builder, rank, slice, pair_bytes, waits))
+            arrived[place[slice.peer]].append((turn, slice.part, sent[-1]))
     return [[(part, operation) for _, part, operation in sorted(row)] for row in arrived]
 
 
