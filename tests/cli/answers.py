@@ -34,6 +34,7 @@ class Answer(NamedTuple):
         return self.command.split()
 
 
+RING = "--topology ring:16 --bandwidth 50GiB/s --latency 500ns"
 ANSWERS = (
     Answer("--help", DONE, "Usage"),
     Answer("--version", DONE, "stretto"),
@@ -110,6 +111,14 @@ ANSWERS = (
     Answer("pipeline verify pipeline.csv", DONE, "verified"),
     Answer("pipeline verify stuck.csv", FAILED, "NOT verified: deadlock"),
     Answer("pipeline verify broken.csv", REFUSED, "row 2, cell 2 ('1X0')"),
+    Answer(f"simulate message {RING} --bytes 1MiB --src 1 --dst 4 --json", DONE, '"event_driven_ns": 60093'),
+    Answer(f"simulate message {RING} --bytes 1MiB --src 1 --dst 1", REFUSED, "to itself"),
+    Answer(f"simulate message {RING} --bytes 1MiB --src 1 --dst 16", REFUSED, "ring:16, which has ranks 0 to 15"),
+    Answer("simulate message --bytes 1MiB --src 0 --dst 1", REFUSED, "--topology or --cluster: neither"),
+    Answer(f"simulate collective all_reduce {RING} --bytes 1MiB", DONE, "event-driven"),
+    Answer(f"simulate collective all_redcue {RING} --bytes 1MiB", REFUSED, "did you mean 'all_reduce'"),
+    Answer(f"simulate collective all_reduce {RING} --bytes 1X", REFUSED, "is no size"),
+    Answer(f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "ranks_per_node"),
     Answer("bench", REFUSED, "This machine has no GPU. Without GPUs these run"),
     Answer("bench tarin", REFUSED, "train"),
     Answer("bench train", REFUSED, "Without GPUs these run"),

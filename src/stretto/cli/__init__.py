@@ -19,6 +19,7 @@ from stretto.cli.export import export
 from stretto.cli.pipeline import app as pipeline
 from stretto.cli.plan import plan
 from stretto.cli.probe import probe
+from stretto.cli.simulate import app as simulate
 from stretto.cli.stress import stress
 from stretto.cli.train import train
 
@@ -40,8 +41,9 @@ app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.add_typer(collective, name="collective")
 app.add_typer(pipeline, name="pipeline")
+app.add_typer(simulate, name="simulate")
 app.command()(export)
-for group in (app, bench, cluster, collective, pipeline):
+for group in (app, bench, cluster, collective, pipeline, simulate):
     for each in group.registered_commands:
         each.cls = Command
 

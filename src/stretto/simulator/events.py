@@ -32,12 +32,13 @@ class EventQueue:
 
     def put(self, time: float, event: Event) -> None:
         """As `at`, for an event that the caller keeps and inserts again and again."""
-        if time in self._buckets:
-            self._buckets[time].append(event)
+        buckets = self._buckets
+        if time in buckets:
+            buckets[time].append(event)
             return
         if not time >= self.now:
             raise ValueError(f"an event at {time} ns is before the present, {self.now} ns; {self.now} ns would do")
-        self._buckets[time] = [event]
+        buckets[time] = [event]
         heappush(self._times, time)
 
     def run(self) -> float:

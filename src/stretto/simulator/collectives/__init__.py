@@ -7,6 +7,19 @@ Modules: `patterns` (which messages an algorithm sends, round by round), `algori
 
 from stretto.simulator.collectives.algorithms import ALL_ALGORITHMS, add_collective
 from stretto.simulator.collectives.patterns import COLLECTIVES
-from stretto.simulator.collectives.times import closed_form_seconds
+from stretto.simulator.collectives.times import (
+    CollectiveOptions,
+    CollectiveTime,
+    closed_form_seconds,
+    simulate_collective,
+)
 
-__all__ = ["ALL_ALGORITHMS", "COLLECTIVES", "add_collective", "closed_form_seconds"]
+__all__ = [
+    "ALL_ALGORITHMS",
+    "COLLECTIVES",
+    "CollectiveOptions",
+    "CollectiveTime",
+    "add_collective",
+    "closed_form_seconds",
+    "simulate_collective",
+]

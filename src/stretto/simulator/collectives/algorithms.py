@@ -66,7 +66,7 @@ def add_collective(
     for _ in range(splits):
         done = waits
         for phase in phases:
-            done = _add_phase(builder, phase, done, stream, label)
+            done = add_phase(builder, phase, done, stream=stream, name=label)
         for rank in ranks:
             ended[rank] += done[rank]
     return [builder.join(ended[rank], rank, stream=stream) for rank in ranks]
@@ -136,10 +136,20 @@ def _first_waits(ranks: Sequence[int], after: Sequence[Sequence[int]] | None) ->
     return {rank: list(each) for rank, each in zip(ranks, after, strict=True)}
 
 
-def _add_phase(
-    builder: GraphBuilder, phase: CollectivePhase, waits: dict[int, list[int]], stream: str | None, name: str
+def add_phase(
+    builder: GraphBuilder,
+    phase: CollectivePhase,
+    waits: dict[int, list[int]],
+    *,
+    stream: str | None = None,
+    name: str = "",
+    receipts: list[dict[int, list[int]]] | None = None,
 ) -> dict[int, list[int]]:
-    """Add a phase's messages. Returns for each rank what ends the phase there: what it received, and what it sent."""
+    """Add a phase's messages. Returns for each rank what ends the phase there: what it received, and what it sent.
+
+    waits: operations for which each rank's first messages wait. receipts: gets for each group and round (group by
+    group) the messages that each rank receives.
+    """
     ended = dict(waits)
     add = builder.message
     for group in phase.groups:
@@ -161,6 +171,8 @@ def _add_phase(
                 )
                 received[other].append(number)
                 sent.setdefault(one, []).append(number)
+            if receipts is not None:
+                receipts.append(received)
             for rank, numbers in received.items():
                 kept = numbers if phase.pattern.is_chain else [*before[rank], *numbers]
                 before[rank] = _joined(builder, kept, rank)

@@ -8,22 +8,38 @@ another inside the network is left out.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from stretto.simulator.collectives.algorithms import CollectivePhase, add_collective, plan_phases
+from stretto.simulator.collectives.algorithms import CollectivePhase, add_phase, plan_phases
 from stretto.simulator.collectives.patterns import MessageRound
-from stretto.simulator.graph import Execution, GraphBuilder, execute
+from stretto.simulator.graph import GraphBuilder, execute
 from stretto.simulator.network.closed_form import NetworkModel
 from stretto.simulator.network.topology import NetworkTopology
+
+_FIRST_ROUNDS = 32  # of a ring that are simulated before its rounds may count as steady
+_PICOSECONDS = 1e12  # a second
+_STEADY = 1e-9  # relative difference of rounds that count as equal
 
 
 @dataclass(frozen=True)
 class CollectiveOptions:
-    """How a collective runs, as `add_collective` takes it."""
+    """How a collective runs, as `add_collective` takes it. uses_symmetry: see `simulate_collective`."""
 
     ranks_per_node: int | None = None
     in_node: str = "ring"
     splits: int = 1
+    uses_symmetry: bool = False
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """What a simulated collective took: seconds until the last rank had ended, and events of the simulation."""
+
+    seconds: float
+    events: int
+    fidelity: str
+    ends: tuple[float, ...] = field(repr=False)  # seconds, by rank
 
 
 def simulate_collective(
@@ -32,21 +48,138 @@ def simulate_collective(
     network: NetworkModel,
     num_bytes: float,
     options: CollectiveOptions = CollectiveOptions(),
-) -> Execution:
-    """Run one collective among all devices of a network. ValueError as `add_collective` says."""
-    ranks = range(network.topology.devices)
-    builder = GraphBuilder(len(ranks))
-    add_collective(
-        builder,
-        collective,
-        algorithm,
-        ranks,
-        num_bytes,
-        ranks_per_node=options.ranks_per_node,
-        in_node=options.in_node,
-        splits=options.splits,
-    )
-    return execute(builder.build(), network)
+    *,
+    ranks: Sequence[int] | None = None,
+) -> CollectiveTime:
+    """Run one collective among `ranks` (None: all devices) of a network that carries nothing else.
+
+    options.uses_symmetry simulates once what is the same: of groups of ranks that share no link and have equal links
+    (the nodes of a cluster, say) one, and of a ring's rounds as many as it takes until each lasts as long as the last
+    on all ranks; the others are extrapolated. Phases then begin with empty queues. ValueError as `add_collective` says,
+    and for symmetry with several splits, which share links.
+    """
+    chosen = tuple(range(network.topology.devices) if ranks is None else ranks)
+    splits = options.splits
+    if splits < 1 or (splits > 1 and options.uses_symmetry):
+        rule = "at least 1" if splits < 1 else "1 where symmetry is used: splits share links"
+        raise ValueError(f"a collective in {splits} splits: must be {rule}; 1 would do")
+    phases = plan_phases(collective, algorithm, chosen, num_bytes / splits, options.ranks_per_node, options.in_node)
+    if options.uses_symmetry:
+        return _simulate_symmetric(phases, chosen, network)
+    ends, events, _ = _simulate(phases, chosen, network, {}, splits)
+    return _as_time(chosen, ends, events, network)
+
+
+def _as_time(ranks: Sequence[int], ends: dict[int, float], events: int, network: NetworkModel) -> CollectiveTime:
+    by_rank = tuple(ends[rank] for rank in ranks)
+    return CollectiveTime(max(by_rank), events, network.fidelity, by_rank)
+
+
+def _simulate(
+    phases: Sequence[CollectivePhase],
+    ranks: Sequence[int],
+    network: NetworkModel,
+    begins: dict[int, float],
+    splits: int = 1,
+) -> tuple[dict[int, float], int, list[list[float]]]:
+    """Run phases on ranks that begin at given seconds.
+
+    Returns when each rank ended, the events, and for each round of the phases' groups when its messages were received.
+    """
+    builder = GraphBuilder(network.topology.devices)
+    first = {rank: [builder.compute(rank, begins[rank])] if begins.get(rank) else [] for rank in ranks}
+    receipts: list[dict[int, list[int]]] = []
+    ended: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for _ in range(splits):
+        done = first
+        for phase in phases:
+            done = add_phase(builder, phase, done, receipts=receipts)
+        for rank in ranks:
+            ended[rank] += done[rank]
+    joins = {rank: builder.join(numbers, rank) for rank, numbers in ended.items()}
+    execution = execute(builder.build(), network)
+    ends = execution.ends
+    received = [[float(ends[each]) for numbers in found.values() for each in numbers] for found in receipts]
+    return {rank: float(ends[each]) for rank, each in joins.items()}, execution.events, received
+
+
+def _simulate_symmetric(
+    phases: Sequence[CollectivePhase], ranks: Sequence[int], network: NetworkModel
+) -> CollectiveTime:
+    ends = dict.fromkeys(ranks, 0.0)
+    events = 0
+    for phase in phases:
+        twins = _find_twins(phase, network.topology, ends)
+        together = replace(phase, groups=tuple(group for first, *_ in twins for group in first))
+        found, count = _simulate_rounds(together, network, ends)
+        events += count
+        for first, *others in twins:
+            mine = [rank for group in first for rank in group]
+            for other in others:
+                found |= {rank: found[twin] for rank, twin in zip(chain.from_iterable(other), mine, strict=True)}
+        ends |= found
+    return _as_time(ranks, ends, events, network)
+
+
+_Groups = tuple[tuple[int, ...], ...]
+
+
+def _find_twins(phase: CollectivePhase, topology: NetworkTopology, begins: dict[int, float]) -> list[list[_Groups]]:
+    """A phase's groups in sets that share no link with another set, and lists of sets for which all is the same."""
+    owner_of: dict[int, int] = {}  # by link
+    joined = list(range(len(phase.groups)))  # union-find
+
+    def find(number: int) -> int:
+        while joined[number] != number:
+            joined[number] = number = joined[joined[number]]
+        return number
+
+    links_of: list[list[int]] = []
+    for number, group in enumerate(phase.groups):
+        pairs = ((group[source], group[target]) for each in phase.pattern.rounds for source, target, _ in each.messages)
+        links_of.append([link for pair in pairs for route in topology.routes(*pair) for link in route])
+        for link in links_of[-1]:
+            joined[find(number)] = find(owner_of.setdefault(link, number))
+    sets: dict[int, list[int]] = {}
+    for number in range(len(phase.groups)):
+        sets.setdefault(find(number), []).append(number)
+    twins: dict[object, list[_Groups]] = {}
+    for numbers in sets.values():
+        groups = tuple(phase.groups[number] for number in numbers)
+        used = [link for number in numbers for link in links_of[number]]
+        order = {link: place for place, link in enumerate(dict.fromkeys(used))}  # numbered as they come: twins agree
+        about = (
+            tuple(round(begins[rank] * _PICOSECONDS) for group in groups for rank in group),
+            tuple(order[link] for link in used),
+            tuple((topology.links[link].bandwidth, topology.links[link].latency) for link in order),
+        )
+        twins.setdefault(about, []).append(groups)
+    return list(twins.values())
+
+
+def _simulate_rounds(
+    phase: CollectivePhase, network: NetworkModel, begins: dict[int, float]
+) -> tuple[dict[int, float], int]:
+    """When each rank ends a phase, and the events. A single round that repeats is extrapolated once it is steady."""
+    ranks = [rank for group in phase.groups for rank in group]
+    rounds = phase.pattern.rounds
+    count, events = _FIRST_ROUNDS, 0
+    while len(rounds) == 1 and 2 * count <= rounds[0].repeats:
+        shorter = replace(phase, pattern=replace(phase.pattern, rounds=(replace(rounds[0], repeats=count),)))
+        ends, simulated, received = _simulate([shorter], ranks, network, begins)
+        events += simulated
+        steps = [
+            now - before
+            for group in range(len(phase.groups))
+            for k in range(count * 3 // 4, count)
+            for now, before in zip(received[group * count + k], received[group * count + k - 1], strict=True)
+        ]
+        if max(steps) - min(steps) <= _STEADY * max(steps):
+            left = rounds[0].repeats - count
+            return {rank: end + left * steps[-1] for rank, end in ends.items()}, events
+        count *= 2
+    ends, simulated, _ = _simulate([phase], ranks, network, begins)
+    return ends, events + simulated
 
 
 def closed_form_seconds(

@@ -79,7 +79,7 @@ def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
     is_alone = in_node == 1  # nothing is sent in a node
     within = link.bandwidth or link.pair_bandwidth or (1.0 if is_alone else cluster.require("in_node.bandwidth"))
     is_switched = link.pair_bandwidth is None or link.pair_bandwidth >= within
-    return rails(
+    topology = rails(
         nodes,
         in_node,
         int(cluster.require("nics_per_node")) if nodes > 1 else 1,
@@ -90,6 +90,8 @@ def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
         pair_bandwidth=None if is_switched or is_alone else max(link.pair_bandwidth or 0, within / (size - 1)),
         is_rail_optimized=False,
     )
+    topology.name = f"{cluster.name}:{gpus}"
+    return topology
 
 
 @dataclass(frozen=True)

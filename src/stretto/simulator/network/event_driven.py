@@ -43,6 +43,7 @@ class EventDrivenNetwork:
         self._free_at = [0.0] * len(self.topology.links)
         self._busy = [0.0] * len(self.topology.links)
         self._sent: dict[tuple[int, int], int] = {}
+        self._forward = _make_forward(self._free_at, self._busy, self._costs, self._most, self._truncates)
 
     @property
     def link_busy(self) -> list[float]:
@@ -68,39 +69,44 @@ class EventDrivenNetwork:
             turn = self._sent.get(pair, source)
             self._sent[pair] = turn + 1
             route = routes[turn % len(routes)]
-        transit: list[Any] = [queue, route, 0, num_bytes, queue.now, (arrived, arguments), None]
-        transit[-1] = self._forward, (transit,)
+        transit: list[Any] = [queue, [*reversed(route)], num_bytes, queue.now, (arrived, arguments), None]
+        transit[5] = self._forward, (transit,)
         self._forward(transit)
 
-    def _forward(self, transit: list[Any]) -> None:
-        """Queue a message on the next link of its route. Its first packet is here now, the last at `complete_at`.
 
-        A message in transit is one list, and its event one tuple, which are used again at every link.
-        """
-        queue, route, place, num_bytes, complete_at, arrived, event = transit
-        link = route[place]
-        cost, latency = self._costs[link]
-        begin = self._free_at[link]
+def _make_forward(
+    free_at: list[float], busy: list[float], costs: list[tuple[float, float]], most: float, truncates: bool
+) -> Callable[[list[Any]], None]:
+    """The function that queues a message on the next link of its route: a closure, since it runs once an event.
+
+    The message's first packet is at the link now, the last at `complete_at`. A message in transit is one list, and its
+    event one tuple, which are used again at every link.
+    """
+
+    def forward(transit: list[Any]) -> None:
+        queue, links, num_bytes, complete_at, arrived, event = transit
+        link = links.pop()
+        cost, latency = costs[link]
+        begin = free_at[link]
         if begin < queue.now:
             begin = queue.now
         occupied = num_bytes * cost
-        free_at = begin + occupied
-        self._free_at[link] = free_at
-        self._busy[link] += occupied
-        if num_bytes <= self._most:
-            first_at = complete_at = free_at + latency
+        busy[link] += occupied
+        free_at[link] = free = begin + occupied
+        if num_bytes <= most:
+            first_at = complete_at = free + latency
         else:
-            packet = self._most * cost
+            packet = most * cost
             first_at = begin + packet + latency
-            complete_at = max(free_at, complete_at + packet) + latency
-        if self._truncates:
+            complete_at = max(free, complete_at + packet) + latency
+        if truncates:
             first_at = begin + math.floor(first_at - begin)
             complete_at = begin + math.floor(complete_at - begin)
-        place += 1
-        if place == len(route):
-            transit[6] = None
-            queue.put(complete_at, arrived)
-        else:
-            transit[2] = place
-            transit[4] = complete_at
+        if links:
+            transit[3] = complete_at
             queue.put(first_at, event)
+        else:
+            transit[5] = None  # else the message and its event would refer to each other until a garbage collection
+            queue.put(complete_at, arrived)
+
+    return forward

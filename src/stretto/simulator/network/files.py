@@ -26,13 +26,13 @@ _SHAPES: dict[str, tuple[str, Callable[..., NetworkTopology]]] = {
 SUFFIXES = (".json", ".graphml", ".gml", ".edgelist")
 
 
-def parse_topology(text: str, bandwidth: float, latency: float) -> NetworkTopology:
+def parse_topology(text: str, bandwidth: float | None, latency: float | None) -> NetworkTopology:
     """The topology that a name describes, or a file's: see `read_graph`.
 
     ring:N, full:N, switch:N, torus:AxB[xC], fat-tree:PORTS, dragonfly:GROUPSxROUTERSxDEVICES. bandwidth: bytes/s of
-    every link (of a file, of those that say none). latency: seconds of every link, likewise. Raises ValueError.
+    every link (of a file, of those that say none). latency: seconds of every link, likewise. Raises ValueError for an
+    unknown name, for sizes that it cannot have, and for None where a link needs it.
     """
-    check_link(bandwidth, latency)
     kind, _, numbers = text.partition(":")
     if Path(text).suffix in SUFFIXES or kind not in _SHAPES:
         if Path(text).suffix not in SUFFIXES and not Path(text).is_file():
@@ -40,6 +40,9 @@ def parse_topology(text: str, bandwidth: float, latency: float) -> NetworkTopolo
             raise ValueError(f"there is no topology {text!r}{known}, and files that end in {', '.join(SUFFIXES)}")
         return read_graph(Path(text), bandwidth, latency)
     pattern, make = _SHAPES[kind]
+    if bandwidth is None or latency is None:
+        raise ValueError(f"topology {text!r} needs the bandwidth and the latency of its links")
+    check_link(bandwidth, latency)
     sizes = _read_sizes(text, numbers, pattern)
     expected = {"torus": (2, 3), "dragonfly": (3,)}.get(kind, (1,))
     if len(sizes) not in expected:
@@ -51,7 +54,7 @@ def parse_topology(text: str, bandwidth: float, latency: float) -> NetworkTopolo
     return make(sizes, bandwidth, latency) if kind == "torus" else make(*sizes, bandwidth, latency)
 
 
-def read_graph(path: Path, bandwidth: float, latency: float) -> NetworkTopology:
+def read_graph(path: Path, bandwidth: float | None = None, latency: float | None = None) -> NetworkTopology:
     """A topology from a graph's file: networkx's node-link .json, .graphml, .gml or .edgelist.
 
     A node with `kind` = "switch" (or "nic") is no device; all others are, in the file's order. An edge may have
@@ -74,14 +77,10 @@ def read_graph(path: Path, bandwidth: float, latency: float) -> NetworkTopology:
     numbers = {node: number for number, node in enumerate([*devices, *others])}
     links = []
     for source, target, about in graph.edges(data=True):
-        rates = [_read_rate(path, about, key, default) for key, default in _defaults(bandwidth, latency).items()]
+        rates = [_read_rate(path, about, "bandwidth", bandwidth), _read_rate(path, about, "latency", latency)]
         ends = [(source, target)] if graph.is_directed() else [(source, target), (target, source)]
         links += [DirectedLink(numbers[one], numbers[other], *rates) for one, other in ends]
     return NetworkTopology(str(path), len(devices), links, vertices=len(nodes))
-
-
-def _defaults(bandwidth: float, latency: float) -> dict[str, float]:
-    return {"bandwidth": bandwidth, "latency": latency}
 
 
 def _parse(text: str, suffix: str) -> Any:
@@ -105,8 +104,10 @@ def _parse(text: str, suffix: str) -> Any:
             return networkx.parse_edgelist(text.splitlines(), data=(("bandwidth", float), ("latency", float)))
 
 
-def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float) -> float:
+def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float | None) -> float:
     value = about.get(key, default)
+    if value is None:
+        raise ValueError(f"{path}: an edge has no {key}; write it there, or give one for all edges that have none")
     try:
         return float(value)
     except (TypeError, ValueError):

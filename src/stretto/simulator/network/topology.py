@@ -2,8 +2,8 @@
 """Describes a network as a graph: devices (the ranks), switches and NICs, and links with a bandwidth and a latency."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from stretto.simulator.network.routing import MOST_ROUTES, ShortestPaths
 
@@ -62,6 +62,24 @@ class NetworkTopology:
         if source == target:
             other = (source + 1) % self.devices
             raise ValueError(f"a message from rank {source} to itself crosses no link; to rank {other} would do")
+
+    def with_link(
+        self, number: int, *, bandwidth: float | None = None, latency: float | None = None
+    ) -> "NetworkTopology":
+        """A copy in which one link is slower, or faster. None: as it is. ValueError as for a new topology."""
+        link = self.links[number]
+        changed = replace(
+            link,
+            bandwidth=link.bandwidth if bandwidth is None else bandwidth,
+            latency=link.latency if latency is None else latency,
+        )
+        links = (*self.links[:number], changed, *self.links[number + 1 :])
+        return NetworkTopology(self.name, self.devices, links, vertices=self.vertices)
+
+    def without_links(self, numbers: Collection[int]) -> "NetworkTopology":
+        """A copy that has lost some links; the others are counted anew. ValueError if it is not connected any more."""
+        links = (link for number, link in enumerate(self.links) if number not in numbers)
+        return NetworkTopology(self.name, self.devices, links, vertices=self.vertices)
 
     def __repr__(self) -> str:
         return f"NetworkTopology({self.name!r}, {self.devices} devices, {len(self.links)} links)"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and writes quantities as people do: 64MiB, 50GiB/s, 200Gb/s, 700ns."""
+
+import math
+import re
+
+_PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|inf|nan)"
+
+
+def read_bytes(text: str) -> float:
+    """Bytes: 4096, 1MiB (2^20), 1MB (10^6), 64K (as 64KiB). ValueError for anything else."""
+    match = re.fullmatch(rf"{_NUMBER}([KMGT]?)(i?)(B?)", text.strip(), re.ASCII)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is no size: write 4096, 64KiB, 1MiB or 1GB")
+    is_binary = match[3] or not match[4]  # as `stretto collective` reads 64K
+    return _finite(text, float(match[1]) * (_BINARY.get(match[2], 1) if is_binary else _PREFIXES[match[2]]))
+
+
+def read_bandwidth(text: str) -> float:
+    """Bytes/s: 50GiB/s (2^30 bytes), 50GB/s (10^9 bytes), 200Gb/s (10^9 bits). ValueError for anything else.
+
+    Zero is refused too: nothing would ever arrive.
+    """
+    match = re.fullmatch(rf"{_NUMBER}([KMGT]?)(i?)([bB])(?:/s|ps)", text.strip(), re.ASCII)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is no bandwidth: write 50GiB/s, 25GB/s or 200Gb/s")
+    factor = _BINARY[match[2]] if match[3] else _PREFIXES[match[2]]
+    value = _finite(text, float(match[1]) * factor / (8 if match[4] == "b" else 1))
+    if value == 0:
+        raise ValueError(f"a bandwidth of {text} lets nothing through; it must be more than 0, such as 1GB/s")
+    return value
+
+
+def read_seconds(text: str) -> float:
+    """Seconds: 700ns, 1.5us, 2ms, 1s; 0 needs no unit. ValueError for anything else."""
+    match = re.fullmatch(rf"{_NUMBER}\s*(s|ms|us|µs|ns)?", text.strip())
+    if match is None or (match[2] is None and float(match[1]) != 0):
+        raise ValueError(f"{text!r} is no time: write 700ns, 1.5us or 2ms")
+    return _finite(text, float(match[1]) * _SECONDS[match[2] or "s"])
+
+
+def whole_nanoseconds(seconds: float) -> int:
+    """Seconds as nanoseconds, rounded to the nearest."""
+    return round(seconds * 1e9)
+
+
+def show_nanoseconds(nanoseconds: float) -> str:
+    """Nanoseconds for people, in the unit that suits: 21,031 ns, 4.12 ms."""
+    for factor, unit in ((1e9, "s"), (1e6, "ms")):
+        if nanoseconds >= factor:
+            return f"{nanoseconds / factor:.4g} {unit}"
+    return f"{nanoseconds:,.0f} ns"
+
+
+def _finite(text: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not finite")
+    return value
