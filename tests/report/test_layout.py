@@ -233,6 +233,48 @@ def two_level(count: int) -> dict[str, Any]:
     return {"setting": setting, "crossovers": crossovers, "rows": rows}
 
 
+def simulated_cells(count: int) -> list[dict[str, Any]]:
+    return [
+        {"machine": machine, "collective": collective, "ranks": ranks, "mb": mb, "speedup": ranks / mb}
+        | {"flat_ms": 0.1 * ranks, "two_level_ms": 0.1 * mb, "mpi_ms": 0.2 * ranks}
+        | {"event_speedup": None if count == 1 else ranks / mb, "flat_event_ms": 0.1 * ranks}
+        for machine in ("frontier", "perlmutter")[:count]
+        for collective in ("all_gather", "reduce_scatter")[:count]
+        for ranks in (32, 128, 512, 1024, 2048)[:count]
+        for mb in (16, 1024)[:count]
+    ]
+
+
+def simulated(count: int) -> dict[str, Any]:
+    return {"rows": simulated_cells(count)}
+
+
+def simulated_zero3(count: int) -> dict[str, Any]:
+    rows = [
+        {"machine": machine, "model": model, "ranks": ranks}
+        | {"vendor_seconds": 1000.0 / ranks, "two_level_seconds": 900.0 / ranks}
+        for machine in ("frontier", "perlmutter")[:count]
+        for model in ("7B", "13B")[:count]
+        for ranks in (128, 256, 512, 1024, 2048)[:count]
+    ]
+    return {"rows": rows, "setting": {"batch": 2048}, "seq_len": 2048}
+
+
+def simulated_scaling(count: int) -> dict[str, Any]:
+    rows = [
+        {"cluster": cluster, "gpus": 1024 * place, "model_seconds": 4.0 + place, "overlap_seconds": 3.0 + place}
+        | {"baseline_seconds": None if place == 2 else 5.0 + place}
+        for cluster in ("frontier", "perlmutter", "alps")[:count]
+        for place in range(1, count + 1)
+    ]
+    strong = [
+        {"model": model, "gpus": gpus, "days": 3e5 / gpus, "published_days": None if gpus == 256 else 4e5 / gpus}
+        for model in ("gpt-80b", "gpt-640b")[:count]
+        for gpus in (128, 256, 512, 1024, 8192)[:count]
+    ]
+    return {"rows": rows, "strong": strong}
+
+
 def ddp(count: int) -> dict[str, Any]:
     kernels = [[number % 3 == 2, 900.0 * number, 900.0 * number + 1200.0] for number in range(3 * count)]
     return {"ranks": 4, "kernels": {"before": kernels, "after": kernels[::2]}}
@@ -358,6 +400,10 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "operator-ablations.json": operator_ablations,
     "embedding.json": embedding,
     "two-level.json": two_level,
+    "simulated-two-level.json": simulated,
+    "simulated-curves.json": simulated,
+    "simulated-zero3.json": simulated_zero3,
+    "simulated-scaling.json": simulated_scaling,
     "checkouts.json": checkouts,
     "moe-demo.json": moe_demo,
     "experts.json": experts,

@@ -53,27 +53,43 @@ def machine_kind() -> dict[str, str]:
     return kind
 
 
+ANY_CPU = {"devices": "any CPU"}
+"""The machine of results that are computed, and the same everywhere."""
+
+
 def write_result(
     out: Path, name: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **about: Any
 ) -> Path:
     """Write `out`/`name`.json (command, date, machine kind, `about`, rows), and the table beside it as .md.
 
-    Returns the JSON's path.
+    A `machine` in `about` replaces this machine's kind. Returns the JSON's path.
     """
+    kind: Mapping[str, str] = about.pop("machine", None) or machine_kind()
     out.mkdir(parents=True, exist_ok=True)
     result = {
         "command": _command(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine_kind(),
+        "machine": kind,
         **about,
         "rows": list(rows),
     }
     path = out / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    machine = ", ".join(f"{value}" if key == "devices" else f"{key} {value}" for key, value in machine_kind().items())
-    lines = [f"`{result['command']}`, {result['date']}, {machine}", "", *markdown_table(columns, rows)]
+    devices = ", ".join(f"{value}" if key == "devices" else f"{key} {value}" for key, value in kind.items())
+    lines = [f"`{result['command']}`, {result['date']}, {devices}", "", *markdown_table(columns, rows)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
     return path
+
+
+TitledTable = tuple[str, Sequence[Column], Sequence[Mapping[str, Any]]]
+
+
+def write_tables(result: Path, tables: Sequence[TitledTable]) -> None:
+    """Write several tables, each with its title, into the Markdown beside a result, in place of the one that it has."""
+    table = result.with_suffix(".md")
+    head = table.read_text().partition("\n\n")[0]
+    parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, rows)) for title, columns, rows in tables]
+    table.write_text("\n\n".join([head, *parts]) + "\n")
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -31,6 +31,7 @@ from stretto.bench.plan.settings import (
     read_predictions,
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.studies.settings import SimulatedScalingSetting, SimulatedTwoLevelSetting, SimulatedZero3Setting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -490,6 +491,30 @@ def two_level(setting: TwoLevelSetting, out: Path) -> Any:
     from stretto.bench.two_level.run import bench_two_level
 
     return bench_two_level(setting, out)
+
+
+@_command("simulated-two-level", SimulatedTwoLevelSetting)
+def simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> Any:
+    """Two-level collectives on Frontier and Perlmutter, simulated beside Singh's chapter 6 (needs no GPU)."""
+    from stretto.bench.studies.two_level import bench_simulated_two_level
+
+    return bench_simulated_two_level(setting, out)
+
+
+@_command("simulated-zero3", SimulatedZero3Setting)
+def simulated_zero3(setting: SimulatedZero3Setting, out: Path) -> Any:
+    """ZeRO-3 over flat and two-level collectives, simulated beside Singh's figure 6.12 (needs no GPU)."""
+    from stretto.bench.studies.zero3 import bench_simulated_zero3
+
+    return bench_simulated_zero3(setting, out)
+
+
+@_command("simulated-scaling", SimulatedScalingSetting)
+def simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> Any:
+    """Weak and strong scaling beside Singh's figures 5.4, 5.5 and 5.7, and why Table 5.2 is slower (needs no GPU)."""
+    from stretto.bench.studies.scaling import bench_simulated_scaling
+
+    return bench_simulated_scaling(setting, out)
 
 
 @_command("dlrm", DlrmSetting, needs=Needs.RANKS)

@@ -35,7 +35,10 @@ def plan(
     seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
     cost: Annotated[
         str,
-        typer.Option(help="full: whole steps. paper: the linears' collectives alone (Singh, equations 5.1 to 5.7)."),
+        typer.Option(
+            help="full: whole steps. paper: the linears' collectives alone (Singh, equations 5.1 to 5.7). simulated: "
+            "full, and the simulated steps of its best few."
+        ),
     ] = "full",
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: the configuration's, or bf16).")
@@ -122,6 +125,7 @@ def plan(
     - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4
     - stretto plan --model gpt-40b --cluster dgx-h200 --gpus 8 --batch 64 --seq-len 2048 --memory auto --explain
     - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
+    - stretto plan --model gpt-20b --cluster frontier --gpus 64 --batch 512 --seq-len 2048 --cost simulated
     - stretto plan --model Qwen3-30B-A3B/config.json --cluster dgx-h100 --gpus 64 --batch 512 --seq-len 4096
     """
     with refusing_bad_input(as_json=as_json):
@@ -143,7 +147,7 @@ def plan(
             "limit": limit,
             "serve_first": serve_first,
         }
-        asked = _from_config(config) if config is not None else {}
+        asked = read_workload(config) if config is not None else {}
         asked |= {name: value for name, value in given.items() if value is not None}
         if model is not None:
             asked["model"] = model
@@ -153,7 +157,7 @@ def plan(
         elif is_auto:
             asked.pop("recompute", None)
         asked["state"] = _choose_state(optimizer_state, asked.get("state"), is_auto)
-        _require_all(asked | {"cluster": cluster})
+        require_all(asked | {"cluster": cluster})
         assert cluster is not None
 
         from stretto.cluster import Cluster
@@ -161,17 +165,21 @@ def plan(
 
         machine = Cluster.find(cluster)
 
-        plans = search(
-            asked["model"],
-            machine,
-            cost=cost,  # type: ignore[arg-type]
-            micro_batch=micro_batch,
-            memory="auto" if is_auto else None,
-            keep_gathered=keep_gathered,
-            shard_sequence=None if shard_sequence else False,
-            overlaps=overlap,
-            **{name: value for name, value in asked.items() if name != "model"},
-        )
+        options: dict[str, Any] = {
+            "micro_batch": micro_batch,
+            "memory": "auto" if is_auto else None,
+            "keep_gathered": keep_gathered,
+            "shard_sequence": None if shard_sequence else False,
+            "overlaps": overlap,
+        } | {name: value for name, value in asked.items() if name != "model"}
+        if cost not in ("full", "paper", "simulated"):
+            raise ValueError(f"--cost is {cost!r}, but must be full, paper or simulated")
+        if cost == "simulated":
+            from stretto.simulator.training import plan_simulated
+
+            plans, cost = plan_simulated(asked["model"], machine, **options), "full"
+        else:
+            plans = search(asked["model"], machine, cost=cost, **options)  # type: ignore[arg-type]
         if modes:
             plans = _in_each_mode(plans[0], asked, machine, cost, overlap)
     if as_json:
@@ -220,7 +228,7 @@ _REQUIRED = {
 }
 
 
-def _require_all(asked: dict[str, Any]) -> None:
+def require_all(asked: dict[str, Any]) -> None:
     """Raise ValueError that names all options that are missing."""
     missing = {f"--{name.replace('_', '-')}": name for name in _REQUIRED if asked.get(name) is None}
     if not missing:
@@ -230,7 +238,7 @@ def _require_all(asked: dict[str, Any]) -> None:
     raise ValueError(f"{are_missing(list(missing))}:{meanings}{from_file}")
 
 
-def _from_config(path: Path) -> dict[str, Any]:
+def read_workload(path: Path) -> dict[str, Any]:
     """The planner's inputs from a training configuration. The data is not opened: it may not exist yet."""
     from stretto.train.config import TrainConfig, load_config
 

@@ -279,7 +279,7 @@ class StepCommunication:
         """Partial sums of the output, of large ones half under the product of the other half, and of the input's
         gradient, under the weight's."""
         element, passes = self.workload.element, self.forward_sums
-        parts = 2 if _is_halved(linear, self.config.grid, tokens * element) else 1
+        parts = 2 if is_halved(linear, self.config.grid, tokens * element) else 1
         each = self.collective("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
         time = calls * passes * parts * each
         hidden = min(time, passes * self.work.outputs[place]) / 2 if parts == 2 else 0.0
@@ -441,7 +441,7 @@ class StepCommunication:
         return collective_seconds(kind, group, num_bytes, self.cluster, self.config.grid, self.rates)
 
 
-def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
+def is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
     """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
     over, into = linear.output_shards(grid), linear.input_shards(grid)
     is_large = token_bytes / grid.z * linear.outputs / over >= HALVED_BYTES

@@ -267,7 +267,8 @@ def _check_expert(expert: int | None, ranks: int) -> None:
 
 def _check_cost(cost: str) -> None:
     if cost not in ("paper", "full"):
-        raise ValueError(f"cost is {cost!r}, but must be 'paper' or 'full'")
+        more = "; stretto.simulator.training.plan_simulated simulates the best few" if cost == "simulated" else ""
+        raise ValueError(f"cost is {cost!r}, but must be 'paper' or 'full'{more}")
 
 
 def _check_sharding(shards: bool, model: Architecture, cost: str) -> None:

@@ -270,7 +270,7 @@ class Execution:
             known = ", ".join(self.graph.stream_names) or "none"
             raise ValueError(f"the graph has no stream {stream!r}; it has {known}")
         chosen = (self.graph.ranks == rank) & (self.graph.streams == self.graph.stream_names.index(stream))
-        return float(_covered(self.starts[chosen], self.ends[chosen]))
+        return float(covered(self.starts[chosen], self.ends[chosen]))
 
     def exposed(self, rank: int) -> float:
         """Seconds in which messages leave or reach a rank and it computes nothing: exposed communication."""
@@ -279,8 +279,8 @@ class Execution:
         messages = of_rank & (graph.kinds == OperationType.MESSAGE)
         computes = of_rank & (graph.kinds == OperationType.COMPUTE)
         either = messages | computes
-        together = _covered(self.starts[either], self.ends[either])
-        return float(together - _covered(self.starts[computes], self.ends[computes]))
+        together = covered(self.starts[either], self.ends[either])
+        return float(together - covered(self.starts[computes], self.ends[computes]))
 
 
 def execute(graph: ExecutionGraph, network: NetworkModel) -> Execution:
@@ -294,24 +294,18 @@ def execute(graph: ExecutionGraph, network: NetworkModel) -> Execution:
             f"the graph has {graph.world} ranks, but the network {network.topology.name} has "
             f"{network.topology.devices} devices; {graph.world} would do"
         )
-    network.reset()
-    run = _GraphRun(graph, network)
-    run.begin()
-    return Execution(
-        graph,
-        network.fidelity,
-        np.array(run.starts) / NANOSECONDS,
-        np.array(run.ends) / NANOSECONDS,
-        run.queue.processed,
-        getattr(network, "link_busy", None),
-    )
+    return GraphRun(graph, network).run()
 
 
-class _GraphRun:
-    """One execution: counts down what each operation waits for. Times are nanoseconds."""
+class GraphRun:
+    """One execution: counts down what each operation waits for. Times are nanoseconds.
+
+    A subclass may let operations take other times: each begins in `_start`, which has to call `_end` once.
+    """
 
     def __init__(self, graph: ExecutionGraph, network: NetworkModel) -> None:
         self.queue = EventQueue()
+        self._graph, self._network = graph, network
         self.starts = [0.0] * len(graph)
         self.ends = [0.0] * len(graph)
         self._kinds = graph.kinds.tolist()  # lists: reading one element of an array costs three times as much
@@ -322,10 +316,20 @@ class _GraphRun:
         self._waits = list(graph.waits)
         self._send = network.send
 
-    def begin(self) -> None:
+    def run(self) -> Execution:
+        """Run the graph on the network, whose queues are emptied first."""
+        self._network.reset()
         for number in [number for number, count in enumerate(self._waits) if count == 0]:
             self._start(number)
         self.queue.run()
+        return Execution(
+            self._graph,
+            self._network.fidelity,
+            np.array(self.starts) / NANOSECONDS,
+            np.array(self.ends) / NANOSECONDS,
+            self.queue.processed,
+            getattr(self._network, "link_busy", None),
+        )
 
     def _start(self, number: int) -> None:
         queue = self.queue
@@ -347,8 +351,8 @@ class _GraphRun:
                 self._start(after)
 
 
-def _covered(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> float:
-    """The length of the union of intervals."""
+def covered(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> float:
+    """The length of the union of intervals, which may overlap and come in any order."""
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], ends[order]
     latest = np.maximum.accumulate(ends)

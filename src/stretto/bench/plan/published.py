@@ -79,12 +79,12 @@ def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
         "full_grid": name_grid(full.grid),
         "full_seconds": full.step_time,
         "exposed_seconds": sum(full.exposed.values()),
-        "predicted_petaflops": _model_flops(GPTConfig.preset(run.model), batch) / full.step_time / 1e15,
+        "predicted_petaflops": model_flops(GPTConfig.preset(run.model), batch) / full.step_time / 1e15,
         "petaflops": run.petaflops,
     }
 
 
-def _model_flops(model: GPTConfig, batch: int) -> float:
+def model_flops(model: GPTConfig, batch: int) -> float:
     """Narayanan et al.'s model FLOPs of a step, including the recomputed forward pass (section 5.2.3)."""
     layers, hidden = model.layers, model.hidden
     return (

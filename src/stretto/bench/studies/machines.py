@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frontier and Perlmutter as the studies of Singh's chapter 6 see them: what each library's collectives cost there.
+
+Every number is from a source that is not the chapter under study: the presets of `stretto.cluster`, the tables by which
+NCCL and RCCL choose their protocols, and one assumption for MPI. Nothing is fitted to the chapter's figures.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from stretto.cluster import Cluster
+from stretto.collectives.two_level import Links, predict
+from stretto.collectives.two_level.model import Algorithm, Collective
+from stretto.planner.compute import COPY_EFFICIENCY
+
+MIB = 2**20  # the chapter's MB is taken as this many bytes
+# A message of Slingshot takes some 2 us one way (De Sensi et al., "An in-depth analysis of the Slingshot interconnect",
+# 2020). The chapter turns eager messages off (section 6.1.1), so each one is three: a request, an answer, the data.
+MPI_LATENCY = 6e-6
+
+
+@dataclass(frozen=True)
+class RingProtocol:
+    """A protocol of the vendor's ring. Seconds: to start a collective, and of a hop inside a node and between nodes.
+
+    bandwidth: bytes/s of a node at most (None: what its links carry).
+    """
+
+    name: str
+    start: float
+    in_node_latency: float
+    latency: float
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class StudiedMachine:
+    """A machine of the chapter, its vendor's library, and what a ring of all ranks of a node carries.
+
+    ring_bandwidth: bytes/s that each rank sends to the next one of its node while all do.
+    """
+
+    name: str
+    unit: str
+    library: str
+    ring_bandwidth: float
+    protocols: tuple[RingProtocol, ...]
+    sources: Mapping[str, str] = field(hash=False)
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster.preset(self.name)
+
+    @property
+    def nics(self) -> int:
+        return int(self.cluster.require("nics_per_node"))
+
+    @property
+    def nic_bandwidth(self) -> float:
+        return self.cluster.require("between_nodes.bandwidth")
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.cluster.gpus_per_node
+
+    @property
+    def simple(self) -> RingProtocol:
+        """The protocol of large messages, which the phase inside nodes uses."""
+        return next(protocol for protocol in self.protocols if protocol.name == "Simple")
+
+    def flat_links(self, protocol: RingProtocol) -> Links:
+        """What the vendor's ring over all ranks pays."""
+        most = protocol.bandwidth or float("inf")
+        return Links(
+            in_node_latency=protocol.in_node_latency,
+            in_node_bandwidth=min(self.ring_bandwidth, most),
+            latency=protocol.latency,
+            node_bandwidth=min(self.nics * self.nic_bandwidth, most),
+        )
+
+    def two_level_links(self, leaf_nodes: int | None = None, oversubscription: float = 1.0) -> Links:
+        """What two levels pay: MPI between nodes on all network interfaces, the vendor's library inside."""
+        return Links(
+            in_node_latency=self.simple.in_node_latency,
+            in_node_bandwidth=self.ring_bandwidth,
+            latency=MPI_LATENCY,
+            node_bandwidth=self.nics * self.nic_bandwidth,
+            leaf_nodes=leaf_nodes,
+            oversubscription=oversubscription,
+        )
+
+    def mpi_links(self) -> Links:
+        """What Cray MPICH's ring pays: one network interface of a node (the chapter's Explanation 1)."""
+        return Links(
+            in_node_latency=MPI_LATENCY,
+            in_node_bandwidth=self.ring_bandwidth,
+            latency=MPI_LATENCY,
+            node_bandwidth=self.nic_bandwidth,
+        )
+
+    def choose_protocol(self, num_bytes: float, ranks: int) -> RingProtocol:
+        """The protocol that the library's tables make fastest, as the library chooses."""
+        return min(self.protocols, key=lambda protocol: self._ring_seconds(protocol, num_bytes, ranks))
+
+    def flat_seconds(self, num_bytes: float, ranks: int) -> float:
+        """Seconds of the vendor's ring over all ranks. num_bytes: an all-gather's output, a reduce-scatter's input."""
+        return self._ring_seconds(self.choose_protocol(num_bytes, ranks), num_bytes, ranks)
+
+    def _ring_seconds(self, protocol: RingProtocol, num_bytes: float, ranks: int) -> float:
+        nodes = ranks // self.gpus_per_node
+        links = self.flat_links(protocol)
+        return protocol.start + predict("all_gather", "flat", num_bytes / ranks, nodes, self.gpus_per_node, links)
+
+    def mpi_seconds(self, num_bytes: float, ranks: int) -> float:
+        """Seconds of Cray MPICH's ring; additions, which it makes on the host, are left out."""
+        nodes = ranks // self.gpus_per_node
+        return predict("all_gather", "flat", num_bytes / ranks, nodes, self.gpus_per_node, self.mpi_links())
+
+    def two_level_seconds(
+        self, collective: Collective, algorithm: Algorithm, num_bytes: float, ranks: int, links: Links | None = None
+    ) -> float:
+        """Seconds of two levels: the phases, the start of the vendor's collective, and what each rank does alone."""
+        nodes = ranks // self.gpus_per_node
+        chosen = links or self.two_level_links()
+        phases = predict(collective, algorithm, num_bytes / ranks, nodes, self.gpus_per_node, chosen)
+        added = self.addition_seconds(num_bytes / ranks * (nodes - 1))
+        alone = self.shuffle_seconds(num_bytes) + (added if collective == "reduce_scatter" else 0.0)
+        return phases + self.simple.start + alone
+
+    def shuffle_seconds(self, num_bytes: float) -> float:
+        """Seconds of reordering all blocks: each byte is read and written."""
+        return 2 * num_bytes / self._copied
+
+    def addition_seconds(self, num_bytes: float) -> float:
+        """Seconds of adding so many bytes that arrived: two are read and one is written for each."""
+        return 3 * num_bytes / self._copied
+
+    @property
+    def _copied(self) -> float:
+        return COPY_EFFICIENCY * self.cluster.require("gpu.memory_bandwidth")
+
+
+# RCCL has tables for six kinds of nodes (tuning_model_0 to _5), of which the default counts here. Which one it takes on
+# Frontier is not known; their hops between nodes differ by twenty times. Seconds of protocol Simple.
+RCCL_START = 17e-6
+RCCL_HOPS = {
+    "0 (default)": (3.6e-6, 15.1e-6),
+    "1 and 2": (4.5e-6, 68.8e-6),
+    "3": (3.6e-6, 19.8e-6),
+    "4": (3.6e-6, 209.2e-6),
+    "5": (2.1e-6, 320e-6),
+}
+
+
+def with_rccl_table(machine: StudiedMachine, table: str) -> StudiedMachine:
+    """The machine with the hops of another of RCCL's tables."""
+    in_node, between = RCCL_HOPS[table]
+    return replace(machine, protocols=(RingProtocol("Simple", RCCL_START, in_node, between),))
+
+
+MACHINES = {
+    "frontier": StudiedMachine(
+        name="frontier",
+        unit="GCDs",
+        library="RCCL",
+        ring_bandwidth=4 * 50e9,
+        protocols=(
+            # LL reaches 4% of the links' bandwidth there, and a tenth of that for 16 MB and more: it is never chosen.
+            RingProtocol("Simple", RCCL_START, *RCCL_HOPS["0 (default)"]),
+        ),
+        sources={
+            "protocols": "RCCL, src/graph/tuning.cc (2023): baseLat, and ring latencies of tuning_model_0, its default",
+            "ring_bandwidth": "RCCL, rome_models.cc: 4 rings in a node of 8 GCDs and one CPU (rome_model_52), each "
+            "with hops of the slowest link, 50 GB/s (OLCF Frontier user guide)",
+        },
+    ),
+    "perlmutter": StudiedMachine(
+        name="perlmutter",
+        unit="GPUs",
+        library="NCCL",
+        ring_bandwidth=300e9,
+        protocols=(
+            RingProtocol("Simple", start=8.4e-6, in_node_latency=3.4e-6, latency=14e-6),
+            # Inside a node, LL's latency counts 1.8 times where there are several nodes (ncclTopoTuneModel).
+            RingProtocol("LL", start=6.6e-6, in_node_latency=1.8 * 0.6e-6, latency=2.7e-6, bandwidth=19e9),
+        ),
+        sources={
+            "protocols": "NCCL, src/graph/tuning.cc (2.18): baseLat, hwLat of rings, llMaxBws of an AMD host; LL128 is "
+            "off where network interfaces hang on the host's bridge",
+            "ring_bandwidth": "preset perlmutter: in_node.bandwidth",
+        },
+    ),
+}

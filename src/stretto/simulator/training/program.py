@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank issues in a training step, in order: computation, collectives over its groups, and messages.
+
+A program is recorded on a `Tape` as the host would issue it: kernels on the compute stream one after another, each
+collective on the stream of its group, and waits of the compute stream for what it needs. Nothing here knows times of
+starts and ends: `lowering` makes a graph of programs, which is executed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Prefetch = Literal["all", "next", "none"]
+
+COMPUTE = "compute"
+HOST = "host"
+PIPE = "pipe"
+
+
+class Collective(NamedTuple):
+    """One collective over a group of ranks, as the planner has it.
+
+    kind: all_gather, reduce_scatter, all_reduce or all_to_all. group: of `groups.RankGroups`. axis: for reports.
+    num_bytes: what a ring sends from one rank. seconds: alone, all groups of this kind at once. by_copy_engine: no
+    multiprocessor sends it.
+    """
+
+    kind: str
+    group: str
+    axis: str
+    num_bytes: float
+    seconds: float
+    by_copy_engine: bool = False
+
+
+class Message(NamedTuple):
+    """Activations of a micro-batch, or their gradient, from one rank of pipe to another.
+
+    stage: that receives it. Both are None of the gradient of tied embeddings, which the first and the last stage
+    exchange.
+    """
+
+    source: int
+    target: int
+    stage: int | None
+    is_forward: bool
+    micro_batch: int | None
+
+
+class Operation(NamedTuple):
+    """One operation of a rank. `after`: places in the same program; those before it on its stream end first besides.
+
+    seconds: of computation, on a GPU as it should be. collective, sent, received: what else it is; `received` takes no
+    time, and is there when the message is. is_barrier: ends when all ranks of pipe have come to it.
+    """
+
+    name: str
+    stream: str
+    seconds: float
+    after: tuple[int, ...]
+    collective: Collective | None = None
+    sent: Message | None = None
+    received: Message | None = None
+    is_barrier: bool = False
+
+
+@dataclass
+class Tape:
+    """Records a rank's operations.
+
+    merges: consecutive computations become one operation where nothing else depends on the end of the first, which
+    changes no time, and keeps long pipelines cheap.
+    """
+
+    merges: bool = False
+    operations: list[Operation] = field(default_factory=list)
+    _pending: list[int] = field(default_factory=list)  # what the next computation waits for
+    _last: int | None = None  # the last computation
+    _may_merge: bool = False
+
+    def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
+        """Compute for so many seconds, once all that is waited for has ended. What is on HOST holds up computation."""
+        if seconds <= 0:
+            return
+        if self.merges and self._may_merge and not self._pending and self._last is not None and stream == COMPUTE:
+            last = self.operations[self._last]
+            self.operations[self._last] = last._replace(seconds=last.seconds + seconds)
+            return
+        after = list(self._pending)
+        if self._last is not None and self.operations[self._last].stream != stream:
+            after.append(self._last)
+        self._last = self._add(Operation(name, stream, seconds, tuple(after)))
+        self._pending.clear()
+        self._may_merge = stream == COMPUTE
+
+    def start(self, name: str, collective: Collective | None, after: Sequence[int] = ()) -> int | None:
+        """Issue a collective that sends what was computed last; it runs beside what follows. None for none.
+
+        after: other operations that have to end first.
+        """
+        if collective is None:
+            return None
+        return self._add(Operation(name, collective.group, 0.0, (*self._done(), *after), collective))
+
+    def wait(self, *operations: int | None) -> None:
+        """Let the next computation wait for these."""
+        self._pending += [each for each in operations if each is not None and each not in self._pending]
+
+    def run(self, name: str, collective: Collective | None) -> None:
+        """Issue a collective, and wait for it."""
+        self.wait(self.start(name, collective))
+
+    def send(self, message: Message) -> int:
+        """Send what was computed last to another stage."""
+        direction = "activations" if message.is_forward else "gradient"
+        return self._add(Operation(f"send {direction}", PIPE, 0.0, self._done(), sent=message))
+
+    def receive(self, message: Message) -> None:
+        """Let the next computation wait for a message."""
+        self.wait(self._add(Operation("receive", PIPE, 0.0, (), received=message)))
+
+    def barrier(self) -> None:
+        """Wait until all ranks of pipe have come here."""
+        self.wait(self._add(Operation("norm of all stages' gradients", PIPE, 0.0, self._done(), is_barrier=True)))
+
+    def mark(self) -> None:
+        """Keep what was computed apart from what follows."""
+        self._may_merge = False
+
+    def _done(self) -> tuple[int, ...]:
+        """What has ended when the host's stream comes here."""
+        return tuple(self._pending) if self._last is None else (self._last, *self._pending)
+
+    def _add(self, operation: Operation) -> int:
+        self._may_merge = False
+        self.operations.append(operation)
+        return len(self.operations) - 1
+
+
+class WeightGathers:
+    """All-gathers of weights over z, in the order of use.
+
+    prefetch: "all" issues them at once, as copy engines do at the beginning of a forward pass; "next" issues the next
+    weight's when this one is used; "none" issues each where it is needed.
+    """
+
+    def __init__(self, tape: Tape, gathers: Sequence[Collective | None], prefetch: Prefetch) -> None:
+        self._tape, self._gathers, self._prefetch = tape, gathers, prefetch
+        self._started: list[int | None] = []
+        self._used = 0
+
+    def use(self) -> None:
+        """Let the next computation wait for the next weight."""
+        ahead = {"all": len(self._gathers), "next": self._used + 2, "none": self._used + 1}[self._prefetch]
+        while len(self._started) < min(ahead, len(self._gathers)):
+            self._started.append(self._tape.start("gather weight", self._gathers[len(self._started)]))
+        self._tape.wait(self._started[self._used])
+        self._used += 1

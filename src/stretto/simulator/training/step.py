@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records a training step: a program for each rank of pipe, all ranks of a stage running the same.
+
+Without pipeline stages a rank computes its micro-batches one after another. A pipeline's ranks take the actions of its
+schedule in order; a message-driven one is first simulated by the planner's timing model, whose order is then taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.axes import REPLICAS
+from stretto.planner.collective_times import chunked_sums
+from stretto.planner.communication import message_numbers
+from stretto.planner.compute import Device
+from stretto.planner.memory import local_parameters
+from stretto.planner.optimizer_state import gradient_chunks, number_bytes, steps_in_chunks
+from stretto.planner.pipeline.cost import PipelineEstimate, estimate
+from stretto.planner.pipeline.stage_times import HopTimes, RankStages, stage_workload
+from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.schedules import (
+    Action,
+    PipelineOperation,
+    StageCosts,
+    StageLinks,
+    build_schedule,
+    simulate_message_driven,
+)
+from stretto.simulator.training.blocks import BlockRecorder, GradientSums
+from stretto.simulator.training.ends import EndWork
+from stretto.simulator.training.program import Collective, Message, Operation, Tape, WeightGathers
+from stretto.simulator.training.work import StepWork
+
+# Of a rank that makes more passes of blocks in a step, computation between collectives is one operation.
+MOST_SEPARATE = 2_000
+
+_F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
+_I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """What every rank issues in a step.
+
+    ranks: a program for each rank of pipe, which all ranks of its stages run. messages: seconds of one from each rank
+    of pipe to the next, of message_bytes; the gradient of tied embeddings has tied_bytes.
+    """
+
+    workload: StepWorkload
+    config: StepConfig
+    ranks: tuple[tuple[Operation, ...], ...]
+    messages: tuple[HopTimes, ...] = ()
+    message_bytes: float = 0.0
+    tied_bytes: float = 0.0
+
+    def hop(self, message: Message) -> HopTimes:
+        """Seconds of a message: the links between two neighbouring ranks of pipe, or the last and the first."""
+        pipe, ends = self.config.grid.pipe, {message.source, message.target}
+        is_wrapped = ends == {0, pipe - 1} and pipe > 2
+        return self.messages[pipe - 1 if is_wrapped else min(ends)]
+
+    @property
+    def operations(self) -> int:
+        """How many operations one rank of each stage has, all together."""
+        return sum(map(len, self.ranks))
+
+
+def record_step(workload: StepWorkload, config: StepConfig, device: Device) -> StepPrograms:
+    """Record a step of a workload on a device's cluster. Raises ValueError like the planner."""
+    model, pipe = workload.model, config.grid.pipe
+    work = StepWork(workload, config, device)
+    if pipe == 1:
+        actions = [Action(0, operation, each) for each in range(work.count) for operation in (_F, _B)]
+        stages = RankStages((model.layers,), True, True, (model.moe_blocks,) if model.moe_blocks else ())
+        recorder = RankRecorder(work, (0, model.layers), (0,), 0, stages, work.optimizer)
+        return StepPrograms(workload, config, (recorder.record(actions),))
+    plan = estimate(workload, config, device, work.rates)
+    programs = []
+    for rank, (ordered, stages) in enumerate(zip(order_actions(plan), plan.ranks, strict=True)):
+        optimizer = plan.edges[stages].optimizer
+        recorder = RankRecorder(work, plan.layout.cuts, plan.layout.ranks, rank, stages, optimizer)
+        programs.append(recorder.record(ordered))
+    numbers = message_numbers(model, config.grid, work.tokens, config.token_parts)
+    grid = model.splitting_sizes(config.grid)
+    rows = -(-model.vocab // grid.x) / grid.z
+    tied_bytes = rows * model.hidden / grid.y * number_bytes(workload, config.state).gradient
+    return StepPrograms(workload, config, tuple(programs), plan.messages, numbers * workload.element, tied_bytes)
+
+
+def order_actions(plan: PipelineEstimate) -> Sequence[Sequence[Action]]:
+    """The actions of each rank of pipe. A message-driven order is the one that the planner's timing model finds."""
+    schedule, pipe, count = plan.schedule, plan.config.grid.pipe, plan.micro_batches
+    if not schedule.is_message_driven:
+        built = build_schedule(schedule.name, pipe, count, schedule.virtual_stages, schedule.extra_warm_up)
+        return built.ranks
+    between = plan.messages[: pipe - 1]
+    links = StageLinks(tuple(each.latency for each in between), tuple(each.transmission for each in between))
+    timeline = simulate_message_driven(
+        count,
+        StageCosts(*plan.passes),
+        links,
+        limit=schedule.limit,
+        serve_first=schedule.serve_first or "backward",
+    )
+    return timeline.schedule.ranks
+
+
+class RankRecorder:
+    """Records the program of one rank of pipe: cuts and placed say which blocks each stage has, and which rank."""
+
+    def __init__(
+        self,
+        work: StepWork,
+        cuts: Sequence[int],
+        placed: Sequence[int],
+        rank: int,
+        stages: RankStages,
+        optimizer: float,
+    ) -> None:
+        self.work, self.workload, self.config = work, work.workload, work.config
+        self.cuts, self.placed, self.rank, self.optimizer = cuts, placed, rank, optimizer
+        self.stages, self.own = stages, stage_workload(self.workload, stages)
+        options = self.config.options
+        self.overlap, self.recomputation = options.overlap, options.recomputation
+        self.gradients = GradientSums(self.overlap, work.scatters_in_flight)
+        # Weights that were gathered once for all micro-batches, by stage.
+        self._gathered: set[int] = set()
+        keeps_block = self.recomputation.is_on and self.workload.model.is_sharded_by_blocks
+        self._frees = not options.keep_gathered and not keeps_block
+        self._chunks = self._gradient_chunks()
+        self.tape = Tape()
+
+    def record(self, actions: Sequence[Action]) -> tuple[Operation, ...]:
+        """Record a step: all actions, then what the optimizer waits for, and its step."""
+        passes = sum(len(self._blocks_of(action.stage)) for action in actions)
+        self.tape = Tape(merges=passes > MOST_SEPARATE)
+        last = {action.stage: place for place, action in enumerate(actions) if action.operation in (_B, _W)}
+        self._done, self._in_all = 0, sum(len(self._blocks_of(stage)) for stage in last)
+        options = self.config.options
+        for place, action in enumerate(actions):
+            if action.micro_batch is None:
+                continue
+            self.gradients.is_last = last.get(action.stage) == place
+            self.gradients.scatters = not options.accumulate_unsharded or self.gradients.is_last
+            match action.operation:
+                case PipelineOperation.FORWARD:
+                    self._forward(action.stage, action.micro_batch)
+                case PipelineOperation.BACKWARD_WEIGHT:
+                    self._weights(action.stage)
+                case operation:
+                    self._backward(action.stage, action.micro_batch, computes_weight=operation is _B)
+        self._finish()
+        return tuple(self.tape.operations)
+
+    # Passes.
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        tape, blocks = self.tape, self._blocks_of(stage)
+        self._receive(stage, stage - 1, True, micro_batch)
+        first, last = self._ends_of(stage)
+        weights = None
+        if not self.config.gathers_once or stage not in self._gathered:
+            of_blocks = [each for block in blocks for each in block.gathers()]
+            weights = WeightGathers(tape, [*_gather_of(first), *of_blocks, *_gather_of(last)], self.work.prefetch)
+            self._gathered.add(stage)
+        if first is not None:
+            first.record_forward(tape, weights)
+        for block in blocks:
+            block.forward(tape, weights)
+        if last is not None:
+            last.record_forward(tape, weights)
+        self._send(stage, stage + 1, True, micro_batch)
+
+    def _backward(self, stage: int, micro_batch: int, *, computes_weight: bool) -> None:
+        tape, blocks = self.tape, self._blocks_of(stage)
+        self._receive(stage, stage + 1, False, micro_batch)
+        first, last = self._ends_of(stage)
+        if last is not None:
+            last.record_backward(tape, self.gradients)
+        length = self.recomputation.blocks if self.recomputation.is_on else 1
+        segments = [blocks[start : start + length] for start in range(0, len(blocks), length)][::-1]
+        weights = None if self.config.gathers_once else self._gathers_of_backward(segments)
+        frees = weights if self._frees else None
+        for segment in segments:
+            if self.recomputation.is_on:
+                for block in segment:
+                    block.forward(tape, weights, again=True)
+            for block in reversed(segment):
+                block.backward(tape, self.gradients, frees, computes_weight=computes_weight)
+                if computes_weight:
+                    self._count_block()
+        if first is not None:
+            first.record_backward(tape, self.gradients)
+        self._send(stage, stage - 1, False, micro_batch)
+
+    def _weights(self, stage: int) -> None:
+        for block in reversed(self._blocks_of(stage)):
+            block.weight_gradients(self.tape, self.gradients)
+            self._count_block()
+
+    def _gathers_of_backward(self, segments: Sequence[Sequence[BlockRecorder]]) -> WeightGathers:
+        gathers: list[Collective | None] = []
+        for segment in segments:
+            if self.recomputation.is_on:
+                gathers += [each for block in segment for each in block.gathers()]
+            if self._frees:
+                gathers += [each for block in reversed(segment) for each in reversed(block.gathers())]
+        return WeightGathers(self.tape, gathers, "next" if self.overlap.all_gather else "none")
+
+    def _count_block(self) -> None:
+        """Of optimizer state apart, send the chunks of gradients that the last backward pass has filled."""
+        if self.gradients.is_last and self._chunks is not None:
+            chunk, count = self._chunks
+            before = self._done * count // self._in_all
+            self._done += 1
+            for _ in range(self._done * count // self._in_all - before):
+                self.gradients.sum_over_data(self.tape, chunk, self.gradients.on_the_way)
+
+    # The ends of a step.
+
+    def _finish(self) -> None:
+        tape, config = self.tape, self.config
+        sums = self.gradients.finish(tape)
+        model, pipe = self.workload.model, config.grid.pipe
+        is_tied = pipe > 1 and model.is_tied and model.labels is None
+        if is_tied and self.stages.is_first != self.stages.is_last:
+            other = self.placed[-1] if self.stages.is_first else self.placed[0]
+            tape.send(Message(self.rank, other, None, self.stages.is_first, None))
+            tape.receive(Message(other, self.rank, None, not self.stages.is_first, None))
+        if steps_in_chunks(self.workload, config) and sums:
+            for each in sums:
+                tape.wait(each)
+                tape.compute("optimizer", self.optimizer / len(sums))
+            return
+        tape.wait(*sums)
+        if pipe > 1 and (config.clips or not config.state.is_apart):
+            tape.barrier()
+        tape.compute("optimizer", self.optimizer)
+
+    def _gradient_chunks(self) -> tuple[Collective, int] | None:
+        """One of the all-reduces over data of optimizer state apart, and how many there are."""
+        config = self.config
+        if not config.state.is_apart:
+            return None
+        model = self.own.model
+        parameters = local_parameters(model, model.splitting_sizes(config.grid))
+        count = gradient_chunks(config.state, parameters)
+        cluster, rates = self.work.cluster, self.work.rates
+        seconds = chunked_sums(self.own, config, cluster, rates, parameters, count) / count
+        replicas = config.grid.replicas
+        num_bytes = 2 * (replicas - 1) / replicas * parameters / count * number_bytes(self.own, config.state).gradient
+        return (Collective("all_reduce", REPLICAS, "data", num_bytes, seconds), count) if seconds else None
+
+    # Stages.
+
+    def _blocks_of(self, stage: int) -> list[BlockRecorder]:
+        return self.work.blocks[self.cuts[stage] : self.cuts[stage + 1]]
+
+    def _ends_of(self, stage: int) -> tuple[EndWork | None, EndWork | None]:
+        """The embeddings of the first stage, and the head of the last."""
+        is_last = stage == len(self.placed) - 1
+        return self.work.embedding if stage == 0 else None, self.work.head if is_last else None
+
+    def _receive(self, stage: int, source: int, is_forward: bool, micro_batch: int) -> None:
+        if 0 <= source < len(self.placed) and self.placed[source] != self.rank:
+            self.tape.receive(Message(self.placed[source], self.rank, stage, is_forward, micro_batch))
+
+    def _send(self, stage: int, target: int, is_forward: bool, micro_batch: int) -> None:
+        if 0 <= target < len(self.placed) and self.placed[target] != self.rank:
+            self.tape.send(Message(self.rank, self.placed[target], target, is_forward, micro_batch))
+
+
+def _gather_of(end: EndWork | None) -> list[Collective | None]:
+    return [] if end is None or end.weight is None else [end.weight.gather]

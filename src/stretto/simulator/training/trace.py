@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes simulated steps as traces: Chrome's JSON, which Perfetto opens, as torch.profiler writes it of a GPU.
+
+The trace of one rank has the key "stretto" that `stretto train --trace` adds, so the same timeline and picture are made
+of it as of a measured step.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stretto.simulator.training.program import COMPUTE, HOST
+from stretto.simulator.training.simulation import StepSimulation, StepSpan
+
+MOST_RANKS = 64  # in one trace
+_MICROSECONDS = 1e6
+
+
+def make_trace(step: StepSimulation, *, is_whole: bool = False) -> dict[str, Any]:
+    """The trace of the rank that computes most, or, with is_whole, of all that were simulated, up to MOST_RANKS.
+
+    Each axis has a counter: the part of ranks that communicate over it, in each of a hundred equal times of the step.
+    """
+    ranks = range(min(step.lowered.graph.world, MOST_RANKS)) if is_whole else [step.rank]
+    events = [event for rank in ranks for event in _events_of(step, rank)]
+    uses = step.use_over_time(100)
+    for axis, use in uses.items():
+        events += [
+            {
+                "ph": "C",
+                "name": "ranks that compute" if axis == COMPUTE else f"ranks that communicate over {axis}",
+                "pid": step.lowered.devices[ranks[0]],
+                "ts": place * step.step_time / len(use) * _MICROSECONDS,
+                "args": {"part": part},
+            }
+            for place, part in enumerate(use)
+        ]
+    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms", "fidelity": step.fidelity}
+    if len(ranks) == 1:
+        trace["stretto"] = {"groups": {}, "rank": step.device, "grid": step.programs.config.grid.sizes()}
+    return trace
+
+
+def write_trace(step: StepSimulation, file: Path) -> None:
+    """Write the trace of all ranks that were simulated. Raises OSError where it cannot be written."""
+    file.write_text(json.dumps(make_trace(step, is_whole=True)) + "\n", encoding="utf-8")
+
+
+def _events_of(step: StepSimulation, rank: int) -> Iterator[dict[str, Any]]:
+    device = step.lowered.devices[rank]
+    stage = f", stage rank {step.lowered.stage_of[rank]} of pipe" if len(step.programs.ranks) > 1 else ""
+    yield {"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"rank {device}{stage}"}}
+    yield {
+        "ph": "X",
+        "cat": "gpu_user_annotation",
+        "name": "stretto step 1",
+        "pid": device,
+        "tid": "step",
+        "ts": 0.0,
+        "dur": step.step_time * _MICROSECONDS,
+    }
+    for span in step.spans(rank):
+        yield _event(span, device)
+
+
+def _event(span: StepSpan, device: int) -> dict[str, Any]:
+    about: dict[str, Any] = {"stream": span.row}
+    if span.row not in (COMPUTE, HOST):
+        about |= {"Collective name": span.name, "Process Group Description": f"mesh_{span.row}"}
+    return {
+        "ph": "X",
+        "cat": "cpu_op" if span.row == HOST else "kernel",
+        "name": span.name,
+        "pid": device,
+        "tid": span.row,
+        "ts": span.start * _MICROSECONDS,
+        "dur": (span.end - span.start) * _MICROSECONDS,
+        "args": about,
+    }
