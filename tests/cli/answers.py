@@ -137,6 +137,7 @@ ANSWERS = (
     Answer("bench published --batch 0", REFUSED, "0"),
     Answer("bench published-pipelines --batch 100", REFUSED, "128 would do"),
     Answer("bench published-experts --micro-batch 3", REFUSED, "would do"),
+    Answer("bench simulated-dlrm --ranks 100", REFUSED, "128, 256, 512, 1024"),
     Answer("bench simulated-two-level --ranks 12", REFUSED, "16 would do"),
     Answer("bench simulated-two-level --machines summit", REFUSED, "there is no machine 'summit'"),
     Answer("bench simulated-zero3 --batch 1000", REFUSED, "2048 would do"),
