@@ -19,7 +19,7 @@ from stretto.simulator.collectives import add_collective
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder
 
 DURATION = "duration_ns"  # an attribute of Stretto: duration_micros would round
-STREAM = "stretto_stream"
+STREAM, CATEGORY = "stretto_stream", "stretto_category"
 ALGORITHMS = {
     "all_gather": "ring",
     "all_reduce": "ring",
@@ -206,7 +206,7 @@ class _Translation:
                     stream=str(node.get(STREAM, "cpu" if is_host else stream)),
                     after=after,
                     name=node.name,
-                    category="cpu" if is_host else stream,
+                    category=str(node.get(CATEGORY, "cpu" if is_host else stream)),
                 )
             case NodeType.INVALID_NODE | NodeType.METADATA_NODE:
                 operation = self._builder.join(after, rank)
