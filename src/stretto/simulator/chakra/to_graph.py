@@ -214,7 +214,7 @@ class _Translation:
                 operation = self._builder.compute(
                     rank,
                     measured_seconds(node),
-                    stream=str(node.get(STREAM, f"group {self._group(keys[0])}")),
+                    stream=f"replayed {number}",  # when others of its group ran is in its measured time
                     after=after,
                     name=node.name,
                     category="communication",
