@@ -171,6 +171,7 @@ ANSWERS = (
     Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MB"),
     Answer("bench offload --parts everything", REFUSED, "there is no part 'everything'"),
     Answer("bench schedules --sizes 4", REFUSED, "a size is stages x micro-batches, such as 4x16"),
+    Answer("bench simulator-speed --largest 1000", REFUSED, "512 would do"),
     Answer("bench memory --smallest 90 --largest 60", REFUSED, "is no range of percents"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
     Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),

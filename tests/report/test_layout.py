@@ -397,6 +397,23 @@ def experts(count: int) -> dict[str, Any]:
     return {"setting": {"data": 2, "x": 4, "link": 0.25, "node_link": 1.5}, "rows": rows}
 
 
+def simulator_speed(count: int) -> dict[str, Any]:
+    rows = [
+        {
+            "case": case,
+            "ranks": 32 << place,
+            "preparation_seconds": 0.01 * 3**place,
+            "execution_seconds": 0.02 * 2**place,
+            "events_per_second": 7e5 - 1e5 * place,
+        }
+        for case in ("two levels, recursive", "two levels, ring", "one ring, symmetry", "random messages", "more")[
+            :count
+        ]
+        for place in range(7)
+    ]
+    return {"megabytes": 256, "cluster": "perlmutter", "rows": rows}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train.json": train,
     "peers-llama-7b-2.json": peers,
@@ -426,6 +443,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "messages.json": messages,
     "pipeline.json": pipeline,
     "schedules.json": schedules,
+    "simulator-speed.json": simulator_speed,
 }
 
 

@@ -43,6 +43,7 @@ _PLOTS = {
     "schedules.json": "plan.plot:plot_schedules",
     "moe-demo.json": "training.plot:plot_moe_demo",
     "experts.json": "training.plot:plot_experts",
+    "simulator-speed.json": "simulator_speed:plot_simulator_speed",
 }
 
 

@@ -31,6 +31,7 @@ from stretto.bench.plan.settings import (
     read_predictions,
 )
 from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.simulator_speed import SimulatorSpeedSetting
 from stretto.bench.studies.settings import (
     SimulatedDlrmSetting,
     SimulatedScalingSetting,
@@ -294,6 +295,14 @@ def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
     from stretto.bench.plan.published_experts import bench_published_experts
 
     return bench_published_experts(out, setting.micro_batch)
+
+
+@_command("simulator-speed", SimulatorSpeedSetting)
+def simulator_speed(setting: SimulatorSpeedSetting, out: Path) -> Any:
+    """How long simulations of all-gathers and random messages take, by the number of ranks (needs no GPU)."""
+    from stretto.bench.simulator_speed import bench_simulator_speed
+
+    return bench_simulator_speed(out, setting)
 
 
 @_command("peers", PeersSetting, needs=Needs.RANKS)

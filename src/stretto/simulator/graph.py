@@ -10,6 +10,7 @@ Operations on one stream of a rank run one at a time, in the order in which they
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -251,12 +252,14 @@ class Execution:
         ends: NDArray[np.float64],
         events: int,
         link_busy: Sequence[float] | None,
+        execution_seconds: float = 0.0,
     ) -> None:
         self.graph = graph
         self.fidelity = fidelity
         self.starts = starts
         self.ends = ends
         self.events = events
+        self.execution_seconds = execution_seconds  # of this process, for execute() itself
         self.link_busy = None if link_busy is None else np.array(link_busy)  # seconds by link; None: not known
 
     @property
@@ -304,6 +307,7 @@ class GraphRun:
     """
 
     def __init__(self, graph: ExecutionGraph, network: NetworkModel) -> None:
+        network.reset()  # before its `send` is taken, which a reset may replace
         self.queue = EventQueue()
         self._graph, self._network = graph, network
         self.starts = [0.0] * len(graph)
@@ -317,8 +321,8 @@ class GraphRun:
         self._send = network.send
 
     def run(self) -> Execution:
-        """Run the graph on the network, whose queues are emptied first."""
-        self._network.reset()
+        """Run the graph on the network, whose queues were emptied."""
+        begin = time.process_time()
         for number in [number for number, count in enumerate(self._waits) if count == 0]:
             self._start(number)
         self.queue.run()
@@ -329,6 +333,7 @@ class GraphRun:
             np.array(self.ends) / NANOSECONDS,
             self.queue.processed,
             getattr(self._network, "link_busy", None),
+            time.process_time() - begin,
         )
 
     def _start(self, number: int) -> None:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from stretto.simulator.collectives.algorithms import CollectivePhase, add_phase, plan_phases
 from stretto.simulator.collectives.patterns import MessageRound
-from stretto.simulator.graph import GraphBuilder, execute
+from stretto.simulator.graph import Execution, GraphBuilder, execute
 from stretto.simulator.network.closed_form import NetworkModel
 from stretto.simulator.network.topology import NetworkTopology
 
@@ -34,12 +34,25 @@ class CollectiveOptions:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """What a simulated collective took: seconds until the last rank had ended, and events of the simulation."""
+    """What a simulated collective took: seconds until the last rank had ended, and how long it was simulated."""
 
     seconds: float
     events: int
+    execution_seconds: float  # of this process
     fidelity: str
     ends: tuple[float, ...] = field(repr=False)  # seconds, by rank
+
+
+@dataclass
+class _Effort:
+    """What simulations have cost so far."""
+
+    events: int = 0
+    execution_seconds: float = 0.0
+
+    def add(self, execution: Execution) -> None:
+        self.events += execution.events
+        self.execution_seconds += execution.execution_seconds
 
 
 def simulate_collective(
@@ -66,13 +79,14 @@ def simulate_collective(
     phases = plan_phases(collective, algorithm, chosen, num_bytes / splits, options.ranks_per_node, options.in_node)
     if options.uses_symmetry:
         return _simulate_symmetric(phases, chosen, network)
-    ends, events, _ = _simulate(phases, chosen, network, {}, splits)
-    return _as_time(chosen, ends, events, network)
+    effort = _Effort()
+    ends, _ = _simulate(phases, chosen, network, {}, effort, splits)
+    return _as_time(chosen, ends, effort, network)
 
 
-def _as_time(ranks: Sequence[int], ends: dict[int, float], events: int, network: NetworkModel) -> CollectiveTime:
+def _as_time(ranks: Sequence[int], ends: dict[int, float], effort: _Effort, network: NetworkModel) -> CollectiveTime:
     by_rank = tuple(ends[rank] for rank in ranks)
-    return CollectiveTime(max(by_rank), events, network.fidelity, by_rank)
+    return CollectiveTime(max(by_rank), effort.events, effort.execution_seconds, network.fidelity, by_rank)
 
 
 def _simulate(
@@ -80,11 +94,12 @@ def _simulate(
     ranks: Sequence[int],
     network: NetworkModel,
     begins: dict[int, float],
+    effort: _Effort,
     splits: int = 1,
-) -> tuple[dict[int, float], int, list[list[float]]]:
+) -> tuple[dict[int, float], list[list[float]]]:
     """Run phases on ranks that begin at given seconds.
 
-    Returns when each rank ended, the events, and for each round of the phases' groups when its messages were received.
+    Returns when each rank ended, and for each round of the phases' groups when its messages were received.
     """
     builder = GraphBuilder(network.topology.devices)
     first = {rank: [builder.compute(rank, begins[rank])] if begins.get(rank) else [] for rank in ranks}
@@ -98,27 +113,27 @@ def _simulate(
             ended[rank] += done[rank]
     joins = {rank: builder.join(numbers, rank) for rank, numbers in ended.items()}
     execution = execute(builder.build(), network)
+    effort.add(execution)
     ends = execution.ends
     received = [[float(ends[each]) for numbers in found.values() for each in numbers] for found in receipts]
-    return {rank: float(ends[each]) for rank, each in joins.items()}, execution.events, received
+    return {rank: float(ends[each]) for rank, each in joins.items()}, received
 
 
 def _simulate_symmetric(
     phases: Sequence[CollectivePhase], ranks: Sequence[int], network: NetworkModel
 ) -> CollectiveTime:
     ends = dict.fromkeys(ranks, 0.0)
-    events = 0
+    effort = _Effort()
     for phase in phases:
         twins = _find_twins(phase, network.topology, ends)
         together = replace(phase, groups=tuple(group for first, *_ in twins for group in first))
-        found, count = _simulate_rounds(together, network, ends)
-        events += count
+        found = _simulate_rounds(together, network, ends, effort)
         for first, *others in twins:
             mine = [rank for group in first for rank in group]
             for other in others:
                 found |= {rank: found[twin] for rank, twin in zip(chain.from_iterable(other), mine, strict=True)}
         ends |= found
-    return _as_time(ranks, ends, events, network)
+    return _as_time(ranks, ends, effort, network)
 
 
 _Groups = tuple[tuple[int, ...], ...]
@@ -158,16 +173,15 @@ def _find_twins(phase: CollectivePhase, topology: NetworkTopology, begins: dict[
 
 
 def _simulate_rounds(
-    phase: CollectivePhase, network: NetworkModel, begins: dict[int, float]
-) -> tuple[dict[int, float], int]:
-    """When each rank ends a phase, and the events. A single round that repeats is extrapolated once it is steady."""
+    phase: CollectivePhase, network: NetworkModel, begins: dict[int, float], effort: _Effort
+) -> dict[int, float]:
+    """When each rank ends a phase. A single round that repeats is extrapolated once it is steady."""
     ranks = [rank for group in phase.groups for rank in group]
     rounds = phase.pattern.rounds
-    count, events = _FIRST_ROUNDS, 0
+    count = _FIRST_ROUNDS
     while len(rounds) == 1 and 2 * count <= rounds[0].repeats:
         shorter = replace(phase, pattern=replace(phase.pattern, rounds=(replace(rounds[0], repeats=count),)))
-        ends, simulated, received = _simulate([shorter], ranks, network, begins)
-        events += simulated
+        ends, received = _simulate([shorter], ranks, network, begins, effort)
         steps = [
             now - before
             for group in range(len(phase.groups))
@@ -176,10 +190,9 @@ def _simulate_rounds(
         ]
         if max(steps) - min(steps) <= _STEADY * max(steps):
             left = rounds[0].repeats - count
-            return {rank: end + left * steps[-1] for rank, end in ends.items()}, events
+            return {rank: end + left * steps[-1] for rank, end in ends.items()}
         count *= 2
-    ends, simulated, _ = _simulate([phase], ranks, network, begins)
-    return ends, events + simulated
+    return _simulate([phase], ranks, network, begins, effort)[0]
 
 
 def closed_form_seconds(
