@@ -303,6 +303,18 @@ def simulated_scaling(count: int) -> dict[str, Any]:
     return {"rows": rows, "strong": strong}
 
 
+def simulated_dlrm(count: int) -> dict[str, Any]:
+    times = {"none_ms": 40.0, "forward_ms": 31.0, "both_ms": 24.0, "forward_less": 0.22, "both_less": 0.4}
+    rows = [
+        {"kernels": kernels, "collective": collective, "fidelity": fidelity} | times
+        for kernels in ("MI210", "H200")[:count]
+        for collective in ("direct", "by-dimension")[:count]
+        for fidelity in ("closed-form", "event-driven")
+    ]
+    scale = [{"ranks": ranks, "fidelity": "event-driven"} | times for ranks in (128, 256, 512, 1024)[:count]]
+    return {"rows": rows, "scale": scale, "published": 0.1}
+
+
 def ddp(count: int) -> dict[str, Any]:
     kernels = [[number % 3 == 2, 900.0 * number, 900.0 * number + 1200.0] for number in range(3 * count)]
     return {"ranks": 4, "kernels": {"before": kernels, "after": kernels[::2]}}
@@ -488,6 +500,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-two-level.json": simulated,
     "simulated-curves.json": simulated,
     "simulated-zero3.json": simulated_zero3,
+    "simulated-dlrm.json": simulated_dlrm,
     "simulated-scaling.json": simulated_scaling,
     "checkouts.json": checkouts,
     "moe-demo.json": moe_demo,

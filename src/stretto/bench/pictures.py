@@ -37,6 +37,7 @@ _PLOTS = {
     "simulated-two-level.json": "studies.plot:plot_two_level_heat_maps",
     "simulated-curves.json": "studies.plot:plot_curves",
     "simulated-zero3.json": "studies.plot:plot_zero3",
+    "simulated-dlrm.json": "studies.plot:plot_simulated_dlrm",
     "simulated-scaling.json": "studies.plot:plot_scaling",
     "checkouts.json": "checkouts.plot:plot_checkouts",
     "schedules.json": "plan.plot:plot_schedules",

@@ -20,6 +20,9 @@ from stretto.cli.pipeline import app as pipeline
 from stretto.cli.plan import plan
 from stretto.cli.probe import probe
 from stretto.cli.simulate import app as simulate
+from stretto.cli.simulate_dlrm import dlrm
+from stretto.cli.simulate_trace import export as simulate_export
+from stretto.cli.simulate_trace import trace
 from stretto.cli.stress import stress
 from stretto.cli.train import train
 
@@ -42,6 +45,9 @@ app.add_typer(cluster, name="cluster")
 app.add_typer(collective, name="collective")
 app.add_typer(pipeline, name="pipeline")
 app.add_typer(simulate, name="simulate")
+simulate.command()(dlrm)
+simulate.command()(trace)
+simulate.command("export")(simulate_export)
 app.command()(export)
 for group in (app, bench, cluster, collective, pipeline, simulate):
     for each in group.registered_commands:

@@ -34,7 +34,12 @@ from stretto.bench.plan.settings import (
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.bench.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
 from stretto.bench.simulator_speed import SimulatorSpeedSetting
-from stretto.bench.studies.settings import SimulatedScalingSetting, SimulatedTwoLevelSetting, SimulatedZero3Setting
+from stretto.bench.studies.settings import (
+    SimulatedDlrmSetting,
+    SimulatedScalingSetting,
+    SimulatedTwoLevelSetting,
+    SimulatedZero3Setting,
+)
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -560,6 +565,14 @@ def simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> Any:
     from stretto.bench.studies.scaling import bench_simulated_scaling
 
     return bench_simulated_scaling(setting, out)
+
+
+@_command("simulated-dlrm", SimulatedDlrmSetting)
+def simulated_dlrm(setting: SimulatedDlrmSetting, out: Path) -> Any:
+    """A DLRM's step on a torus of 128 nodes and more, beside Punniyamurthy et al.'s section 4.4 (needs no GPU)."""
+    from stretto.bench.studies.recommendation import bench_simulated_dlrm
+
+    return bench_simulated_dlrm(setting, out)
 
 
 @_command("dlrm", DlrmSetting, needs=Needs.RANKS)

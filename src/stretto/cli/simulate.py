@@ -67,9 +67,9 @@ def message(
         from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
         from stretto.simulator.quantities import read_bytes, whole_nanoseconds
 
-        network = _NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes).build()
+        network = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes).build()
         network.check_pair(src, dst)
-        packets = _read_packets(packet_bytes)
+        packets = read_packets(packet_bytes)
         size = read_bytes(num_bytes)
         builder = GraphBuilder(network.devices)
         builder.message(src, dst, size)
@@ -141,9 +141,9 @@ def collective(
         from stretto.simulator.collectives import CollectiveOptions, closed_form_seconds, simulate_collective
         from stretto.simulator.quantities import read_bytes, whole_nanoseconds
 
-        given = _NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
+        given = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
         network = given.build()
-        size, packets = read_bytes(num_bytes), _read_packets(packet_bytes)
+        size, packets = read_bytes(num_bytes), read_packets(packet_bytes)
         per_node = given.gpus_per_node() if ranks_per_node is None else ranks_per_node
         options = CollectiveOptions(per_node, in_node, splits, symmetry)
         closed = closed_form_seconds(name, algorithm, network, size, ranks_per_node=per_node, in_node=in_node)
@@ -164,7 +164,7 @@ def collective(
 
 
 @dataclass(frozen=True)
-class _NetworkOptions:
+class NetworkOptions:
     """The options that say which network."""
 
     topology: str | None
@@ -212,7 +212,7 @@ class _NetworkOptions:
         return size if self.gpus is None else min(size, self.gpus)
 
 
-def _read_packets(text: str | None) -> int | None:
+def read_packets(text: str | None) -> int | None:
     from stretto.simulator.quantities import read_bytes
 
     return None if text is None else int(read_bytes(text))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         of_cluster,
         parse_topology,
     )
-    from stretto.simulator.training import StepSimulation, plan_simulated, simulate_step
     from stretto.simulator.schedules import MachineCosts, ScheduleTuner, simulate_schedule
+    from stretto.simulator.training import StepSimulation, plan_simulated, simulate_step
 
 __all__ = [
     "ClosedFormNetwork",
@@ -34,16 +34,16 @@ __all__ = [
     "GraphBuilder",
     "MachineCosts",
     "NetworkTopology",
-    "StepSimulation",
     "ScheduleTuner",
+    "StepSimulation",
     "add_collective",
     "closed_form_seconds",
     "execute",
     "of_cluster",
     "parse_topology",
     "plan_simulated",
-    "simulate_step",
     "simulate_schedule",
+    "simulate_step",
 ]
 
 _HOMES = {
@@ -55,17 +55,16 @@ _HOMES = {
     "GraphBuilder": "stretto.simulator.graph",
     "MachineCosts": "stretto.simulator.schedules",
     "NetworkTopology": "stretto.simulator.network",
-    "StepSimulation": "stretto.simulator.training",
     "ScheduleTuner": "stretto.simulator.schedules",
+    "StepSimulation": "stretto.simulator.training",
     "add_collective": "stretto.simulator.collectives",
     "closed_form_seconds": "stretto.simulator.collectives",
     "execute": "stretto.simulator.graph",
     "of_cluster": "stretto.simulator.network",
     "parse_topology": "stretto.simulator.network",
     "plan_simulated": "stretto.simulator.training",
+    "simulate_schedule": "stretto.simulator.schedules",
     "simulate_step": "stretto.simulator.training",
 }
-__getattr__, __dir__ = attach(__name__, _HOMES, submodules=("collectives", "events", "graph", "network", "training"))
-    "simulate_schedule": "stretto.simulator.schedules",
-}
-__getattr__, __dir__ = attach(__name__, _HOMES, submodules=("collectives", "events", "graph", "network", "schedules"))
+_MODULES = ("collectives", "events", "graph", "network", "schedules", "training")
+__getattr__, __dir__ = attach(__name__, _HOMES, submodules=_MODULES)

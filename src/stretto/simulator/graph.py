@@ -322,6 +322,7 @@ class GraphRun:
     """
 
     def __init__(self, graph: ExecutionGraph, network: NetworkModel) -> None:
+        network.reset()  # before its `send` is taken, which a reset may replace
         self.queue = EventQueue()
         self._graph, self._network = graph, network
         self.starts = [0.0] * len(graph)

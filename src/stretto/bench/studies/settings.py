@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench simulated-two-level`, `simulated-zero3` and `simulated-scaling`."""
+"""Settings of `stretto bench simulated-two-level`, `simulated-zero3`, `simulated-scaling` and `simulated-dlrm`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -77,3 +77,24 @@ class SimulatedScalingSetting:
         if self.batch < 4096 or self.batch % 4096:
             near = max(4096, round(self.batch / 4096) * 4096)
             raise ValueError(f"--batch is {self.batch}, which 4096 replicas cannot share; {near} would do")
+
+
+@dataclass(frozen=True)
+class SimulatedDlrmSetting:
+    """What of Punniyamurthy et al.'s section 4.4 is simulated. Raises ValueError for ranks that no torus here has."""
+
+    ranks: Annotated[tuple[int, ...], Option("Nodes of the study of growth: 128, 256, 512 or 1024.")] = (
+        128, 256, 512, 1024,
+    )  # fmt: skip
+    kernels: Annotated[tuple[str, ...], Option("Whose kernel times, the first for all tables: mi210, h200.")] = (
+        "mi210",
+        "h200",
+    )
+    batch: Annotated[int, Option("Samples of each rank.")] = 512
+    tables: Annotated[int, Option("Tables of each rank.")] = 4
+    is_quick: Annotated[bool, Option("Leave out other shapes and assumptions.", flags="--quick/--full")] = False
+
+    def __post_init__(self) -> None:
+        require_known("kernels", self.kernels, ("mi210", "h200"))
+        require_known("ranks", map(str, self.ranks), ("128", "256", "512", "1024"))
+        require_least(1, batch=self.batch, tables=self.tables)

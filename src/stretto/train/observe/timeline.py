@@ -18,12 +18,13 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, INNER_TO_OUTER
+from stretto.train.observe.messages import SentMessage, match_gloo, read_kernel
 
 Interval = tuple[float, float]  # start and end; half-open, so that neighbours do not overlap
 Intervals = tuple[Interval, ...]
@@ -50,12 +51,16 @@ _COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel, copy or operator that ran: its row, its name, start and end in seconds after the first step's start."""
+    """A kernel, copy or operator that ran: its row, its name, start and end in seconds after the first step's start.
+
+    sent: of a collective, what it sends; None where the trace does not say it.
+    """
 
     row: str
     name: str
     start: float
     end: float
+    sent: SentMessage | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,7 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
         rank=about["rank"],
         steps=tuple(TracedStep(step.number, step.start - origin, step.end - origin) for step in steps),
         spans=tuple(
-            Span(span.row, span.name, max(span.start, origin) - origin, min(span.end, end) - origin)
+            replace(span, start=max(span.start, origin) - origin, end=min(span.end, end) - origin)
             for span in sorted(spans, key=lambda span: span.start)
             if span.start < end and span.end > origin
         ),
@@ -269,15 +274,16 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str], e
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             about = event.get("args", {})
-            row = COMPUTE
+            row, sent = COMPUTE, None
             if event.get("cat") == "gpu_memcpy" and (direction := _COPY_DIRECTION.search(event["name"])):
                 row = {"HtoD": TO_DEVICE, "DtoH": TO_HOST}[direction[0]]
             elif is_by_copy_engine(event, copying):
                 row = COPY_ENGINE_AXIS
             elif event["name"].startswith("nccl") or "Collective name" in about:
-                row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)
+                about = calls.get(about.get("External id"), {}) | about
+                row, sent = _axis_of_group(about, groups), read_kernel(about)
             rows = [row, EXPERTS] if row == COMPUTE and about.get("External id") in experts else [row]
-            spans += [Span(each, event["name"], *_interval(event)) for each in rows]
+            spans += [Span(each, event["name"], *_interval(event), sent) for each in rows]
     return spans
 
 
@@ -325,8 +331,15 @@ def _cpu_spans(events: list[Mapping[str, Any]], experts: Collection[Any]) -> lis
     """Collect the outermost operators, those of experts in a row of their own too, and the work of gloo's threads."""
     gloo = [event for event in events if event["name"].startswith("gloo:")]
     axes = _axes_of_threads(events, gloo)
+    sent = match_gloo(events, gloo, axes)
     spans = [
-        Span(axes.get(event["tid"], OTHER), event["name"].removeprefix("gloo:"), *_interval(event)) for event in gloo
+        Span(
+            axes.get(event["tid"], OTHER),
+            event["name"].removeprefix("gloo:"),
+            *_interval(event),
+            sent.get(id(event)),
+        )
+        for event in gloo
     ]
     gloo_threads = {event["tid"] for event in gloo}
     operators = sorted(

@@ -93,7 +93,8 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             if self._grid.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
                 self._wait_for_device()
-            self._profiler = profile(activities=activities)
+            # gloo's threads do not say what they send, so the calls' shapes must; NCCL's kernels say it themselves.
+            self._profiler = profile(activities=activities, record_shapes=self._grid.device.type == "cpu")
             with _quiet_profiler():
                 self._profiler.start()
         if self._grid.device.type == "cpu":

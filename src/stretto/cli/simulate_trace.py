@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto simulate trace` and `export`: Chakra execution traces, simulated and made of a run's own trace."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
+
+
+def trace(
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The files are PREFIX.0.et, PREFIX.1.et, ...")],
+    topology: Topology = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    cluster: ClusterName = None,
+    gpus: Gpus = None,
+    packet_bytes: Packets = None,
+    groups: Annotated[
+        Path | None, typer.Option(help="Process groups, as JSON: {NAME: [RANK, ...]} (default: PREFIX.groups.json).")
+    ] = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLLECTIVE=NAME", help="ring, direct or recursive; may be repeated."),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(help="FLOP/s, for nodes with num_ops and no duration (default: the bf16 peak of --cluster)."),
+    ] = None,
+    memory_bandwidth: Annotated[
+        str | None, typer.Option(help="For nodes with tensor_size and no duration: 2TB/s (default: of --cluster).")
+    ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Take the trace's own durations for communication too; no network.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Time a Chakra execution trace (MLCommons) on a network, in both fidelities.
+
+    - stretto simulate trace step --topology ring:16 --bandwidth 50GiB/s --latency 500ns
+    - stretto simulate trace step --cluster perlmutter --gpus 64 --algorithm all_reduce=recursive --json
+    - stretto simulate trace step --replay
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.cluster import Cluster
+        from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, execute
+        from stretto.simulator.chakra import ALGORITHMS, NodeTimes, read_chakra, trace_graph
+        from stretto.simulator.network.shapes import fully_connected
+        from stretto.simulator.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
+        from stretto.suggestions import name_known
+
+        network_options = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
+        if replay and any((topology, cluster)):
+            raise ValueError("--replay uses no network: leave out --topology and --cluster")
+        network = None if replay else network_options.build()
+        chosen = {}
+        for each in algorithm or ():
+            name, _, value = each.partition("=")
+            if name not in ALGORITHMS or not value:
+                raise ValueError(f"--algorithm {each!r} must be COLLECTIVE=NAME{name_known(name, ALGORITHMS)}")
+            chosen[name] = value
+        memory = None if memory_bandwidth is None else read_bandwidth(memory_bandwidth)
+        if cluster is not None:
+            gpu = Cluster.find(cluster).gpu
+            flops, memory = flops or gpu.peak_flops.bf16, memory or gpu.memory_bandwidth
+        times = NodeTimes(flops=flops, memory_bandwidth=memory, is_replayed=replay)
+        read = read_chakra(prefix, groups=groups)
+        graph = trace_graph(read, times=times, algorithms=chosen)
+        found: dict[str, Any] = {
+            "trace": str(prefix),
+            "ranks": read.ranks,
+            "nodes": sum(map(len, read.nodes)),
+            "messages": int((graph.kinds == 1).sum()),
+        }
+        if network is None:
+            replayed = execute(graph, ClosedFormNetwork(fully_connected(max(read.ranks, 2), 1.0, 0.0)))
+            found |= {"replayed_ns": whole_nanoseconds(replayed.makespan)}
+        else:
+            closed = execute(graph, ClosedFormNetwork(network))
+            queued = execute(graph, EventDrivenNetwork(network, read_packets(packet_bytes)))
+            found |= {
+                "topology": network.name,
+                "closed_form_ns": whole_nanoseconds(closed.makespan),
+                "event_driven_ns": whole_nanoseconds(queued.makespan),
+            }
+    if as_json:
+        print_json(found)
+        return
+    print(f"{prefix}: {found['ranks']} ranks, {found['nodes']:,} nodes, {found['messages']:,} messages")
+    labels = {
+        "replayed_ns": "replayed, as measured",
+        "closed_form_ns": "closed form, no contention",
+        "event_driven_ns": "event-driven",
+    }
+    for key, label in labels.items():
+        if key in found:
+            print(f"  {label:36}{show_nanoseconds(found[key]):>14}")
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="TRACE.json", help="What `stretto train --trace` wrote into its folder.")
+    ],
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The files are PREFIX.0.et, PREFIX.1.et, ...")],
+    step: Annotated[int | None, typer.Option(help="Which of the traced steps (default: the last).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make Chakra execution traces of a traced step, one file a rank, for `simulate trace` and for ASTRA-sim.
+
+    - stretto train configs/demo.toml --trace --set out=runs/traced
+    - stretto simulate export runs/traced/trace.json runs/traced/step
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.simulator.chakra import write_chakra
+        from stretto.train.observe.chakra import step_trace
+        from stretto.train.observe.timeline import read_timeline
+
+        if not source.is_file():
+            raise ValueError(f"there is no {source}: `stretto train --trace` writes trace.json into its folder")
+        made = step_trace(read_timeline(source), step)
+        paths = write_chakra(made, prefix)
+    if as_json:
+        print_json({"ranks": made.ranks, "nodes": sum(map(len, made.nodes)), "files": [str(path) for path in paths]})
+    else:
+        print(f"{made.ranks} ranks, {sum(map(len, made.nodes)):,} nodes: {paths[0]} to {paths[-1]}")

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and writes Chakra execution traces: one file a rank, PREFIX.RANK.et, as ASTRA-sim names them.
+
+A file is a GlobalMetadata message and then the rank's nodes, each after its length. Traces come from elsewhere, so
+every size has a limit that is checked before memory is taken.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from stretto.simulator.chakra.schema import (
+    ChakraNode,
+    Metadata,
+    NodeType,
+    TensorInfo,
+    decode_metadata,
+    decode_node,
+    encode_metadata,
+    encode_node,
+)
+from stretto.simulator.chakra.wire import WireError, join_delimited, split_delimited
+
+MAX_FILE_BYTES = 1 << 30
+MAX_MESSAGE_BYTES = 1 << 22
+MAX_NODES = 5_000_000  # of all ranks together: about 5 GB as Python objects
+MAX_RANKS = 1 << 16
+ALL_RANKS = "0"  # the group of all ranks, as PyTorch and ASTRA-sim name it
+
+_GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class ChakraTrace:
+    """The nodes of every rank, in the order of their files, and the groups that their collectives name.
+
+    groups: the ranks of a process group by its name (the attribute pg_name), in group order. A name of "" or "0" that
+    is not among them means all ranks.
+    """
+
+    nodes: tuple[tuple[ChakraNode, ...], ...]
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=Metadata)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", MappingProxyType(dict(self.groups)))
+        for name, ranks in self.groups.items():
+            if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < len(self.nodes) for rank in ranks):
+                raise ValueError(
+                    f"group {name!r} is {list(ranks)}, but must be different ranks from 0 to {len(self.nodes) - 1}"
+                )
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.nodes)
+
+    def group(self, name: str) -> tuple[int, ...]:
+        """The ranks of a group. Raises ValueError for a name that the trace does not define."""
+        if name in self.groups:
+            return self.groups[name]
+        if name in ("", ALL_RANKS):
+            return tuple(range(self.ranks))
+        raise ValueError(
+            f"the trace has no group {name!r}; it has {', '.join(map(repr, self.groups)) or 'none'}: "
+            "give a file of groups, {NAME: [RANK, ...]}"
+        )
+
+
+def read_chakra(prefix: str | Path, *, groups: str | Path | None = None) -> ChakraTrace:
+    """Read PREFIX.0.et, PREFIX.1.et, ... to the last rank.
+
+    groups: a JSON file {NAME: [RANK, ...]}, as ASTRA-sim takes it; without it, PREFIX.groups.json if that exists, and
+    what the trace's metadata nodes say of process groups. Raises ValueError that names the file and the byte for
+    missing ranks, a truncated or foreign file, and sizes over the limits.
+    """
+    prefix = Path(prefix)
+    found = _find_files(prefix)
+    nodes: list[tuple[ChakraNode, ...]] = []
+    metadata = Metadata()
+    for rank, path in enumerate(found):
+        about, of_rank = read_rank(path, max_nodes=MAX_NODES - sum(map(len, nodes)))
+        metadata = about if rank == 0 else metadata
+        nodes.append(of_rank)
+    known = dict(_groups_of_nodes(nodes))
+    beside = prefix.with_name(prefix.name + ".groups.json")
+    if groups is not None or beside.is_file():
+        known |= _read_groups(Path(groups) if groups is not None else beside)
+    return ChakraTrace(tuple(nodes), known, metadata)
+
+
+def read_rank(path: Path, *, max_nodes: int = MAX_NODES) -> tuple[Metadata, tuple[ChakraNode, ...]]:
+    """Read one rank's file. Raises ValueError as `read_chakra`."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ValueError(f"{path} has {size:,} bytes, and at most {MAX_FILE_BYTES:,} are read")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if data.startswith(_GZIP):
+        raise ValueError(f"{path} is compressed: unpack it with gunzip")
+    metadata: Metadata | None = None
+    nodes: list[ChakraNode] = []
+    start = 0  # of the message that is decoded; of none, while its length is
+    try:
+        for message, offset in split_delimited(data, MAX_MESSAGE_BYTES):
+            start = offset
+            if metadata is None:
+                metadata = decode_metadata(message)
+            elif len(nodes) < max_nodes:
+                nodes.append(decode_node(message))
+            else:
+                raise ValueError(f"{path}: the trace has more than {MAX_NODES:,} nodes")
+            start = 0
+    except WireError as error:
+        raise ValueError(f"{path} is no Chakra trace: near byte {start + error.offset}, {error}") from error
+    if metadata is None:
+        raise ValueError(f"{path} is no Chakra trace: it is empty")
+    return metadata, tuple(nodes)
+
+
+def write_chakra(trace: ChakraTrace, prefix: str | Path) -> list[Path]:
+    """Write PREFIX.RANK.et for every rank, and PREFIX.groups.json where collectives have groups; returns the paths."""
+    prefix = Path(prefix)
+    if not prefix.parent.is_dir():
+        raise ValueError(f"{prefix.parent} is no folder")
+    paths = []
+    for rank, nodes in enumerate(trace.nodes):
+        path = prefix.with_name(f"{prefix.name}.{rank}.et")
+        messages = (encode_metadata(trace.metadata), *map(encode_node, nodes))
+        path.write_bytes(b"".join(join_delimited(messages)))
+        paths.append(path)
+    if trace.groups:
+        path = prefix.with_name(prefix.name + ".groups.json")
+        path.write_text(json.dumps({name: list(ranks) for name, ranks in trace.groups.items()}) + "\n")
+        paths.append(path)
+    return paths
+
+
+def group_node(id: int, groups: Mapping[str, Sequence[int]]) -> ChakraNode:
+    """The metadata node that tells process groups, in the words of PyTorch's execution traces."""
+    rows = [{"pg_name": name, "ranks": list(ranks)} for name, ranks in groups.items()]
+    return ChakraNode(
+        id, "## process_group:init ##", NodeType.METADATA_NODE, inputs=TensorInfo(values=f"['{json.dumps(rows)}']")
+    )
+
+
+def _find_files(prefix: Path) -> list[Path]:
+    pattern = re.compile(re.escape(prefix.name) + r"\.(\d{1,9})\.et")
+    folder = prefix.parent
+    found: dict[int, Path] = {}
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if matched := pattern.fullmatch(path.name):
+                found[int(matched[1])] = path
+    if not found:
+        near = " (the prefix is the part of the name before .RANK.et)" if prefix.name.endswith(".et") else ""
+        raise ValueError(f"there is no {prefix}.0.et{near}")
+    if len(found) > MAX_RANKS:
+        raise ValueError(f"{prefix} has {len(found):,} ranks, and at most {MAX_RANKS:,} are read")
+    missing = next((rank for rank in range(max(found) + 1) if rank not in found), None)
+    if missing is not None:
+        raise ValueError(f"there is no {prefix}.{missing}.et, but there is {prefix}.{max(found)}.et")
+    return [found[rank] for rank in range(len(found))]
+
+
+def _read_groups(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        if path.stat().st_size > MAX_MESSAGE_BYTES:
+            raise ValueError(f"{path} has more than {MAX_MESSAGE_BYTES:,} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict) or not all(_is_ranks(ranks) for ranks in content.values()):
+        raise ValueError(f"{path} must be {{NAME: [RANK, ...]}}")
+    return {str(name): tuple(ranks) for name, ranks in content.items()}
+
+
+def _groups_of_nodes(nodes: Sequence[Sequence[ChakraNode]]) -> dict[str, tuple[int, ...]]:
+    """What metadata nodes say of process groups. Other metadata nodes say nothing that is simulated."""
+    groups: dict[str, tuple[int, ...]] = {}
+    for of_rank in nodes:
+        for node in of_rank:
+            if node.type == NodeType.METADATA_NODE and node.inputs.values.startswith("['["):
+                try:
+                    rows = json.loads(node.inputs.values[2:-2])
+                except (ValueError, RecursionError):
+                    continue
+                for row in rows if isinstance(rows, list) else ():
+                    if isinstance(row, dict) and "pg_name" in row and _is_ranks(row.get("ranks")):
+                        groups[str(row["pg_name"])] = tuple(row["ranks"]) or tuple(range(len(nodes)))
+    return groups
+
+
+def _is_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(type(rank) is int for rank in value)
