@@ -113,10 +113,10 @@ class MadeUpSetting:
     ],
 )
 def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, monkeypatch, tmp_path):
-    commands = importlib.import_module("stretto.cli.bench")
+    commands = importlib.import_module("stretto.cli.bench_command")
     monkeypatch.setattr(commands, "app", made := typer.Typer())
     given = []
-    commands._command("made-up", MadeUpSetting)(lambda setting, out: given.append((setting, out)) or [])
+    commands.bench_command("made-up", MadeUpSetting)(lambda setting, out: given.append((setting, out)) or [])
     result = CliRunner().invoke(made, [*arguments, "--out", str(tmp_path), "--json"])
     assert (result.exit_code, json.loads(result.output)) == (0, {"rows": []})
     assert given == [(setting, tmp_path)]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a command of `stretto bench` of a bench's settings: an option for each field, and `--out` and `--json`.
+
+A command imports its bench, and torch with it, when all that was given has been checked.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
+
+app = typer.Typer(help="Measure what the README claims, peers beside it in the same run.")
+
+
+class Needs(Enum):
+    """What a bench needs of the machine; the value heads its group in `stretto bench --help`."""
+
+    NO_GPU = "Need no GPU"
+    RANKS = "Need GPUs, or --ranks N for processes on the CPU"
+    ONE_GPU = "Need a GPU, or --cpu for a try on the CPU"
+    TWO_GPUS = "Need two GPUs or more"
+
+
+_BENCHES: dict[Needs, list[str]] = {each: [] for each in Needs}
+
+
+@app.callback(invoke_without_command=True)
+def _about(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        from stretto.cluster.detection import may_have_gpus
+
+        print(context.get_help())
+        if not may_have_gpus():
+            print(f"This machine has no GPU. {describe_cpu_benches()}")
+        raise typer.Exit(BAD_INPUT)
+
+
+def describe_cpu_benches() -> str:
+    """Say which benches run on a machine without GPUs."""
+    names = {need: ", ".join(sorted(benches)) for need, benches in _BENCHES.items()}
+    return (
+        f"Without GPUs these run: {names[Needs.NO_GPU]}; with --ranks N, on N processes of the CPU: "
+        f"{names[Needs.RANKS]}; with --cpu: {names[Needs.ONE_GPU]}."
+    )
+
+
+def bench_command(
+    name: str,
+    setting_type: type[Any],
+    *,
+    needs: Needs = Needs.NO_GPU,
+    out: str | None = None,
+    count: Callable[[int | None], int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a command of a function that takes the settings and the output folder, and returns what `--json` prints.
+
+    needs: what it needs of the machine. out: the default folder (None: results/NAME). count: adds an option `--ranks`;
+    the function gets the number of ranks that `count` makes of it as its first argument. A ValueError ends the command
+    with status 2.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        def command(*, ranks: int | None = None, out: Path, as_json: bool, **given: Any) -> None:
+            with refusing_bad_input(as_json=as_json):
+                if count is None and "ranks" in options:
+                    given["ranks"] = ranks
+                setting = setting_type(**_read(options, given))
+                counted = () if count is None else (count(ranks),)
+                result = run(*counted, setting, out)
+            if isinstance(result, dict) and result.get("failure") is not None:
+                raise fail(result["failure"], 1, as_json=as_json)
+            if as_json:
+                print_json(result if isinstance(result, dict) else {"rows": result})
+
+        options = {field.name: field for field in fields(setting_type)}
+        parameters = [_make_parameter(field) for field in options.values()]
+        if count is not None:
+            parameters.insert(0, _make_ranks())
+        folder = Path(out or f"results/{name}")
+        parameters.append(
+            _parameter("out", Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")], folder)
+        )
+        parameters.append(_parameter("as_json", Json, False))
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__doc__ = run.__doc__
+        _BENCHES[needs].append(name)
+        app.command(name, rich_help_panel=needs.value)(command)
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _make_ranks() -> inspect.Parameter:
+    type_, option = get_args(Ranks)
+    return _parameter("ranks", Annotated[type_, typer.Option(help=option.help)], None)
+
+
+def _make_parameter(field: "Field[Any]") -> inspect.Parameter:
+    """The parameter (option) of a field. Tuples are given as text; a default that a factory makes is shown as None."""
+    type_, option = get_args(field.type)
+    default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
+    if get_origin(type_) is tuple and option.is_repeated:
+        type_, default = list[str] | None, None
+    elif get_origin(type_) is tuple:
+        type_ = str if default else str | None
+        default = option.separator.join(map(str, default)) if default else None
+    elif field.default_factory is not MISSING:
+        type_, default = type_ | None, None
+    flags = (option.flags,) if option.flags else ()
+    made = typer.Option(*flags, help=option.help, metavar=option.metavar, envvar=option.envvar)
+    return _parameter(field.name, Annotated[type_, made], default)
+
+
+def _read(options: "Mapping[str, Field[Any]]", given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the command line's values into the fields' values. Raises ValueError for text that cannot be parsed."""
+    values = {}
+    for name, value in given.items():
+        type_, option = get_args(options[name].type)
+        if value is None and options[name].default_factory is not MISSING:
+            continue
+        if get_origin(type_) is tuple:
+            flag = option.flags or "--" + name.replace("_", "-")
+            words = (value or []) if option.is_repeated else split_words(value or "")
+            if not words and options[name].default:
+                raise ValueError(f"{flag} is empty, but takes one name or more")
+            value = tuple(_read_items(words, get_args(type_)[0], flag))
+        values[name] = value
+    return values
+
+
+def _read_items(words: list[str], kind: Any, flag: str) -> Iterator[Any]:
+    for word in words:
+        if kind is int:
+            yield parse_number(word, flag)
+        elif kind is float:
+            yield _parse_float(word, flag)
+        else:
+            yield word if kind is str else kind.parse(word)
+
+
+def _parse_float(word: str, flag: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{flag} has {word!r}, which is no number") from None
