@@ -113,7 +113,7 @@ class MadeUpSetting:
     ],
 )
 def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, monkeypatch, tmp_path):
-    commands = importlib.import_module("stretto.cli.bench_command")
+    commands = importlib.import_module("stretto.cli.bench.command")
     monkeypatch.setattr(commands, "app", made := typer.Typer())
     given = []
     commands.bench_command("made-up", MadeUpSetting)(lambda setting, out: given.append((setting, out)) or [])

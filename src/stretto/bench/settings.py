@@ -2,9 +2,11 @@
 """Settings of benches: frozen dataclasses whose fields are the options of a command of `stretto bench`.
 
 Each bench has its settings in a module of its own that does not import torch, so that `stretto bench --help` is fast. A
-field that the command line sets is annotated with an `Option`; `stretto.cli.bench_command` makes the command from these.
+field that the command line sets is annotated with an `Option`; `stretto.cli.bench.command` makes the command from
+these.
 
-Two traps: when it is imported, `stretto.cli.bench_command` unpacks each annotation, `type_, option = get_args(field.type)`.
+Two traps: when it is imported, `stretto.cli.bench.command` unpacks each annotation,
+`type_, option = get_args(field.type)`.
 
 - Write `Annotated[type, Option(...)]` with exactly two arguments. Any other number raises ValueError there.
 - Do not write `from __future__ import annotations` in a module of settings: annotations would be strings, which have no

@@ -23,10 +23,10 @@ def graph_trace(graph: ExecutionGraph, execution: Execution | None = None) -> Ch
     Raises ValueError for an operation that waits for one of another rank without a message between them, which a trace
     cannot say.
     """
-    return _Writer(graph, execution).write()
+    return _TraceWriter(graph, execution).write()
 
 
-class _Writer:
+class _TraceWriter:
     def __init__(self, graph: ExecutionGraph, execution: Execution | None) -> None:
         self._graph, self._execution = graph, execution
         self._nodes: list[list[ChakraNode]] = [[] for _ in range(graph.world)]

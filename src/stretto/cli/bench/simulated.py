@@ -18,7 +18,7 @@ from stretto.bench.studies.settings import (
     SimulatedTwoLevelSetting,
     SimulatedZero3Setting,
 )
-from stretto.cli.bench_command import bench_command
+from stretto.cli.bench.command import bench_command
 
 
 @bench_command("published", PublishedSetting)

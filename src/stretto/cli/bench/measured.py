@@ -35,11 +35,8 @@ from stretto.bench.training.settings import (
     ThroughputSetting,
 )
 from stretto.bench.two_level.settings import TwoLevelSetting
-from stretto.cli import bench_simulated
-from stretto.cli.bench_command import Needs, app, bench_command, describe_cpu_benches
+from stretto.cli.bench.command import Needs, app, bench_command, describe_cpu_benches
 from stretto.cli.console import Json, print_json, refusing_bad_input
-
-__all__ = ["app", "bench_simulated"]
 
 
 def _count_ranks(ranks: int | None) -> int:
