@@ -336,9 +336,8 @@ class GraphRun:
         self._send = network.send
 
     def run(self) -> Execution:
-        """Run the graph on the network, whose queues are emptied first."""
+        """Run the graph on the network, whose queues were emptied."""
         begin = time.process_time()
-        self._network.reset()
         with pausing_garbage_collection():
             for number in [number for number, count in enumerate(self._waits) if count == 0]:
                 self._start(number)
