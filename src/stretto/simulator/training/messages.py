@@ -22,8 +22,6 @@ PACKET_BYTES = 4096
 """Links forward messages in packets, as NVLink's and networks' switches do."""
 NO_LATENCY = 1e-15
 """Seconds: a cluster's latencies are more than 0."""
-SHARED = 0.5
-"""GPUs are wired in pairs if the links to all peers, added up, have less than twice what one GPU sends at once."""
 MOST_MESSAGES = 3_000_000
 """Of a step that is simulated message by message: about a minute."""
 
@@ -36,12 +34,9 @@ def network_of(
     loses_link: the first node's first NIC is gone, or, in one node, the link between its first two GPUs. Latency in a
     node is part of messages' sizes. Raises ValueError like `of_cluster`.
     """
-    link, is_switched = cluster.in_node, are_switched(cluster)
     changed = replace(
         cluster,
-        in_node=replace(
-            link, latency=NO_LATENCY, pair_bandwidth=None if is_switched and link.bandwidth else link.pair_bandwidth
-        ),
+        in_node=replace(cluster.in_node, latency=NO_LATENCY),
         between_nodes=replace(cluster.between_nodes, latency=message_latency(cluster, leaves=True)),
     )
     topology = of_cluster(changed, gpus)
@@ -63,17 +58,6 @@ def network_of(
         ]
         topology = NetworkTopology(topology.name, gpus, links, vertices=topology.vertices)
     return EventDrivenNetwork(topology, PACKET_BYTES)
-
-
-def are_switched(cluster: Cluster) -> bool:
-    """Whether a switch joins a node's GPUs: one sends to one peer almost as fast as to all of them together.
-
-    A probe finds less for one peer than for all also where there is a switch.
-    """
-    link, peers = cluster.in_node, cluster.gpus_per_node - 1
-    if not link.bandwidth or not link.pair_bandwidth:
-        return True
-    return SHARED * peers * link.pair_bandwidth > link.bandwidth or link.pair_bandwidth >= link.bandwidth
 
 
 class MessageLowering(StepLowering):

@@ -8,8 +8,8 @@ from typing import Any
 from stretto.cluster import Cluster
 from stretto.cluster.model import FlopRates
 from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.simulator.network.clusters import is_switched
 from stretto.simulator.training.lowering import RankFactors
-from stretto.simulator.training.messages import are_switched
 from stretto.simulator.training.simulation import Fidelity, StepSimulation, simulate_step
 
 CHANGES = {
@@ -102,7 +102,7 @@ def _lose_link(cluster: Cluster, ranks: int) -> tuple[RankFactors, str]:
         factors = RankFactors(nics=slow, gpus_per_node=size, is_first_slowest=True)
         return factors, f"the first node without one of its {nics} NICs"
     whole, pair = cluster.in_node.bandwidth, cluster.in_node.pair_bandwidth
-    if whole is None or pair is None or are_switched(cluster):
+    if whole is None or pair is None or is_switched(cluster):
         raise ValueError(
             f"a node of cluster {cluster.name!r} has a switch, or does not say in_node.pair_bandwidth: no link between "
             f"two GPUs can be lost; more than {size} GPUs would do, of which a node loses a NIC"
