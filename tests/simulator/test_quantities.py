@@ -37,6 +37,7 @@ def test_times_are_read(text, seconds):
     [
         (read_bytes, "1X"),
         (read_bytes, "iB"),
+        (read_bytes, "0.5"),
         (read_bytes, "1iB"),
         (read_bytes, "-1"),
         (read_bandwidth, "50"),
@@ -49,7 +50,7 @@ def test_times_are_read(text, seconds):
     ],
 )
 def test_what_is_no_quantity_is_refused(read, text):
-    with pytest.raises(ValueError, match=r"is no|not finite|must be more than 0"):
+    with pytest.raises(ValueError, match=r"is no|not finite|must be more than 0|must be a whole number"):
         read(text)
 
 

@@ -3,6 +3,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import networkx
 import pytest
@@ -142,12 +143,25 @@ def test_a_clusters_network_has_its_figures():
     assert of_cluster(CLUSTER, 2).devices == 2
 
 
+@pytest.mark.parametrize(("to_one_peer", "is_switched"), [(274e9, True), (327e9, True), (163e9, False), (109e9, False)])
+def test_gpus_are_behind_a_switch_if_a_probe_measured_almost_all_bandwidth_to_one_peer(to_one_peer, is_switched):
+    probed = replace(CLUSTER, in_node=NodeLink(bandwidth=327e9, pair_bandwidth=to_one_peer, latency=1e-6))
+    topology = of_cluster(probed, 4)
+    hops = [topology.links[number] for number in topology.routes(0, 3)[0]]
+    assert [link.bandwidth for link in hops] == ([327e9, 327e9] if is_switched else [to_one_peer])
+
+
 @pytest.mark.parametrize(
     ("gpus", "message"), [(6, "fill no whole nodes .* 4 would do"), (32, "has 16 GPUs, not 32"), (0, "0 GPUs")]
 )
 def test_gpus_that_a_cluster_cannot_give_are_refused(gpus, message):
     with pytest.raises(ValueError, match=message):
         of_cluster(CLUSTER, gpus)
+
+
+def test_a_network_too_large_for_memory_is_refused_before_it_is_made():
+    with pytest.raises(ValueError, match="800000000 GPUs is not simulated; 131072 are the most"):
+        of_cluster(replace(CLUSTER, nodes=None), 800_000_000)
 
 
 def test_a_cluster_without_a_bandwidth_is_refused():
@@ -263,6 +277,11 @@ def test_an_edge_list_is_read(tmp_path):
         ("a.edgelist", "0 1 0 0\n", "bandwidth of 0 bytes/s"),
         ("a.edgelist", "0 1 1e9 0\n2 3 1e9 0\n", "is not connected"),
         ("a.edgelist", "", "has no device"),
+        (
+            "a.json",
+            f'{{"nodes": [{{"id": 0}}], "edges": [{{"source": 0, "target": 1, "bandwidth": {10**400}}}]}}',
+            "an edge has bandwidth = 1000.* must be a number up to",
+        ),
     ],
 )
 def test_files_that_are_no_network_are_refused_in_one_line(tmp_path, name, text, message):

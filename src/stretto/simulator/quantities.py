@@ -20,6 +20,8 @@ def read_bytes(text: str) -> float:
     size = float(match[1]) * (_BINARY.get(match[2], 1) if is_binary else _PREFIXES[match[2]])
     if _finite(text, size) > MOST_BYTES:
         raise ValueError(f"{text} is more than 2^60 bytes, the most; 1TiB would do")
+    if size != int(size):
+        raise ValueError(f"{text} is {size:g} bytes, which must be a whole number; {math.ceil(size)} would do")
     return size
 
 

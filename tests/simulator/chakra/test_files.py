@@ -2,6 +2,7 @@
 """Chakra's files: bytes worked out by hand from protocol buffers' rules, bytes of Google's library, and broken ones."""
 
 import dataclasses
+import os
 
 import pytest
 from hypothesis import given
@@ -255,11 +256,20 @@ def test_missing_ranks_and_prefixes_are_named(tmp_path):
 
 def test_sizes_are_bounded_before_files_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_FILE_BYTES", 10)
-    with pytest.raises(ValueError, match=r"has 91 bytes, and at most 10 are read"):
+    with pytest.raises(ValueError, match=r"is larger than 10 bytes, the most a rank of a trace"):
         read_bytes(tmp_path, BY_HAND)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="more than"):
         files.read_rank(tmp_path / "t.0.et", max_nodes=1)
+
+
+def test_a_pipe_in_place_of_a_rank_or_of_groups_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.0.et")
+    with pytest.raises(ValueError, match=r"pipe\.0\.et: is not a regular file"):
+        read_chakra(tmp_path / "pipe")
+    write_chakra(ChakraTrace(((),)), tmp_path / "one")
+    with pytest.raises(ValueError, match=r"pipe\.0\.et: is not a regular file"):
+        read_chakra(tmp_path / "one", groups=tmp_path / "pipe.0.et")
 
 
 def test_groups_come_from_a_file_or_from_the_traces_own_nodes(tmp_path):

@@ -59,7 +59,11 @@ def broken(change) -> str:
             broken(lambda all_: all_["executors"]["interpreter"]["protocols"].update(LL3={})),
             "the protocols are Simple, LL, LL128 and Copy, not 'LL3'",
         ),
-        (broken(lambda all_: all_["executors"]["interpreter"].update(tile_bytes="1")), "tile_bytes is a number"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(tile_bytes="1")), "tile_bytes is a whole number"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(slots=2.5)), "slots is a whole number, not 2.5"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(launch=10**400)), "too large"),
+        (broken(lambda all_: all_.update(link_latency=10**400)), "too large"),
+        ("[" * 100_000, "costs.json: not JSON"),
     ],
 )
 def test_bad_files_are_refused_with_their_name(tmp_path: Path, text: str, message: str):

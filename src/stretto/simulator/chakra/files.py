@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stretto.cluster import read_bounded
 from stretto.simulator.chakra.schema import (
     ChakraNode,
     Metadata,
@@ -96,10 +97,7 @@ def read_chakra(prefix: str | Path, *, groups: str | Path | None = None) -> Chak
 def read_rank(path: Path, *, max_nodes: int = MAX_NODES) -> tuple[Metadata, tuple[ChakraNode, ...]]:
     """Read one rank's file. Raises ValueError as `read_chakra`."""
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ValueError(f"{path} has {size:,} bytes, and at most {MAX_FILE_BYTES:,} are read")
-        data = path.read_bytes()
+        data = read_bounded(path, MAX_FILE_BYTES, "a rank of a trace")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if data.startswith(_GZIP):
@@ -171,12 +169,12 @@ def _find_files(prefix: Path) -> list[Path]:
 
 def _read_groups(path: Path) -> dict[str, tuple[int, ...]]:
     try:
-        if path.stat().st_size > MAX_MESSAGE_BYTES:
-            raise ValueError(f"{path} has more than {MAX_MESSAGE_BYTES:,} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = read_bounded(path, MAX_MESSAGE_BYTES, "a file of groups")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    try:
+        content = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict) or not all(_is_ranks(ranks) for ranks in content.values()):
         raise ValueError(f"{path} must be {{NAME: [RANK, ...]}}")

@@ -110,8 +110,9 @@ def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float | 
         raise ValueError(f"{path}: an edge has no {key}; write it there, or give one for all edges that have none")
     try:
         return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{path}: an edge has {key} = {value!r}, which must be a number") from None
+    except (TypeError, ValueError, OverflowError):
+        shown = repr(value)[:40]
+        raise ValueError(f"{path}: an edge has {key} = {shown}, which must be a number up to 1e308") from None
 
 
 def _read_sizes(text: str, numbers: str, pattern: str) -> list[int]:

@@ -21,6 +21,7 @@ from stretto.suggestions import name_known
 
 MAX_FILE_BYTES = 1 << 20
 _FOLDER = "stretto.simulator.schedules"
+_COUNTS = ("slot_bytes", "tile_bytes", "slots", "instances", "max_blocks")
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class MachineCosts:
         """Costs from the JSON of `to_json`. Raises ValueError that names `where` and what is wrong there."""
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON: {error}") from error
         try:
             _require_keys(content, {each.name for each in fields(cls)})
@@ -162,7 +163,7 @@ class MachineCosts:
             }
             latencies = (float(content[name]) for name in ("link_latency", "network_latency"))
             return cls(str(content["machine"]), str(content["source"]), executors, *latencies)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{where}: {error}") from error
 
     def to_json(self) -> str:
@@ -216,6 +217,11 @@ def _fields(kind: type, values: Any) -> dict[str, Any]:
             for protocol in value:
                 if protocol not in PROTOCOLS and protocol != "Copy":
                     raise ValueError(f"the protocols are {', '.join(PROTOCOLS)} and Copy, not {protocol!r}")
+        elif name in _COUNTS:
+            if value is not None and type(value) is not int:
+                raise ValueError(f"{name} is a whole number, not {value!r}")
         elif value is not None and not isinstance(value, int | float):
             raise ValueError(f"{name} is a number, not {value!r}")
+        elif value is not None:
+            float(value)  # raises OverflowError for a whole number that no float can hold
     return dict(values)
