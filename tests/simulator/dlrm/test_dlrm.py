@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, execute
 from stretto.simulator.dlrm import H200, MI210, KernelRates, RecommendationStep, simulate_recommendation
 from stretto.simulator.dlrm.exchange import MessageExchange
-from stretto.simulator.network.shapes import fully_connected, ring, torus
+from stretto.simulator.network.shapes import fully_connected, ring, switch, torus
 
 MS = 1e-3
 # 2 ranks. A vector has 4 bytes; a rank pools 2,000 of 10 rows; 4,000 bytes go to the other rank.
 STEP = RecommendationStep(batch=1000, tables=1, dim=1, pooling=10, layers=3, width=1, bottom_layers=1)
 # Look-up 80,000 bytes at 8 MB/s = 10 ms, update 20 ms; a layer 2,000 FLOP at 2 MFLOP/s = 1 ms, its backward pass 2 ms.
 RATES = KernelRates(name="round", lookup=8e6, update_factor=2, memory=1e30, flops=2e6, launch=0.0, source="a test")
+ROUND = ring(64, 1e9, 0.0)
 PAIR = fully_connected(2, 1e6, 0.0)  # 4,000 bytes in 4 ms; an all-reduce of a layer takes microseconds
 
 
@@ -166,11 +167,22 @@ def test_what_cannot_be_simulated_is_refused(change, message):
         simulate_recommendation(STEP, RATES, PAIR, **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "network"),
+    [({"batch": 1_000_000, "tables": 100_000}, PAIR), ({}, switch(60_000, 1e9, 0.0)), ({"layers": 900_000}, ROUND)],
+)
+def test_a_step_of_more_messages_than_memory_holds_is_refused_before_it_is_made(change, network):
+    with pytest.raises(ValueError, match=r"sends about [0-9,]+ messages among .* simulated at most"):
+        simulate_recommendation(replace(RecommendationStep(), **change), MI210, network, fused="forward")
+
+
 def test_numbers_that_make_no_step_are_refused():
     with pytest.raises(ValueError, match="tables is 0, but must be a whole number of at least 1"):
         RecommendationStep(tables=0)
     with pytest.raises(ValueError, match="bottom_layers is 43, but must be less than all 43 layers; 42 would do"):
         RecommendationStep(bottom_layers=43)
+    with pytest.raises(ValueError, match="layers is 999999999, but must be at most 1,000,000"):
+        RecommendationStep(layers=999_999_999)
     with pytest.raises(ValueError, match="lookup of MI210 is 0"):
         replace(MI210, lookup=0.0)
 

@@ -16,6 +16,7 @@ from typing import Any
 from stretto.simulator.chakra.files import ChakraTrace
 from stretto.simulator.chakra.schema import ChakraNode, CollectiveType, NodeType
 from stretto.simulator.collectives import add_collective
+from stretto.simulator.collectives.patterns import MOST_MESSAGES
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder
 
 DURATION = "duration_ns"  # an attribute of Stretto: duration_micros would round
@@ -259,6 +260,11 @@ class _Translation:
             known = ", ".join(each.upper() for each in sorted(self._algorithms))
             raise ValueError(f"{node.describe(rank)} is a {kind.name}, which is not simulated; simulated are {known}")
         size = quantity(node, rank, "comm_size")
+        if len(self._builder) > MOST_MESSAGES:
+            raise ValueError(
+                f"the trace's collectives send more than {MOST_MESSAGES:,} messages, the most that are simulated; "
+                f"{node.describe(rank)} is not reached"
+            )
         finals = add_collective(
             self._builder,
             name,

@@ -70,6 +70,7 @@ def _ring(collective: str, n: int) -> MessagePattern:
         case "broadcast":
             return MessagePattern(tuple(MessageRound(((rank, rank + 1, 1.0),)) for rank in range(n - 1)), is_chain=True)
         case "all_to_all":  # in round k, all but what has arrived travels one rank further
+            check_messages("an all_to_all by a ring", n, n * (n - 1))
             return MessagePattern(tuple(_to_next(n, (n - k) / n) for k in range(1, n)), is_chain=True)
         case _:
             repeats = (2 if collective == "all_reduce" else 1) * (n - 1)
@@ -101,10 +102,8 @@ def _recursive(collective: str, n: int) -> MessagePattern:
             steps = ([(rank, rank + far, 1.0) for rank in range(0, n, 2 * far) if rank + far < n] for far in distances)
             return MessagePattern(tuple(MessageRound(tuple(each)) for each in steps))
         case "all_to_all":
-            steps = (
-                [(rank, (rank + (1 << k)) % n, sum(block >> k & 1 for block in range(n)) / n) for rank in range(n)]
-                for k in range((n - 1).bit_length())
-            )
+            parts = (sum(block >> k & 1 for block in range(n)) / n for k in range((n - 1).bit_length()))
+            steps = ([(rank, (rank + (1 << k)) % n, part) for rank in range(n)] for k, part in enumerate(parts))
             return MessagePattern(tuple(MessageRound(tuple(each)) for each in steps))
     if n & (n - 1):
         fewer = 1 << (n.bit_length() - 1)

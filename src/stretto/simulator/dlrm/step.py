@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from stretto.simulator.collectives.patterns import MOST_MESSAGES
 from stretto.simulator.dlrm.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
 from stretto.simulator.dlrm.kernels import KernelRates, RecommendationStep
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder, execute
@@ -95,7 +96,9 @@ def simulate_recommendation(
     if fidelity == "closed-form":
         exchange = FormulaExchange(topology, collective, FORMULA_SLICES)
     else:
-        exchange = MessageExchange(topology, collective, -(-step.batch * step.tables // slice_vectors), window)
+        slices = -(-step.batch * step.tables // slice_vectors)
+        exchange = MessageExchange(topology, collective, slices, window)
+        _check_messages(step, topology.devices, slices * FUSIONS.index(fused), 1 if collective == DIRECT else 2)
     network = ClosedFormNetwork(topology) if fidelity == "closed-form" else EventDrivenNetwork(topology, packet_bytes)
     with _paused_collector():
         graph = recommendation_graph(step, kernels, exchange, fused)
@@ -116,6 +119,17 @@ def simulate_recommendation(
         compute=execution.busy(0, "compute"),
         operations=len(graph),
     )
+
+
+def _check_messages(step: RecommendationStep, ranks: int, slices: int, hops: int) -> None:
+    """Raise ValueError for more messages than memory has room for. slices: of a pair of ranks in all fused passes."""
+    buckets = step.layers // max(step.bucket_bytes // step.layer_bytes, 1)
+    messages = ranks * (ranks - 1) * (slices * hops + 2 * buckets)
+    if messages > MOST_MESSAGES:
+        raise ValueError(
+            f"this step sends about {messages:,} messages among {ranks} ranks, and {MOST_MESSAGES:,} are simulated at "
+            "most; larger slices, fewer ranks, samples, tables or layers would do"
+        )
 
 
 @contextmanager
