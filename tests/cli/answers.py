@@ -102,6 +102,9 @@ ANSWERS = (
     Answer("collective run ring-all-reduce --ranks 4 --bytes 1X", REFUSED, "is no size"),
     Answer("collective run ring-all-reduce --ranks 4 --dtype fp8", REFUSED, "the dtypes are"),
     Answer("collective simulate ring.xml --cluster perlmutter --bytes 1M", REFUSED, "6 GPUs fill no whole nodes"),
+    Answer(
+        "collective simulate ring.xml --cluster dgx-h200 --bytes 1M --latency 1us", REFUSED, "a cluster says its own"
+    ),
     Answer("collective simulate ring.xml --cluster dgx-h20 --bytes 1M", REFUSED, "unknown cluster 'dgx-h20'"),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1X", REFUSED, "is no size"),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1M --executor fussed", REFUSED, "mean 'fused'"),
@@ -144,6 +147,7 @@ ANSWERS = (
     Answer(f"simulate collective all_redcue {RING} --bytes 1MiB", REFUSED, "did you mean 'all_reduce'"),
     Answer(f"simulate collective all_reduce {RING} --bytes 1X", REFUSED, "is no size"),
     Answer(f"simulate step {STEP} --json", DONE, '"fidelity": "closed-form"'),
+    Answer(f"simulate step {STEP} --micro-batch 0", REFUSED, "--micro-batch is 0, but must be at least 1"),
     Answer(f"simulate step {STEP} --what-if gpu --stragglers lognormal:0.1", DONE, "GPUs that compute twice as fast"),
     Answer("simulate step --model gpt2-small --cluster dgx-h100", REFUSED, "--batch, --seq-len are missing"),
     Answer(f"simulate step {STEP} --overlap some", REFUSED, "takes all, none, or some of all_reduce"),
@@ -153,6 +157,8 @@ ANSWERS = (
     Answer(f"simulate dlrm {RING} --collective by-dimension", REFUSED, "no torus of two dimensions"),
     Answer(f"simulate trace nothing/step {RING}", REFUSED, "there is no nothing/step.0.et"),
     Answer(f"simulate trace nothing/step {RING} --replay", REFUSED, "leave out --topology"),
+    Answer("simulate trace step --replay --algorithm all_reduce=rign", REFUSED, "did you mean 'ring'"),
+    Answer("simulate trace step --replay --bandwidth 1GB/s", REFUSED, "leave out --topology"),
     Answer("simulate trace step --replay --algorithm all_redcue=ring", REFUSED, "did you mean 'all_reduce'"),
     Answer("simulate export nothing/trace.json step", REFUSED, "stretto train --trace"),
     Answer(f"simulate dlrm {RING} --kernels a100", REFUSED, "mi210"),

@@ -102,6 +102,12 @@ def test_a_graph_from_a_file_is_a_topology(tmp_path):
         ("message --topology ring:4 --bandwidth 1GB/s --latency 5 --bytes 8 --src 0 --dst 1", "is no time"),
         (f"collective all_reduce --algorithm recursive --topology ring:6 {LINKS} --bytes 8", "4 or 8 would do"),
         (f"collective all_reduce --topology ring:4 {LINKS} --bytes 8 --splits 2 --symmetry", "splits share links"),
+        (f"collective all_reduce --topology ring:4 {LINKS} --bytes 8 --in-node direct", "are of two-level algorithms"),
+        (f"collective all_to_all --topology ring:60000 {LINKS} --bytes 8", "sends 3599940000 messages"),
+        (
+            f"collective all_reduce --algorithm two-level-ring --topology ring:4 {LINKS} --bytes 8",
+            "two-level-ring on a --topology needs --ranks-per-node",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(arguments, message):

@@ -84,6 +84,8 @@ def simulate(
         schedule = load_schedule(name, given, max_file_bytes)
         machine = MachineCosts.find(costs)
         if topology is None:
+            if bandwidth is not None or latency is not None:
+                raise ValueError("--bandwidth and --latency are of --topology; a cluster says its own")
             network, found_cluster = _find_network(cluster, machine, schedule.collective.ranks)
             ranks_per_node, where = found_cluster.gpus_per_node, found_cluster.name
         else:

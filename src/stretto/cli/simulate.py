@@ -144,6 +144,10 @@ def collective(
         given = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
         network = given.build()
         size, packets = read_bytes(num_bytes), read_packets(packet_bytes)
+        if not algorithm.startswith("two-level") and (ranks_per_node is not None or in_node != "ring"):
+            raise ValueError(f"--ranks-per-node and --in-node are of two-level algorithms, not of {algorithm}")
+        if algorithm.startswith("two-level") and cluster is None and ranks_per_node is None:
+            raise ValueError(f"{algorithm} on a --topology needs --ranks-per-node, such as 4")
         per_node = given.gpus_per_node() if ranks_per_node is None else ranks_per_node
         options = CollectiveOptions(per_node, in_node, splits, symmetry)
         closed = closed_form_seconds(name, algorithm, network, size, ranks_per_node=per_node, in_node=in_node)

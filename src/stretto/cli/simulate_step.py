@@ -90,6 +90,8 @@ def step(
 
         given = {"model": model, "cluster": cluster, "batch": batch, "seq_len": seq_len, "gpus": gpus, "dtype": dtype}
         asked = _gather_inputs(config, given)
+        if micro_batch is not None and micro_batch < 1:
+            raise ValueError(f"--micro-batch is {micro_batch}, but must be at least 1")
         machine = Cluster.find(asked["cluster"])
         changes = check_changes(what_if or ())
         options = {
@@ -170,6 +172,8 @@ def read_grid(text: str) -> dict[str, int]:
                 "expert"
             )
         sizes[axis] = int(size)
+    if not sizes:
+        raise ValueError("--grid is empty; it must be sizes of axes, such as x=2 z=4, and x=1 is one rank")
     return sizes
 
 

@@ -47,19 +47,22 @@ def trace(
         from stretto.cluster import Cluster
         from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, execute
         from stretto.simulator.chakra import ALGORITHMS, NodeTimes, read_chakra, trace_graph
+        from stretto.simulator.collectives.patterns import ALGORITHMS as ONE_LEVEL
         from stretto.simulator.network.shapes import fully_connected
         from stretto.simulator.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
         from stretto.suggestions import name_known
 
         network_options = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
-        if replay and any((topology, cluster)):
-            raise ValueError("--replay uses no network: leave out --topology and --cluster")
+        if replay and any(each is not None for each in (topology, cluster, bandwidth, latency, gpus, packet_bytes)):
+            raise ValueError("--replay uses no network: leave out --topology, --cluster and what belongs to them")
         network = None if replay else network_options.build()
         chosen = {}
         for each in algorithm or ():
             name, _, value = each.partition("=")
             if name not in ALGORITHMS or not value:
                 raise ValueError(f"--algorithm {each!r} must be COLLECTIVE=NAME{name_known(name, ALGORITHMS)}")
+            if value not in ONE_LEVEL:
+                raise ValueError(f"--algorithm {each!r} names no algorithm{name_known(value, ONE_LEVEL)}")
             chosen[name] = value
         memory = None if memory_bandwidth is None else read_bandwidth(memory_bandwidth)
         if cluster is not None:

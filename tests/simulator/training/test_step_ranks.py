@@ -92,7 +92,9 @@ def test_variations_are_drawn_by_seed_and_are_never_faster():
     assert sorted(Variation.parse("fraction:0.25:1.5").draw(8, 0)) == [1.0] * 6 + [1.5] * 2
 
 
-@pytest.mark.parametrize("text", ["", "lognormal", "lognormal:-1", "fraction:2:1", "fraction:0.1:0.5", "normal:0.1"])
+@pytest.mark.parametrize(
+    "text", ["", "lognormal", "lognormal:-1", "fraction:2:1", "fraction:0.1:0.5", "normal:0.1", "fraction:1:1e308"]
+)
 def test_other_variations_are_refused(text):
     with pytest.raises(ValueError, match=r"--stragglers is .*must be lognormal:SIGMA"):
         Variation.parse(text, "--stragglers")

@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import dataclass
 
+WIDEST, SLOWEST = 3.0, 1e6  # so that no time and no link's bandwidth leaves what the network can count
 FORMS = "lognormal:SIGMA, uniform:WIDTH, or fraction:PART:FACTOR (fraction:0.01:1.3 makes 1% of them take 1.3 times)"
 
 
@@ -29,11 +30,14 @@ class Variation:
         except ValueError:
             values = []
         match kind, values:
-            case (("lognormal" | "uniform"), [width]) if 0 <= width <= 10:
+            case "lognormal", [width] if 0 <= width <= WIDEST:
                 return cls(kind, width)
-            case "fraction", [part, factor] if 0 <= part <= 1 and 1 <= factor < math.inf:
+            case "uniform", [width] if 0 <= width <= SLOWEST:
+                return cls(kind, width)
+            case "fraction", [part, factor] if 0 <= part <= 1 and 1 <= factor <= SLOWEST:
                 return cls(kind, factor, part)
-        raise ValueError(f"{option} is {text!r}, but must be {FORMS}")
+        limits = f"; SIGMA is 0 to {WIDEST:g}, WIDTH and FACTOR at most {SLOWEST:g}"
+        raise ValueError(f"{option} is {text!r}, but must be {FORMS}{limits}")
 
     def draw(self, count: int, seed: int) -> tuple[float, ...]:
         """Draw a factor, at least 1, for each of so many GPUs. Of a fraction, the same number of them for each seed."""
