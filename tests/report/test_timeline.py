@@ -232,7 +232,12 @@ def test_on_a_cpu_operators_are_computation_and_gloos_threads_communicate_for_th
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is no trace"), ("[]", "has no key"), ('{"traceEvents": []}', "has no key 'stretto'")],
+    [
+        ("{", "is no trace"),
+        ("[" * 100_000, "is no trace"),
+        ("[]", "has no key"),
+        ('{"traceEvents": []}', "has no key 'stretto'"),
+    ],
 )
 def test_a_file_that_no_traced_run_has_written_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "trace.json").write_text(content)

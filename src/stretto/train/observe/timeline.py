@@ -180,7 +180,7 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
         where = str(trace)
         try:
             content = json.loads(trace.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is no trace: {error}") from error
     else:
         where, content = "the trace", trace
