@@ -163,7 +163,9 @@ ANSWERS = (
     Answer("simulate export nothing/trace.json step", REFUSED, "stretto train --trace"),
     Answer(f"simulate dlrm {RING} --kernels a100", REFUSED, "mi210"),
     Answer(f"simulate dlrm {RING} --fused backward", REFUSED, "forward, both"),
-    Answer(f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "ranks_per_node"),
+    Answer(
+        f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "--ranks-per-node"
+    ),
     Answer("bench", REFUSED, "This machine has no GPU. Without GPUs these run"),
     Answer("bench tarin", REFUSED, "train"),
     Answer("bench train", REFUSED, "Without GPUs these run"),
