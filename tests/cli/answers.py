@@ -109,7 +109,7 @@ ANSWERS = (
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1X", REFUSED, "is no size"),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1M --executor fussed", REFUSED, "mean 'fused'"),
     Answer("collective simulate ring.xml --bytes 1M", REFUSED, "give --cluster or --topology: neither is given"),
-    Answer("collective simulate ring.xml --bytes 1M --topology ring:6", REFUSED, "takes --bandwidth and --latency"),
+    Answer("collective simulate ring.xml --bytes 1M --topology ring:6", REFUSED, "needs --bandwidth and --latency"),
     Answer(
         "collective simulate ring.xml --bytes 1M --topology ring:8 --bandwidth 25GB/s --latency 1us",
         REFUSED,

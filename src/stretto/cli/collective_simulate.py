@@ -21,7 +21,7 @@ from stretto.cli.collective import (
 )
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import DEFAULT_MAX_FILE_BYTES, Compilation, describe, load_schedule, shown_name
-from stretto.cli.simulate import Bandwidth, Latency, Topology
+from stretto.cli.simulate import Bandwidth, Latency, NetworkOptions, Topology
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -89,7 +89,7 @@ def simulate(
             network, found_cluster = _find_network(cluster, machine, schedule.collective.ranks)
             ranks_per_node, where = found_cluster.gpus_per_node, found_cluster.name
         else:
-            network = _make_topology(topology, bandwidth, latency, cluster)
+            network = NetworkOptions(topology, bandwidth, latency, cluster).build()
             ranks_per_node, where = network.devices, network.name
         run_by = machine.executor(executor)
         if protocol is None and schedule.protocol not in run_by.protocols:
@@ -197,21 +197,6 @@ def _find_network(cluster: str | None, costs: "MachineCosts", ranks: int) -> "tu
         raise ValueError("give --cluster or --topology: neither is given")
     found = Cluster.find(cluster)
     return costs.topology(found, ranks), found
-
-
-def _make_topology(topology: str, bandwidth: str | None, latency: str | None, cluster: str | None) -> "NetworkTopology":
-    from stretto.simulator.network import parse_topology
-    from stretto.simulator.quantities import read_bandwidth, read_seconds
-
-    if cluster is not None:
-        raise ValueError("give --cluster or --topology: both are given")
-    if ":" in topology and (bandwidth is None or latency is None):
-        raise ValueError(f"--topology {topology} takes --bandwidth and --latency of its links: 50GiB/s, 500ns")
-    return parse_topology(
-        topology,
-        None if bandwidth is None else read_bandwidth(bandwidth),
-        None if latency is None else read_seconds(latency),
-    )
 
 
 def _row(num_bytes: int, found: list[tuple[Any, float]]) -> dict[str, Any]:

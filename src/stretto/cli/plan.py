@@ -18,21 +18,28 @@ if TYPE_CHECKING:
     from stretto.planner import GridPlan
 
 
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CONFIG.toml]", help="A training configuration: its model, batch, lengths and dtype."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="gpt2-small, gpt-5b to gpt-640b, a .toml with [model], or a Hugging Face config.json."),
+]
+ClusterName = Annotated[
+    str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
+]
+Batch = Annotated[int | None, typer.Option(help="Global batch, in sequences.")]
+SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence.")]
+
+
 def plan(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG.toml]", help="A training configuration: its model, batch, lengths and dtype."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="gpt2-small, gpt-5b to gpt-640b, a .toml with [model], or a Hugging Face config.json."),
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
-    ] = None,
+    config: ConfigFile = None,
+    model: Model = None,
+    cluster: ClusterName = None,
     gpus: Annotated[int | None, typer.Option(help="How many (default: the configuration's ranks, or all).")] = None,
-    batch: Annotated[int | None, typer.Option(help="Global batch, in sequences.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
+    batch: Batch = None,
+    seq_len: SeqLen = None,
     cost: Annotated[
         str,
         typer.Option(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto simulate`: what messages and collectives take on a network that you do not have."""
+"""`stretto simulate`: messages and collectives on a network that you do not have, beside other files' commands."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="What messages and collectives take on a cluster that you do not have. Needs no GPU.",
+    help="Times of messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU.",
 )
 
 app.command()(step)
 
+_MOST_BY_DEFAULT = 4096  # GPUs of a cluster that are simulated without --gpus: of more, a network takes long to make
 Topology = Annotated[
     str | None,
     typer.Option(
@@ -175,8 +176,8 @@ class NetworkOptions:
     bandwidth: str | None
     latency: str | None
     cluster: str | None
-    gpus: int | None
-    packet_bytes: str | None
+    gpus: int | None = None
+    packet_bytes: str | None = None
 
     def build(self) -> "NetworkTopology":
         """The network. ValueError for both, or neither, of --topology and --cluster, and for what these refuse."""
@@ -193,7 +194,9 @@ class NetworkOptions:
             latency = None if self.latency is None else read_seconds(self.latency)
             missing = [name for name in ("bandwidth", "latency") if getattr(self, name) is None]
             if missing and ":" in self.topology:
-                raise ValueError(f"--{' and --'.join(missing)} of --topology {self.topology} missing: 50GiB/s, 500ns")
+                raise ValueError(
+                    f"--topology {self.topology} needs --{' and --'.join(missing)}, such as 50GiB/s and 500ns"
+                )
             return parse_topology(self.topology, bandwidth, latency)
         if self.bandwidth is not None or self.latency is not None:
             raise ValueError("--bandwidth and --latency are of --topology; a cluster says its own")
@@ -201,10 +204,15 @@ class NetworkOptions:
 
         assert self.cluster is not None
         found = Cluster.find(self.cluster)
-        gpus = found.gpus if self.gpus is None else self.gpus
-        if gpus is None:
+        if self.gpus is not None:
+            return of_cluster(found, self.gpus)
+        if found.gpus is None:
             raise ValueError(f"cluster {found.name!r} does not limit its nodes: give --gpus")
-        return of_cluster(found, gpus)
+        if found.gpus > _MOST_BY_DEFAULT:
+            raise ValueError(
+                f"cluster {found.name!r} has {found.gpus:,} GPUs; for more than {_MOST_BY_DEFAULT:,}, give --gpus"
+            )
+        return of_cluster(found, found.gpus)
 
     def gpus_per_node(self) -> int | None:
         """Of --cluster; None of a topology. A cluster of fewer GPUs than a node has is one node."""

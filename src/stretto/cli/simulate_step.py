@@ -10,6 +10,7 @@ import typer
 
 from stretto.axes import NAMES
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.cli.plan import Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
 from stretto.execution import ExecutionOptions, Overlap
 
 if TYPE_CHECKING:
@@ -19,20 +20,12 @@ if TYPE_CHECKING:
 
 
 def step(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG.toml]", help="A training configuration: its model, batch, lengths and dtype."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="gpt2-small, gpt-5b to gpt-640b, a .toml with [model], or a Hugging Face config.json."),
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
-    ] = None,
+    config: ConfigFile = None,
+    model: Model = None,
+    cluster: ClusterName = None,
     gpus: Annotated[int | None, typer.Option(help="How many (default: the grid's or the configuration's).")] = None,
-    batch: Annotated[int | None, typer.Option(help="Global batch, in sequences.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
+    batch: Batch = None,
+    seq_len: SeqLen = None,
     grid: Annotated[
         str | None,
         typer.Option(metavar='"x=2 z=4"', help="Sizes of axes (default: the planner's best of --gpus)."),
@@ -129,7 +122,6 @@ def step(
 
 def _gather_inputs(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     """The workload and the cluster; of a configuration, its options and grid too. ValueError names what is missing."""
-    from stretto.cli.plan import read_workload, require_all
 
     asked: dict[str, Any] = {}
     if config is not None:

@@ -98,7 +98,7 @@ class Builder:
         self.overlap = overlap
         self.matmuls = matmuls
         self.linears = 0
-        self.is_alone = grid.size("world") == 1 and not is_stage
+        self.has_one_rank = grid.size("world") == 1 and not is_stage
         self.gradient_reducer = GradientReducer(grid, precision, overlap, at_end=matmuls.finish)
         over_z = grid.group("z")
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
@@ -123,9 +123,10 @@ class Builder:
             original = originals[name]
             if role.role != "loss" and id(original) not in made:
                 made[id(original)] = module = self._build(name, original, role).train(original.training)
-                dtypes = {parameter.dtype for parameter in original.parameters()}
-                if isinstance(module, ShardedModule) and dtypes <= {self.precision.compute or next(iter(dtypes), None)}:
-                    module.is_alone = self.is_alone
+                if isinstance(module, ShardedModule):
+                    dtypes = {parameter.dtype for parameter in original.parameters()}
+                    casts = self.precision.compute is not None and dtypes != {self.precision.compute}
+                    module.is_traceable = self.has_one_rank and not casts
         return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
 
     def build_plain(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:

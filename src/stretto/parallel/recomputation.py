@@ -51,7 +51,7 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full") -> None:
     blocks = check_blocks(model, recompute)
     for module in model.modules():
         if isinstance(module, ShardedModule):
-            module.is_alone = False  # a graph would have no outputs for a mode to keep
+            module.is_traceable = False  # a graph would have no outputs for a mode to keep
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
     # gradient_checkpointing_enable is the name before transformers 5.

@@ -238,7 +238,7 @@ def _count_host_waits(device: torch.device, step: Step) -> dict[str, Any]:
     lines; None on a CPU."""
     if device.type != "cuda":
         return {"host_waits": None}
-    step()
+    step()  # so that nothing is set up in the step that counts
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -194,7 +194,7 @@ class ParallelExperts(ShardedModule):
         self.products = dict(products)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not self.is_traced():
+        if not self.is_being_traced():
             return self.forward_on_grid(hidden, top_k_index, top_k_weights)
         up, down = (local(self.get_parameter(name)) for name in (self._up, self._down))
         x, ids = hidden.to(up.dtype).flatten(0, -2), self._known(top_k_index)

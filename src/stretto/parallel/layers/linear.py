@@ -302,7 +302,7 @@ class ParallelLinear(ShardedModule):
         self.plan = plan
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_traced():
+        if not self.is_being_traced():
             return self.forward_on_grid(x)
         self.check_autocast(x)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)

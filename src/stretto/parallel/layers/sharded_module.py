@@ -25,18 +25,18 @@ class ShardedModule(nn.Module):
     part. Conversions (`.to`, `.double`) keep what Stretto has noted on the parameters. Operations that would lose it
     raise ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
 
-    is_alone: its grid has one rank, which computes in the parameters' own dtype and recomputes nothing. torch.compile
-    then takes the module into its graph as it takes a plain one, and its parameters' gradients come through autograd.
+    The attribute `is_traceable`: its grid has one rank, which computes in the parameters' own dtype and recomputes
+    nothing. torch.compile then traces the module as it traces a plain one, and gradients come through autograd.
     """
 
     def __init__(self, gradients: GradientReducer | None = None) -> None:
         super().__init__()
         self.gradients = gradients
-        self.is_alone = False
+        self.is_traceable = False
 
-    def is_traced(self) -> bool:
+    def is_being_traced(self) -> bool:
         """Whether torch.compile is tracing this module, and may trace what a plain module would do."""
-        if not torch.compiler.is_compiling() or not self.is_alone:
+        if not torch.compiler.is_compiling() or not self.is_traceable:
             return False
         return self.gradients is None or (self.gradients.sink is None and self.gradients.deferred is None)
 
