@@ -5,6 +5,7 @@ It loops over optimizer steps. The loop over a step's micro-batches is in `stret
 """
 
 import logging
+import os
 import resource
 import sys
 from contextlib import ExitStack, nullcontext
@@ -21,6 +22,7 @@ from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_ch
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
+from stretto.train.health import beating, flight_recorder, note, phase
 from stretto.train.launch import resolve_device
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
@@ -47,29 +49,36 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     """
     require_loggers(config.train)
     is_callers_group = dist.is_initialized()
+    os.environ.update(flight_recorder.environment())  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
-    try:
-        with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
-            _train_on(grid, config, display)
-    except Exception:
-        if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+    with beating(config.train.timeout, config.out):
+        note("start")
+        grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
+        flight_recorder.name_groups(grid.group_names())
+        try:
+            with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
+                _train_on(grid, config, display)
+        except Exception:
+            if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+                dist.destroy_process_group()
+            raise
+        note("exit")
+        failures.synchronize(grid.device)
+        if not is_callers_group:
+            # Without the barrier, this process could close its connections at exit while another rank still uses them.
+            dist.barrier()
             dist.destroy_process_group()
-        raise
-    failures.synchronize(grid.device)
-    if not is_callers_group:
-        # Without the barrier, this process could close its connections at exit while another rank still uses them.
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     """Run the whole training on a grid: resume, train all steps, and write the summary."""
     is_first = dist.get_rank() == 0
+    note("build")
     resumed_from = find_checkpoint(config.out, config.train.resume)
     task = _make_task(config, grid)
     start = 0
+    note("load")
     if resumed_from is None:
         task.start()
     else:
@@ -193,12 +202,15 @@ def _train_steps(
             loss, grad_norm = task.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(NAMES, 0) | counts.bytes_by_axis()
-        recorder.add(step, lr, loss, grad_norm, task.evaluation(step), routing=task.routing())
+        evaluation = task.evaluation(step)
+        with nullcontext() if evaluation is None else phase("evaluate"):
+            recorder.add(step, lr, loss, grad_norm, evaluation, routing=task.routing())
         tracer.end(step)
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
         if is_due or is_stopping or step == options.steps:
             recorder.flush()
+            note("save", step)
             task.save(step)
             recorder.restart_clock()
         if is_stopping:
