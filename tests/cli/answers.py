@@ -197,6 +197,8 @@ ANSWERS = (
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
     Answer("bench dlrm --tables 0", REFUSED, "--tables is 0"),
+    Answer("bench faults --kinds kil", REFUSED, "did you mean 'kill'"),
+    Answer("bench faults --ranks 3", REFUSED, "must be one of 2, 4, 8"),
     Answer("bench redraw nowhere", REFUSED, "there is no folder nowhere"),
     Answer("bench two-level --nodes 1", REFUSED, "1"),
     Answer("bench simulated-collectives --sizes 1", REFUSED, "sizes is 1, but must be at least 2"),

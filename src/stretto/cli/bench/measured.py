@@ -11,6 +11,7 @@ from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.collectives.settings import AblationsSetting, BackendSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.experts.settings import ExpertsSetting, MoeLayersSetting
+from stretto.bench.faults.settings import FaultsSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
@@ -124,6 +125,14 @@ def compile_(setting: CompileSetting, out: Path) -> Any:
     from stretto.bench.collectives.compile import bench_compile
 
     return bench_compile(out, setting.largest)
+
+
+@bench_command("faults", FaultsSetting)
+def faults(setting: FaultsSetting, out: Path) -> Any:
+    """Kills, stops and other faults at random moments of training: how they are named, and what is lost (on CPUs)."""
+    from stretto.bench.faults.run import bench_faults
+
+    return bench_faults(setting, out)
 
 
 @bench_command("peers", PeersSetting, needs=Needs.RANKS)
