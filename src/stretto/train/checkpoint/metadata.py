@@ -83,7 +83,8 @@ class CheckpointMetadata(BaseModel):
     """The contents of `metadata.json`.
 
     `tensors` has parameters as `model.<name>` and optimizer state as `optimizer.<name>.<key>`; `model` is the model's
-    configuration and `run` the run's; `data` identifies the data and its order.
+    configuration and `run` the run's; `data` identifies the data and its order; `evaluation` is that of this step, if
+    there was one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,6 +95,7 @@ class CheckpointMetadata(BaseModel):
     model: dict[str, Any]
     run: dict[str, Any]
     data: dict[str, Any]
+    evaluation: dict[str, float | None] = Field(default_factory=dict)
     tensors: dict[str, TensorEntry]
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from stretto.train.checkpoint.folders import remove_folder
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,
     MAX_METADATA_BYTES,
@@ -248,16 +249,6 @@ def read_tensor(path: Path, entry: TensorEntry) -> Tensor:
         box = zip(chunk.offsets, chunk.sizes, strict=True)
         whole[tuple(slice(start, start + length) for start, length in box)] = values
     return whole
-
-
-def remove_folder(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that an incomplete one never has its name."""
-    if not path.exists():
-        return
-    doomed = path.with_name(f".{path.name}.deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def sync_folder(path: Path) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
+from stretto.train.checkpoint.folders import remove_leftovers
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.devices import check_started_ranks
 from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor, kind_of
@@ -153,6 +154,8 @@ def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signa
             finally:
                 supervisor.kill()
                 handler.shutdown()
+                with suppress(OSError):  # the ranks are gone: a checkpoint that they were writing stays incomplete
+                    remove_leftovers(config.out)
     if supervisor.failures:
         raise _explain(supervisor.failures[0], config)
     return supervisor.stop_signal
