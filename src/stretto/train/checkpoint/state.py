@@ -5,13 +5,13 @@ A tensor is stored as the boxes that the ranks held; a rank of another grid read
 Writing is atomic, and loading runs no code from the files (see `checkpoint.storage`).
 """
 
+import errno
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, checkpoints_by_step, unreadable
+from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
     check_description,
@@ -34,7 +35,6 @@ from stretto.train.checkpoint.metadata import (
     saved_tensors,
 )
 from stretto.train.checkpoint.storage import (
-    NO_TENSOR,
     AtomicWriter,
     LazyBox,
     LocalBox,
@@ -105,7 +105,7 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
     _require_no_failure()
     require_finite_weights(state, step)
     path = checkpoint_path(out, step)
-    with _first_failure(OSError, f"the checkpoint {path} could not be written"):
+    with _first_failure(lambda message, _: OSError(message), f"the checkpoint {path} could not be written"):
         dcp.save(
             state,
             storage_writer=AtomicWriter(path, {"step": step, "torch": torch.__version__, **description}),
@@ -184,22 +184,33 @@ def _without_missing_buffers(
 def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, ShardedState]) -> None:
     """Read this rank's part of a training state from a checkpoint, in place. Collective if there is a process group.
 
-    Raises ValueError when the checkpoint's contents are damaged.
+    Each piece is checked before it is used. Raises DamagedCheckpointError, on all ranks, when bytes of the checkpoint
+    are not those that were written; the state is then read in part.
     """
-    with _first_failure(ValueError, unreadable(path)), warnings.catch_warnings():
+
+    def failure(message: str, cause: BaseException) -> Exception:
+        is_lost = isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOENT)
+        return (
+            DamagedCheckpointError(message, path) if is_lost or isinstance(cause, DamagedError) else ValueError(message)
+        )
+
+    with _first_failure(failure, unreadable(path)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
         dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
 
 
 @contextmanager
-def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
-    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error."""
+def _first_failure(make: Callable[[str, BaseException], Exception], what: str) -> Iterator[None]:
+    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error.
+
+    make: the exception, of the message and of that rank's.
+    """
     try:
         yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        why = NO_TENSOR if isinstance(cause, UnpicklingError) else f"{type(cause).__name__}: {cause}"
-        raise kind(f"{what}: on rank {rank}, {why}") from cause
+        why = str(cause) if isinstance(cause, DamagedError) else f"{type(cause).__name__}: {cause}"
+        raise make(f"{what}: on rank {rank}, {why}", cause) from cause
 
 
 def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:
