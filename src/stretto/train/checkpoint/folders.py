@@ -87,8 +87,7 @@ def prepare_folder(out: Path, step: int) -> None:
     folder = out / "checkpoints"
     if not folder.is_dir():
         return
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover)
+    remove_partial(out)
     later = [path for path in checkpoints_by_step(out) if _step_of(path) > step]
     if not later:
         return
@@ -98,6 +97,12 @@ def prepare_folder(out: Path, step: int) -> None:
     for path in later:
         path.rename(aside / path.name)
     logger.warning("checkpoints of an earlier run, after step %d, were moved to %s", step, aside)
+
+
+def remove_partial(out: Path) -> None:
+    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing."""
+    for leftover in (out / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover)
 
 
 def checkpoints_by_step(out: Path) -> list[Path]:
