@@ -5,6 +5,7 @@ It loops over optimizer steps. The loop over a step's micro-batches is in `stret
 """
 
 import logging
+import os
 import resource
 import sys
 from contextlib import ExitStack, nullcontext, suppress
@@ -23,7 +24,9 @@ from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
+from stretto.train.health import beating, flight_recorder, note, phase
 from stretto.train.launch import resolve_device
+from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
 from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_loggers, write_summary
@@ -49,29 +52,36 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     """
     require_loggers(config.train)
     is_callers_group = dist.is_initialized()
+    os.environ.update(flight_recorder.environment())  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
-    try:
-        with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
-            _train_on(grid, config, display)
-    except Exception:
-        if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+    with beating(config.train.timeout, config.out):
+        note("start")
+        grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
+        flight_recorder.name_groups(grid.group_names())
+        try:
+            with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
+                _train_on(grid, config, display)
+        except Exception:
+            if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+                dist.destroy_process_group()
+            raise
+        note("exit")
+        failures.synchronize(grid.device)
+        if not is_callers_group:
+            # Without the barrier, this process could close its connections at exit while another rank still uses them.
+            dist.barrier()
             dist.destroy_process_group()
-        raise
-    failures.synchronize(grid.device)
-    if not is_callers_group:
-        # Without the barrier, this process could close its connections at exit while another rank still uses them.
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     """Run the whole training on a grid: resume, train all steps, and write the summary."""
     is_first = dist.get_rank() == 0
+    note("build")
     resumed_from = find_checkpoint(config.out, config.train.resume)
     task = _make_task(config, grid)
     start = 0
+    note("load")
     if resumed_from is None:
         task.start()
     else:
@@ -101,6 +111,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                     options=config.model_dump(mode="json"),
                 )
             )
+            mark_begun(config.out, start)
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
@@ -144,6 +155,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             expected = {} if predicted is None else {"predicted": predicted}
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
+            if recorder.last is not None and recorder.last.step == config.train.steps:
+                mark_ended(config.out)
 
 
 def _make_task(config: JobConfig, grid: Grid) -> TrainTask:
@@ -208,7 +221,9 @@ def _train_steps(
             loss, grad_norm = task.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(NAMES, 0) | counts.bytes_by_axis()
-        recorder.add(step, lr, loss, grad_norm, task.evaluation(step), routing=task.routing())
+        evaluation = task.evaluation(step)
+        with nullcontext() if evaluation is None else phase("evaluate"):
+            recorder.add(step, lr, loss, grad_norm, evaluation, routing=task.routing())
         tracer.end(step)
         if step == start + 1 and options.checkpoint_every is not None:
             recorder.flush()
@@ -220,10 +235,11 @@ def _train_steps(
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
         if is_due or is_stopping or step == options.steps:
             recorder.flush()
+            note("save", step)
             last = recorder.last
-            evaluation = None if last is None or last.step != step else last.evaluation
+            measured = None if last is None or last.step != step else last.evaluation
             ends = is_stopping or step == options.steps
-            saver.save(step, task.state(), task.description(), evaluation, waits=ends)
+            saver.save(step, task.state(), task.description(), measured, waits=ends)
             recorder.restart_clock()
         if is_stopping:
             reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")

@@ -5,13 +5,13 @@ A tensor is stored as the boxes that the ranks held; a rank of another grid read
 Writing is atomic, and loading runs no code from the files (see `checkpoint.storage`).
 """
 
+import errno
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, unreadable
+from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
     check_description,
@@ -36,7 +37,6 @@ from stretto.train.checkpoint.metadata import (
 from stretto.train.checkpoint.retention import Retention, remove_surplus
 from stretto.train.checkpoint.staging import sizes_of
 from stretto.train.checkpoint.storage import (
-    NO_TENSOR,
     LazyBox,
     LocalBox,
     SafeReader,
@@ -182,22 +182,33 @@ def _without_missing_buffers(
 def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, ShardedState]) -> None:
     """Read this rank's part of a training state from a checkpoint, in place. Collective if there is a process group.
 
-    Raises ValueError when the checkpoint's contents are damaged.
+    Each piece is checked before it is used. Raises DamagedCheckpointError, on all ranks, when bytes of the checkpoint
+    are not those that were written; the state is then read in part.
     """
-    with _first_failure(ValueError, unreadable(path)), warnings.catch_warnings():
+
+    def failure(message: str, cause: BaseException) -> Exception:
+        is_lost = isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOENT)
+        return (
+            DamagedCheckpointError(message, path) if is_lost or isinstance(cause, DamagedError) else ValueError(message)
+        )
+
+    with _first_failure(failure, unreadable(path)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
         dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
 
 
 @contextmanager
-def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
-    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error."""
+def _first_failure(make: Callable[[str, BaseException], Exception], what: str) -> Iterator[None]:
+    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error.
+
+    make: the exception, of the message and of that rank's.
+    """
     try:
         yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        why = NO_TENSOR if isinstance(cause, UnpicklingError) else f"{type(cause).__name__}: {cause}"
-        raise kind(f"{what}: on rank {rank}, {why}") from cause
+        why = str(cause) if isinstance(cause, DamagedError) else f"{type(cause).__name__}: {cause}"
+        raise make(f"{what}: on rank {rank}, {why}", cause) from cause
 
 
 def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:

@@ -20,6 +20,7 @@ from stretto.train.data import Sampler, rank_rows
 from stretto.train.data.clicks import BatchPrefetcher, ClickBatch
 from stretto.train.dlrm.evaluation import evaluate
 from stretto.train.dlrm.preflight import check_dlrm_checkpoint, open_clicks, optimizer_name
+from stretto.train.health import advance, note
 from stretto.train.optimizer import TableOptimizer, build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import Evaluation, TrainTask
@@ -63,7 +64,9 @@ class DLRMTask(TrainTask):
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Run a step. The norm that it returns is of the MLPs' gradient."""
         options = self.config.train
+        note("data", step)
         batch = self._to_device(self._prefetcher.read(step))
+        note("step", step)
         self.before_update()  # the backward pass may update the tables
         self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
         loss, grad_norm = self._executor.run(batch, lr)
@@ -79,6 +82,7 @@ class DLRMTask(TrainTask):
         """Compute AUC and mean loss over all held-out samples. Collective. Returns {} on ranks other than 0."""
 
         def score(samples: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+            advance()
             dense, indices, offsets, labels = self._to_device(self.data.evaluation.read(samples))
             return self.model(dense, indices, offsets), labels
 

@@ -33,6 +33,7 @@ from stretto.train.gpt.preflight import (
     open_held_out,
     predict_run,
 )
+from stretto.train.health import advance, note
 from stretto.train.observe.experts import NUMBERS_OF_ROUTER, pack
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
 from stretto.train.step_executor import PipelineExecutor, StepExecutor, StepFunctions, build_executor
@@ -134,9 +135,11 @@ class GPTTask(TrainTask):
         return optimizer
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
+        batch = self._batch(step)
+        note("step", step)
         if self._changes_state_early:
             self.before_update()
-        return self._executor.run(self._batch(step), lr, self._dropout_seed(step))
+        return self._executor.run(batch, lr, self._dropout_seed(step))
 
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation on held-out sequences, if there are any: every `evaluate_every` steps, and after the last."""
@@ -170,6 +173,7 @@ class GPTTask(TrainTask):
                 count = dataset.num_targets(batch)
                 total += self._loss_of(tokens, targets, count).double() * count
                 num_targets += count
+                advance()
         finally:
             self.model.train(was_training)
         loss = float(total) / num_targets
@@ -274,6 +278,7 @@ class GPTTask(TrainTask):
         Where some targets are ignored, also how many of the global batch are not, int64 [rows]: the same number for
         each row, so that each micro-batch has it.
         """
+        note("data", step)
         indices = self.sampler.indices(step - 1)
         rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
         tokens, targets = self._read(self.dataset, indices[rows])

@@ -33,7 +33,8 @@ class StopRequest:
         # Signals reach single ranks at any time. The ranks agree on the host (gloo), without waiting for a GPU.
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=group_timeout(None)))
+            limit = timedelta(seconds=group_timeout(None))
+            self._group = dist.new_group(backend="gloo", timeout=limit, group_desc="stop requests")
         self._exchange: dist.Work | None = None
         self._asked = torch.zeros(1, dtype=torch.int32)
 
