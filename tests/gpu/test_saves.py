@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous saves on a GPU: the host does not wait for the copy, and no update overtakes it, also in a CUDA graph."""
+"""Saves beside training on a GPU: the host does not wait for the copy, and no update overtakes it, in a graph either."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,7 @@ def copy_and_change() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_a_copy_has_the_values_before_an_update_that_waits_on_the_device(run_ranks: Run) -> None:
-    run_ranks(copy_and_change)
+    run_ranks(1, copy_and_change)
 
 
 def train_slowly(folder: Path) -> None:
@@ -97,7 +97,7 @@ def train_slowly(folder: Path) -> None:
 
 @pytest.mark.usefixtures("world")
 def test_checkpoints_beside_training_are_those_between_two_steps(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(train_slowly, tmp_path)
+    run_ranks(1, train_slowly, tmp_path)
     for name in RUNS:
         there, here = (checkpoints_by_step(tmp_path / f"{name} {is_async}") for is_async in ("false", "true"))
         assert len(there) == len(here) == 5
