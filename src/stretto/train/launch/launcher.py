@@ -33,8 +33,9 @@ from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.config.options import JobConfig
+from stretto.train.health.failures import kind_of
 from stretto.train.launch.devices import check_started_ranks
-from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor, kind_of
+from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import DivergenceError
 
@@ -44,7 +45,7 @@ Entry = Callable[[JobConfig], None]
 
 
 class RankFailure(RuntimeError):
-    """A rank failed. `kind`: how (`supervisor.Kind`). `reason`: its signal, its exception, or where it is stuck.
+    """A rank failed. `kind`: how (`health.failures.Kind`). `reason`: its signal, its exception, or where it is stuck.
 
     `checkpoint`: the newest complete one that can be loaded.
     """

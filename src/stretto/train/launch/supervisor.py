@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 from stretto.train.health.beat import list_ranks
+from stretto.train.health.failures import Kind, is_consequence, kind_of
 from stretto.train.health.monitor import Stall
 from stretto.train.launch.watch import RankWatch
 
@@ -24,26 +24,6 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_REQUEST = 1.0  # seconds; signals closer together count as one request (`timeout` sends its signal twice)
 POLL = 0.05  # seconds
-# Errors of ranks that lost their connection to a peer: they are consequences of a failure and do not explain it.
-LOST_PEER = (
-    "closed by peer", "reset by peer", "broken pipe",  # gloo
-    "remote process exited", "communicator was aborted",  # NCCL
-    "distnetworkerror",  # the store
-)  # fmt: skip
-# Errors of ranks that waited for another one until a time limit: heartbeats tell for which.
-TIME_LIMIT = (
-    "timed out", "timeout",  # gloo, NCCL and the store
-    "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
-)  # fmt: skip
-
-Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "invalid"]
-"""How a rank failed.
-
-raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
-silent: no heartbeat arrives, since it is stopped, lost, or holds Python's interpreter lock. stalled: it makes no
-progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
-invalid: ValueError, so that the same run would fail again.
-"""
 
 
 @dataclass(frozen=True)
@@ -216,9 +196,9 @@ class Supervisor:
                 kind = kind_of(reason)
                 if kind == "lost connection" and self._has_forwarded:
                     continue  # its peer was asked to stop before it had installed its signal handler
-                is_consequence = kind == "lost connection" or _has_any(TIME_LIMIT, reason)
-                order = (1 + is_consequence, rank.error_file.stat().st_mtime)
-                yield Failure(number, reason, trace, order, kind, is_consequence)
+                only_waited = is_consequence(reason)
+                order = (1 + only_waited, rank.error_file.stat().st_mtime)
+                yield Failure(number, reason, trace, order, kind, only_waited)
             elif status is not None and status < 0:
                 # A signal is a cause, ordered before the errors of ranks that lost their peer; but NCCL's watchdog
                 # aborts a process whose collective has reached its time limit.
@@ -227,18 +207,6 @@ class Supervisor:
                 yield Failure(number, _describe_signal(-status), None, order, "killed", is_consequence=is_abort)
             else:
                 yield Failure(number, f"it exited with status {status}", None, (1, time.time()), "exited")
-
-
-def kind_of(reason: str) -> Kind:
-    """The kind of failure that an exception is, by the line that begins with its class."""
-    if _has_any(LOST_PEER, reason):
-        return "lost connection"
-    name = reason.partition(":")[0]
-    return "diverged" if name == "DivergenceError" else "invalid" if name == "ValueError" else "raised"
-
-
-def _has_any(words: tuple[str, ...], reason: str) -> bool:
-    return any(each in reason.lower() for each in words)
 
 
 def _failure_of(stall: Stall) -> Failure:
