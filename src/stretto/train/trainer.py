@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from stretto.axes import NAMES
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint.retention import Retention
+from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
@@ -111,6 +113,16 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
+        saver = stack.enter_context(
+            Saver(
+                config.out,
+                grid.device,
+                Retention.of(config.train),
+                is_async=config.train.async_save,
+                say=reporter.print_message if is_first else lambda _: None,
+            )
+        )
+        task.before_update = saver.wait_on_device
         ranks = grid.size("world")
         recorder = StepRecorder(
             config.items_a_step,
@@ -129,9 +141,11 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
-            bytes_sent = _train_steps(task, start, stop, recorder, reporter, tracer)
+            bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer)
         except DivergenceError as error:
             last = start if recorder.last is None else recorder.last.step
+            with suppress(OSError):  # the divergence comes first
+                saver.wait()  # every rank has diverged: the checkpoint that is being written may be the one to name
             raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
         peak_memory = _peak_memory(grid)
         if is_first:
@@ -186,6 +200,7 @@ def _train_steps(
     task: TrainTask,
     start: int,
     stop: StopRequest,
+    saver: Saver,
     recorder: StepRecorder,
     reporter: ProgressReporter,
     tracer: StepTracer,
@@ -206,12 +221,21 @@ def _train_steps(
         with nullcontext() if evaluation is None else phase("evaluate"):
             recorder.add(step, lr, loss, grad_norm, evaluation, routing=task.routing())
         tracer.end(step)
+        if step == start + 1 and options.checkpoint_every is not None:
+            recorder.flush()
+            saver.prepare(task.state())  # after the first step the optimizer has its state
+            recorder.restart_clock()
+        if saver.has_failed():
+            stop.request()  # all ranks end after the same step, in `save`
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
         if is_due or is_stopping or step == options.steps:
             recorder.flush()
             note("save", step)
-            task.save(step)
+            last = recorder.last
+            measured = None if last is None or last.step != step else last.evaluation
+            ends = is_stopping or step == options.steps
+            saver.save(step, task.state(), task.description(), measured, waits=ends)
             recorder.restart_clock()
         if is_stopping:
             reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stretto.models import DLRM
 from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.comm.collectives import all_reduce
-from stretto.train.checkpoint import allocate_slots, load_state, save_state, training_state
+from stretto.train.checkpoint import allocate_slots, load_state, training_state
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
 from stretto.train.config.dlrm import DLRMTrainConfig, describe
 from stretto.train.data import Sampler, rank_rows
@@ -67,7 +67,8 @@ class DLRMTask(TrainTask):
         note("data", step)
         batch = self._to_device(self._prefetcher.read(step))
         note("step", step)
-        self.table_optimizer.set_lr(options.table_lr * lr / options.lr)  # the backward pass may update the tables
+        self.before_update()  # the backward pass may update the tables
+        self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
         loss, grad_norm = self._executor.run(batch, lr)
         return all_reduce(loss, self.grid.group("data")), grad_norm
 
@@ -93,18 +94,17 @@ class DLRMTask(TrainTask):
         """Load a checkpoint, whatever number of ranks wrote it. Returns its step. Collective."""
         metadata = check_dlrm_checkpoint(checkpoint, self.config)
         allocate_slots(checkpoint, metadata, self.optimizer, but=("tables.",))
-        load_state(checkpoint, metadata, self._state())
+        load_state(checkpoint, metadata, self.state())
         self.compare_data(metadata)
         return metadata.step
 
-    def save(self, step: int) -> None:
-        description = {
+    def description(self) -> dict[str, Any]:
+        return {
             "optimizer": optimizer_name(self.config),
             "model": describe(self.config),
             "run": self.config.model_dump(mode="json"),
             "data": self.data_description(),
         }
-        save_state(self.config.out, step, self._state(), description, keep=self.config.train.keep_checkpoints)
 
     def data_description(self) -> dict[str, Any]:
         options = self.config.train
@@ -137,7 +137,7 @@ class DLRMTask(TrainTask):
         self.table_optimizer.step()
         return grad_norm
 
-    def _state(self) -> dict[str, ShardedState]:
+    def state(self) -> dict[str, ShardedState]:
         """This rank's part of the training state: all of the MLPs, and its own tables whole."""
         state = training_state(self.mlps, self.optimizer)
         for name, table in self.tables.items():

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
+from stretto.train.checkpoint.folders import remove_leftovers
 from stretto.train.config.options import JobConfig
 from stretto.train.health.failures import kind_of
 from stretto.train.launch.devices import check_started_ranks
@@ -154,6 +155,8 @@ def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signa
             finally:
                 supervisor.kill()
                 handler.shutdown()
+                with suppress(OSError):  # the ranks are gone: a checkpoint that they were writing stays incomplete
+                    remove_leftovers(config.out)
     if supervisor.failures:
         raise _explain(supervisor.failures[0], config)
     return supervisor.stop_signal
