@@ -117,6 +117,7 @@ def _table(monitor: Monitor, ranks: list[int]) -> str:
             rows.append((str(rank), "?", "?", "?", "?", f"{monitor.idle(rank):.1f} s", "no heartbeat yet", "", ""))
             continue
         waits = ", ".join(f"{wait.name} {wait.number} of {wait.group}" for wait in beat.waits)
+        phase, step = monitor.place_of(rank)
         silent = "silent" if monitor.is_silent(rank) else "waiting" if beat.seems_to_wait() else "running"
         state = monitor.state_of(rank)
         rows.append(
@@ -124,8 +125,8 @@ def _table(monitor: Monitor, ranks: list[int]) -> str:
                 str(rank),
                 beat.host,
                 str(beat.pid),
-                "-" if beat.step is None else str(beat.step),
-                beat.phase,
+                "-" if step is None else str(step),
+                phase,
                 f"{monitor.idle(rank):.1f} s",
                 silent if state is None else f"{silent}: {state}",
                 waits or "-",

@@ -49,7 +49,8 @@ class Heartbeat:
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
         self._number = 0
-        self._last: tuple[int, dict[str, int]] = (0, {})
+        self._last: tuple[tuple[int, ...], dict[str, int]] = ((), {})
+        self._cpu_then = 0.0  # seconds of CPU time at the last progress
         self._progressed = time.monotonic()
         self._answered = ""
         self._store: dist.Store | None = None
@@ -64,6 +65,7 @@ class Heartbeat:
         """
         if cls.running is None:
             stacks.register()
+            progress.share()
             cls.running = cls(timeout, out)
             cls.running._thread.start()
         return cls.running
@@ -131,9 +133,9 @@ class Heartbeat:
 
     def _beat(self, is_done: bool) -> Beat:
         now, noted = time.monotonic(), progress.current()
-        state = (noted.count, flight_recorder.counters())
+        state = (progress.count(), flight_recorder.counters())
         if state != self._last:
-            self._last, self._progressed = state, now
+            self._last, self._progressed, self._cpu_then = state, now, time.process_time()
         since = now - self._progressed
         waits: tuple[flight_recorder.OpenCollective, ...] = ()
         entered: dict[str, int] = {}
@@ -154,7 +156,9 @@ class Heartbeat:
             entered=tuple(entered.items()),
             where=tuple(_describe_frame(frame) for frame in frames),
             line=_line_of(frames[0]) if frames else "",
+            cpu=time.process_time() - self._cpu_then,
             stack_file=stacks.stack_file(),
+            place_file=progress.place_file(),
             error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
             is_done=is_done,
         )

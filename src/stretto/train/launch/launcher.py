@@ -34,9 +34,9 @@ from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.checkpoint.folders import remove_leftovers
 from stretto.train.config.options import JobConfig
-from stretto.train.health.failures import kind_of
+from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.devices import check_started_ranks
-from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
+from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import DivergenceError
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervises the processes of a run's ranks: forwards signals to them, and ends all of them when one fails."""
 
-import json
 import logging
 import os
 import signal
@@ -15,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from stretto.train.health.beat import list_ranks
-from stretto.train.health.failures import Kind, is_consequence, kind_of
-from stretto.train.health.monitor import Stall
+from stretto.train.health.failures import Failure, describe_signal, is_consequence, kind_of, read_error
 from stretto.train.launch.watch import RankWatch
 
 logger = logging.getLogger(__name__)
@@ -37,21 +35,6 @@ class StopTimeouts:
     stop: float = 60.0
     report: float = 1.0
     end: float = 5.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first.
-
-    is_consequence: the rank only waited for another one, or lost it.
-    """
-
-    rank: int
-    reason: str
-    trace: str | None
-    order: tuple[int, float]
-    kind: Kind = "raised"
-    is_consequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +94,7 @@ class Supervisor:
             logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
-            self.failures = [_failure_of(stall)]
+            self.failures = [Failure.of_stall(stall)]
             self.kill()
 
     def _find_cause(self, failures: list[Failure]) -> list[Failure]:
@@ -119,7 +102,7 @@ class Supervisor:
         if not failures or not failures[0].is_consequence:
             return failures
         if self.watch is not None and (stall := self.watch.find_culprit(self._running_ranks())) is not None:
-            return [_failure_of(stall), *failures]
+            return [Failure.of_stall(stall), *failures]
         lost = [failure for failure in failures if failure.kind == "lost connection"]
         if len(lost) == len(failures) > 1:
             ranks = sorted(failure.rank for failure in lost)
@@ -192,7 +175,7 @@ class Supervisor:
             if status == -signal.SIGTERM and self._has_forwarded:
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
-                reason, trace = _read_error(rank.error_file)
+                reason, trace = read_error(rank.error_file)
                 kind = kind_of(reason)
                 if kind == "lost connection" and self._has_forwarded:
                     continue  # its peer was asked to stop before it had installed its signal handler
@@ -204,29 +187,6 @@ class Supervisor:
                 # aborts a process whose collective has reached its time limit.
                 is_abort = status == -signal.SIGABRT
                 order = (2 if is_abort else 0, time.time())
-                yield Failure(number, _describe_signal(-status), None, order, "killed", is_consequence=is_abort)
+                yield Failure(number, describe_signal(-status), None, order, "killed", is_consequence=is_abort)
             else:
                 yield Failure(number, f"it exited with status {status}", None, (1, time.time()), "exited")
-
-
-def _failure_of(stall: Stall) -> Failure:
-    return Failure(stall.culprits[0], stall.text, None, (0, time.time()), stall.kind)
-
-
-def _read_error(error_file: Path) -> tuple[str, str | None]:
-    """Read the type and first line of a rank's exception, and its traceback."""
-    try:
-        content = json.loads(error_file.read_text())["message"]
-        lines = str(content["message"]).strip().splitlines()
-        return lines[0], str(content["extraInfo"]["py_callstack"])
-    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote the file
-        return "an exception", None
-
-
-def _describe_signal(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    hint = ", as when memory runs out" if number == signal.SIGKILL else ""
-    return f"it was killed by {name}{hint}"
