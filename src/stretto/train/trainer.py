@@ -55,7 +55,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     os.environ.update(flight_recorder.environment())  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    with beating(config.train.timeout, config.out):
+    with beating(config.train.timeout, config.out, ranks=config.ranks):
         note("start")
         grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
         flight_recorder.name_groups(grid.group_names())

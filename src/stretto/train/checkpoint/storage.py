@@ -62,6 +62,7 @@ from stretto.train.checkpoint.metadata import (
     TensorEntry,
 )
 from stretto.train.checkpoint.pieces import Piece, read_ahead, read_piece
+from stretto.train.health import advance
 
 INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
 # Replaces torch's message, which advises to load the file with weights_only=False.
@@ -135,6 +136,7 @@ class StateSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        advance()
         return self.state_dict[index.fqn].box_at(index.offset)
 
 
@@ -161,6 +163,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        advance()
         return self.state_dict[index.fqn].box_at(index.offset)
 
 

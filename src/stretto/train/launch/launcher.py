@@ -35,9 +35,10 @@ from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.checkpoint.folders import remove_leftovers
 from stretto.train.config.options import JobConfig
+from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
 from stretto.train.launch.restarts import FailedAttempt, run_with_restarts
-from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor, kind_of
+from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import DivergenceError
 
@@ -47,7 +48,7 @@ Entry = Callable[[JobConfig], None]
 
 
 class RankFailure(FailedAttempt):
-    """A rank failed. `kind`: how (`supervisor.Kind`). `reason`: its signal, its exception, or where it is stuck.
+    """A rank failed. `kind`: how (`health.failures.Kind`). `reason`: its signal, its exception, or where it is stuck.
 
     `checkpoint`: the newest complete one that can be loaded.
     """
