@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from stretto.cluster import read_bounded
 from stretto.suggestions import did_you_mean
+from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import (
     MAX_METADATA_BYTES,
     METADATA_FILE,
@@ -102,10 +103,10 @@ def _read_torch_index(path: Path) -> CheckpointMetadata:
     except ValueError:
         raise
     except Exception as error:  # whatever a damaged pickle may raise
-        raise ValueError(f"{path / INDEX_FILE} is no index of torch.distributed.checkpoint: {error}") from error
+        raise DamagedError(f"{path / INDEX_FILE} is no index of torch.distributed.checkpoint: {error}") from error
     for name, entry in tensors.items():
         if fault := entry.fault():
-            raise ValueError(f"{path / INDEX_FILE} is damaged: {name} {fault}")
+            raise DamagedError(f"{path / INDEX_FILE} is damaged: {name} {fault}")
     metadata = CheckpointMetadata(
         format=WITHOUT_CHECKSUMS,
         step=0,
