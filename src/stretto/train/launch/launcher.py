@@ -34,6 +34,7 @@ from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.checkpoint.folders import remove_leftovers
+from stretto.train.checkpoint.integrity import DamagedCheckpointError
 from stretto.train.config.options import JobConfig
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
@@ -61,7 +62,8 @@ class RankFailure(FailedAttempt):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
         names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
-        if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # its message says how to continue
+        # These messages say how to continue.
+        if not failure.reason.startswith((f"{DivergenceError.__name__}: ", f"{DamagedCheckpointError.__name__}: ")):
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
         if trace_file is not None:
             lines.append(f"the rank's traceback is in {trace_file}")
