@@ -35,6 +35,7 @@ from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
+from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
 from stretto.train.launch.restarts import FailedAttempt, run_with_restarts
 from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
 from stretto.train.observe.metrics import DivergenceError
@@ -148,7 +149,7 @@ def _run_ranks(
     job: an id, the same for each attempt of a run. environment: more of it. wants_stop: asked several times a second
     whether the ranks are to stop as if a signal had come.
     """
-    supervisor = Supervisor(timeouts)
+    supervisor, segments = Supervisor(timeouts), list_segments()
     with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(config.model_dump_json(), encoding="utf-8")
@@ -169,6 +170,8 @@ def _run_ranks(
             finally:
                 supervisor.kill()
                 handler.shutdown()
+                remove_orphans(segments)
+                remove_partial_files(config.out)
     if supervisor.failures:
         raise _explain(supervisor.failures[0], config)
     return supervisor.stop_signal
