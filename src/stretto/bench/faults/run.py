@@ -4,35 +4,21 @@
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from stretto.bench.faults.judge import judge, judge_end
 from stretto.bench.faults.plan import Job, draw_jobs
+from stretto.bench.faults.report import COLUMNS, print_job, summarize
 from stretto.bench.faults.settings import KINDS, FaultsSetting
 from stretto.bench.faults.watch import RECORDED_FILE, isolated, write_job
-from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.harness import print_table, write_result
 from stretto.bench.pictures import draw_result
-
-_SECONDS = "{:.1f}"
-COLUMNS = (
-    Column("kind", "fault"),
-    Column("faults", "faults"),
-    Column("right", "as it should"),
-    Column("named_median", "until named (s), median", _SECONDS),
-    Column("named_largest", "largest", _SECONDS),
-    Column("again_median", "until training again (s), median", _SECONDS),
-    Column("again_largest", "largest", _SECONDS),
-    Column("lost_largest", "steps lost, largest"),
-    Column("loss_difference", "loss, largest difference", "{:.1g}"),
-)
 
 
 def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
@@ -60,15 +46,15 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
             rows = judge(job, record, expected, setting.timeout + setting.grace)
             difference, problems = judge_end(job, record, expected)
             end = {"job": job.number, "loss_difference": difference, "problems": problems}
-            _report_job(rows, end)
+            print_job(rows, end)
             return rows, end
 
         found = list(pool.map(run, jobs))
     rows = [row for of_job, _ in found for row in of_job]
     ends = [end for _, end in found]
-    table = [_summarize(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS.values()]
+    table = [summarize(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS.values()]
     table = [row for row in table if row["faults"]]
-    table.append(_summarize("all", rows))
+    table.append(summarize("all", rows))
     print_table(f"Faults in jobs of {setting.ranks} ranks", COLUMNS, table)
     about = {
         "ranks": setting.ranks,
@@ -125,37 +111,3 @@ def _run_job(job: Job, folder: Path, setting: FaultsSetting, limit: float | None
         raise RuntimeError(f"job {job.number} was not watched to its end: see {folder / 'watch.txt'}")
     recorded: dict[str, Any] = json.loads((folder / RECORDED_FILE).read_text())
     return recorded
-
-
-def _report_job(rows: Sequence[Mapping[str, Any]], end: Mapping[str, Any]) -> None:
-    """Print what came of a job's faults, a line each."""
-    for row in rows:
-        named, again = (
-            "-" if row.get(name) is None else f"{row[name]:.1f} s" for name in ("seconds_named", "seconds_again")
-        )
-        what = f"{row['kind']} {row['variant']}".strip()
-        verdict = "; ".join(row["problems"]) or "right"
-        print(
-            f"job {row['job']} ({row['grid']}), fault {row['fault']}: {what} of rank {row['rank']} in step "
-            f"{row.get('step', '-')}, {row['place']}: named {named}, again {again}: {verdict}",
-            file=sys.stderr,
-        )
-    for problem in end["problems"]:
-        print(f"job {end['job']}: {problem}", file=sys.stderr, flush=True)
-
-
-def _summarize(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The table's row for one kind of fault."""
-    summary: dict[str, Any] = {
-        "kind": kind,
-        "faults": len(rows),
-        "right": sum(not row["problems"] for row in rows),
-    }
-    for name in ("named", "again"):
-        seconds = [row[f"seconds_{name}"] for row in rows if row.get(f"seconds_{name}") is not None]
-        if seconds:
-            summary |= {f"{name}_median": statistics.median(seconds), f"{name}_largest": max(seconds)}
-    for key, source in (("lost_largest", "steps_lost"), ("loss_difference", "loss_difference")):
-        values = [row[source] for row in rows if row.get(source) is not None]
-        summary[key] = max(values, default=None)
-    return summary
