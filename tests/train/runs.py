@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.checkpoint import storage as checkpoint_storage
+from stretto.train.checkpoint.integrity import seal
 from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
@@ -139,6 +141,24 @@ def save_steps(out: Path, steps: list[int], keep: int) -> None:
     model, optimizer, _ = sharded(make_gpt, {}, seed=1)
     for step in steps:
         save(model, optimizer, out, step, keep)
+
+
+def edit_index(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a checkpoint's index as somebody might who knows about its checksum."""
+    content = json.loads((checkpoint / "metadata.json").read_text())
+    change(content)
+    content["checksum"] = "crc32:00000000"
+    (checkpoint / "metadata.json").write_bytes(seal(json.dumps(content).encode()))
+
+
+def as_format_1(checkpoint: Path) -> None:
+    """Make of a checkpoint one as older versions wrote it, without checksums."""
+    content = json.loads((checkpoint / "metadata.json").read_text()) | {"format": 1}
+    del content["checksum"], content["files"]
+    for entry in content["tensors"].values():
+        for chunk in entry["chunks"]:
+            del chunk["checksum"]
+    (checkpoint / "metadata.json").write_text(json.dumps(content))
 
 
 def save_with_a_small_index(out: Path, max_bytes: int) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from stretto.bench.checkouts.settings import CheckoutsSetting
-from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
+from stretto.bench.collectives.settings import AblationsSetting, BackendSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.experts.settings import ExpertsSetting, MoeLayersSetting
 from stretto.bench.faults.settings import FaultsSetting
@@ -70,6 +70,17 @@ def _count_gpus(ranks: int | None) -> int:
         asked = "" if ranks is None else f", and --ranks is {ranks}"
         raise ValueError(f"this bench takes 2 GPUs or more, one a rank: this machine has {there}{asked}")
     return ranks or there
+
+
+def _count_ranks_on_gpus(ranks: int | None) -> int:
+    """The number of ranks of a bench that needs GPUs, which more ranks may share: as given, or the machine's GPUs."""
+    from stretto.cluster.detection import count_gpus
+
+    if not (there := count_gpus()):
+        raise ValueError(f"this bench takes GPUs, and this machine has none. {describe_cpu_benches()}")
+    if (count := ranks or there) < 2:
+        raise ValueError(f"this bench takes 2 ranks or more, not {count}; --ranks 2 would share the GPU")
+    return count
 
 
 @app.command("redraw", rich_help_panel=Needs.NO_GPU.value)
@@ -288,6 +299,14 @@ def collectives(ranks: int, setting: CollectivesSetting, out: Path) -> Any:
     from stretto.bench.collectives.run import bench_collectives
 
     return bench_collectives(ranks, out, setting)
+
+
+@bench_command("backend", BackendSetting, needs=Needs.TWO_GPUS, count=_count_ranks_on_gpus)
+def backend(ranks: int, setting: BackendSetting, out: Path) -> Any:
+    """Calls of torch.distributed by the backend `stretto` and by NCCL: alone, beside products, and in DDP's steps."""
+    from stretto.bench.collectives.backend import bench_backend
+
+    return bench_backend(ranks, out, setting)
 
 
 @bench_command("ablations", AblationsSetting, needs=Needs.TWO_GPUS, count=_count_gpus)

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from stretto.cluster import read_bounded
 from stretto.suggestions import did_you_mean
 from stretto.train.checkpoint.metadata import (
-    FORMAT_VERSION,
     MAX_METADATA_BYTES,
     METADATA_FILE,
+    WITHOUT_CHECKSUMS,
     CheckpointMetadata,
     TensorEntry,
     check_files,
@@ -107,7 +107,7 @@ def _read_torch_index(path: Path) -> CheckpointMetadata:
         if fault := entry.fault():
             raise ValueError(f"{path / INDEX_FILE} is damaged: {name} {fault}")
     metadata = CheckpointMetadata(
-        format=FORMAT_VERSION,
+        format=WITHOUT_CHECKSUMS,
         step=0,
         torch=str(index.version) if hasattr(index, "version") else "",
         optimizer=names.optimizer,
@@ -168,8 +168,10 @@ def _read_step(path: Path, metadata: CheckpointMetadata) -> int:
     """How many steps the optimizer has taken; 0 without its state, and for SGD, which does not count."""
     from stretto.train.checkpoint.storage import read_tensor
 
-    counts = [entry for name, entry in metadata.tensors.items() if name.endswith(".step") and entry.shape == ()]
-    return max(0, int(read_tensor(path, counts[0]))) if counts else 0
+    for name, entry in metadata.tensors.items():
+        if name.endswith(".step") and entry.shape == ():
+            return max(0, int(read_tensor(path, entry, name)))
+    return 0
 
 
 def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -> CheckpointMetadata:

@@ -38,9 +38,11 @@ _COPIED = ("*token*", "*.model", "vocab*", "merges.txt", "*chat_template*", "tek
 class _Weight:
     """A tensor to write: a tensor of a checkpoint, or a part of one, and the dtype in which it is written.
 
-    part: of the rows of one index of dim 0, which ones: (index, start, length); None for the whole tensor.
+    name: in the checkpoint. part: of the rows of one index of dim 0, which ones: (index, start, length); None for the
+    whole tensor.
     """
 
+    name: str
     entry: TensorEntry
     dtype: str
     part: tuple[int, int, int] | None = None
@@ -86,7 +88,7 @@ def export_safetensors(
 
 def _weights_of(tensors: Mapping[str, TensorEntry], dtype: str | None) -> dict[str, _Weight]:
     return {
-        name.removeprefix("model."): _Weight(entry, dtype or entry.dtype)
+        name.removeprefix("model."): _Weight(name, entry, dtype or entry.dtype)
         for name, entry in tensors.items()
         if name.startswith("model.")
     }
@@ -329,7 +331,7 @@ def _write_file(checkpoint: Path, file: Path, weights: Mapping[str, _Weight]) ->
         last, whole = None, torch.empty(0)
         for weight in weights.values():
             if weight.entry is not last:  # parts of one tensor follow each other
-                last, whole = weight.entry, read_tensor(checkpoint, weight.entry)
+                last, whole = weight.entry, read_tensor(checkpoint, weight.entry, weight.name)
             tensor = weight.of(whole).to(getattr(torch, weight.dtype))
             out.write(tensor.flatten().view(torch.uint8).numpy().data)
         out.flush()

@@ -50,6 +50,11 @@ def _none_from_text(value: Any) -> Any:
 CanBeNone = BeforeValidator(_none_from_text)
 
 
+def _switch_of_text(value: Any) -> Any:
+    """Read the texts "true" and "false" as what they say, for options that also take another word."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
 def _folder_of_text(value: Any) -> Any:
     """Expand `~` to the home folder, as a shell does, and refuse names that UTF-8 files cannot hold."""
     if isinstance(value, str | Path):
@@ -144,7 +149,19 @@ class RunOptions(Section):
         None, "how often to write a checkpoint; one is also written when training ends or is stopped", unit="steps",
         ge=1,
     )  # fmt: skip
+    async_save: Annotated[Literal["auto"] | bool, BeforeValidator(_switch_of_text)] = option(
+        "auto", "whether to train on while a checkpoint is written, from a copy in host memory: `auto` where memory "
+        "suffices; with `false` training waits",
+    )  # fmt: skip
     keep_checkpoints: int = option(2, "how many of the newest checkpoints to keep", unit="checkpoints", ge=1)
+    keep_every: Annotated[int | None, CanBeNone] = option(
+        None, "also keep, for ever, the checkpoints of multiples of so many steps; a multiple of "
+        "`train.checkpoint_every`", unit="steps", ge=1,
+    )  # fmt: skip
+    keep_best: int = option(
+        0, "also keep so many checkpoints with the lowest loss on held-out data; needs an evaluation at each "
+        "checkpoint", unit="checkpoints", ge=0,
+    )  # fmt: skip
     evaluate_every: Annotated[int | None, CanBeNone] = option(
         None, "how often to evaluate on held-out data; the run is also evaluated after its last step", unit="steps",
         ge=1,
@@ -215,10 +232,34 @@ def contradictions_of_run(run: RunOptions) -> list[str]:
                 f"train.decay_steps is {run.decay_steps}, but {max(room, 0)} steps are left after warm-up"
                 + (f"; {room} would do" if room > 0 else "")
             )
+    problems += _contradictions_of_retention(run)
     if run.optimizer != "sgd" and run.momentum:
         problems.append(
             f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
             "or take train.optimizer='sgd'"
+        )
+    return problems
+
+
+def _contradictions_of_retention(run: RunOptions) -> list[str]:
+    """Rules between the options that say which checkpoints are written and kept."""
+    problems = []
+    every = run.checkpoint_every
+    if run.keep_every is not None and (every is None or run.keep_every % every):
+        would_do = (
+            "set train.checkpoint_every" if every is None else f"{nearest_multiple(run.keep_every, every)} would do"
+        )
+        problems.append(
+            f"train.keep_every is {run.keep_every}, but must be a multiple of train.checkpoint_every, which is "
+            f"{'none' if every is None else every}; {would_do}"
+        )
+    evaluated = run.evaluate_every
+    if run.keep_best and (every is None or evaluated is None or every % evaluated):
+        would_do = "set both" if every is None else f"train.evaluate_every={every} would do"
+        problems.append(
+            f"train.keep_best is {run.keep_best}, but checkpoints are compared by evaluations: train.checkpoint_every "
+            f"({'none' if every is None else every}) must be a multiple of train.evaluate_every "
+            f"({'none' if evaluated is None else evaluated}); {would_do}"
         )
     return problems
 

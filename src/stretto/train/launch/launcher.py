@@ -32,9 +32,11 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
+from stretto.train.checkpoint.folders import remove_leftovers
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.devices import check_started_ranks
-from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
+from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor, kind_of
+from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import DivergenceError
 
 logger = logging.getLogger(__name__)
@@ -43,14 +45,18 @@ Entry = Callable[[JobConfig], None]
 
 
 class RankFailure(RuntimeError):
-    """A rank failed. `reason`: its signal or exception. `checkpoint`: the newest complete one that can be loaded."""
+    """A rank failed. `kind`: how (`supervisor.Kind`). `reason`: its signal, its exception, or where it is stuck.
+
+    `checkpoint`: the newest complete one that can be loaded.
+    """
 
     def __init__(self, failure: Failure, config: JobConfig, trace_file: Path | None) -> None:
-        self.rank, self.reason = failure.rank, failure.reason
+        self.rank, self.kind, self.reason = failure.rank, failure.kind, failure.reason
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
-        lines = [f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
+        names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
+        lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
         if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # its message says how to continue
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
         if trace_file is not None:
@@ -96,7 +102,11 @@ def _run_here(entry: Entry, config: JobConfig) -> signal.Signals | None:
     except Exception as error:
         lines = f"{type(error).__name__}: {error}".splitlines()
         failure = Failure(
-            int(os.environ.get("RANK", "0")), lines[0], "".join(traceback.format_exception(error)), (1, 0.0)
+            int(os.environ.get("RANK", "0")),
+            lines[0],
+            "".join(traceback.format_exception(error)),
+            (1, 0.0),
+            kind_of(lines[0]),
         )
         raise _explain(failure, config) from error
     return received[0] if received else None
@@ -124,7 +134,7 @@ def _signals_received() -> Iterator[list[signal.Signals]]:
 
 def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signal.Signals | None:
     """Start a process for each rank with torchrun's agent, and wait for them under a supervisor."""
-    supervisor = Supervisor(timeouts)
+    supervisor = Supervisor(timeouts, RankWatch(config.out, config.ranks, config.train.timeout))
     with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(config.model_dump_json(), encoding="utf-8")
@@ -144,6 +154,8 @@ def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signa
             finally:
                 supervisor.kill()
                 handler.shutdown()
+                with suppress(OSError):  # the ranks are gone: a checkpoint that they were writing stays incomplete
+                    remove_leftovers(config.out)
     if supervisor.failures:
         raise _explain(supervisor.failures[0], config)
     return supervisor.stop_signal
@@ -165,6 +177,8 @@ class _Agent(LocalElasticAgent):
         assert isinstance(self._pcontext, SubprocessContext)  # torch uses it for every entry point that is a program
         for rank, handler in self._pcontext.subprocess_handlers.items():
             self._supervisor.add(rank, handler.proc, Path(self._pcontext.error_files[rank]))
+        if self._supervisor.watch is not None and worker_group.master_addr and worker_group.master_port:
+            self._supervisor.watch.connect(worker_group.master_addr, worker_group.master_port)
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -198,14 +212,18 @@ def _rank_arguments(entry: Entry, config_file: Path) -> tuple[str, str, str]:
 
 
 def _rank_environment(ranks: int) -> dict[str, str]:
-    return {
-        # Otherwise each rank would start a thread for every core.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
-        # Ranks must find modules where this process found them.
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        # The agent's signal handlers would replace the supervisor's.
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
-    } | allocator_environment()
+    return (
+        {
+            # Otherwise each rank would start a thread for every core.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
+            # Ranks must find modules where this process found them.
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            # The agent's signal handlers would replace the supervisor's.
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+        }
+        | allocator_environment()
+        | rank_environment()
+    )
 
 
 def allocator_environment() -> dict[str, str]:

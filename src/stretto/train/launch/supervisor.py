@@ -10,9 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Literal
+
+from stretto.train.health.beat import list_ranks
+from stretto.train.health.monitor import Stall
+from stretto.train.launch.watch import RankWatch
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,20 @@ LOST_PEER = (
     "remote process exited", "communicator was aborted",  # NCCL
     "distnetworkerror",  # the store
 )  # fmt: skip
+# Errors of ranks that waited for another one until a time limit: heartbeats tell for which.
+TIME_LIMIT = (
+    "timed out", "timeout",  # gloo, NCCL and the store
+    "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
+)  # fmt: skip
+
+Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "invalid"]
+"""How a rank failed.
+
+raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
+silent: no heartbeat arrives, since it is stopped, lost, or holds Python's interpreter lock. stalled: it makes no
+progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
+invalid: ValueError, so that the same run would fail again.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,17 @@ class StopTimeouts:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first."""
+    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first.
+
+    is_consequence: the rank only waited for another one, or lost it.
+    """
 
     rank: int
     reason: str
     trace: str | None
     order: tuple[int, float]
+    kind: Kind = "raised"
+    is_consequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,16 +82,23 @@ class _RankProcess:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
+    def has_ended(self) -> bool:
+        return not self.is_running() or self.has_failed()
+
     def has_failed(self) -> bool:
         """Check whether the rank exited with an error, or has written its error and hangs while it exits."""
         return self.process.poll() not in (None, 0) or self.error_file.exists()
 
 
 class Supervisor:
-    """The processes of one job's ranks, each the leader of its own session. Call `check` several times a second."""
+    """The processes of one job's ranks, each the leader of its own session. Call `check` several times a second.
 
-    def __init__(self, timeouts: StopTimeouts) -> None:
+    watch: reads the ranks' heartbeats, to end a run in which a rank is stuck.
+    """
+
+    def __init__(self, timeouts: StopTimeouts, watch: RankWatch | None = None) -> None:
         self._timeouts = timeouts
+        self.watch = watch
         self._ranks: dict[int, _RankProcess] = {}
         self._stop_signal: signal.Signals | None = None
         self._stop_requested = 0.0
@@ -86,8 +117,8 @@ class Supervisor:
     def check(self) -> None:
         """Forward a signal that was received; end all ranks if one has failed or if they take too long to stop."""
         if any(rank.has_failed() for rank in self._ranks.values()):
-            self._wait(self._timeouts.report)
-            self.failures = sorted(self._find_failures(), key=lambda failure: failure.order)
+            self._wait_for_errors()
+            self.failures = self._find_cause(sorted(self._find_failures(), key=lambda failure: failure.order))
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
             self.kill()
@@ -99,6 +130,25 @@ class Supervisor:
         elif self._stop_signal is not None and time.monotonic() - self._stop_requested > self._timeouts.stop:
             logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
             self._stop_at_once()
+        elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
+            self.failures = [_failure_of(stall)]
+            self.kill()
+
+    def _find_cause(self, failures: list[Failure]) -> list[Failure]:
+        """Put the cause first, where all failures are consequences: a stuck rank, or a lost connection."""
+        if not failures or not failures[0].is_consequence:
+            return failures
+        if self.watch is not None and (stall := self.watch.find_culprit(self._running_ranks())) is not None:
+            return [_failure_of(stall), *failures]
+        lost = [failure for failure in failures if failure.kind == "lost connection"]
+        if len(lost) == len(failures) > 1:
+            ranks = sorted(failure.rank for failure in lost)
+            reason = f"{list_ranks(ranks)} lost their connection, and their processes live: {lost[0].reason}"
+            return [replace(lost[0], rank=ranks[0], reason=reason), *failures]
+        return failures
+
+    def _running_ranks(self) -> list[int]:
+        return [number for number, rank in self._ranks.items() if rank.is_running()]
 
     def _stop_at_once(self) -> None:
         self.kill()
@@ -148,6 +198,12 @@ class Supervisor:
         while self.has_running_ranks() and time.monotonic() < deadline:
             time.sleep(POLL)
 
+    def _wait_for_errors(self) -> None:
+        """Give the other ranks time to write their own errors. A rank that has failed keeps its process for a while."""
+        deadline = time.monotonic() + self._timeouts.report
+        while not all(rank.has_ended() for rank in self._ranks.values()) and time.monotonic() < deadline:
+            time.sleep(POLL)
+
     def _find_failures(self) -> Iterator[Failure]:
         for number, rank in self._ranks.items():
             if not rank.has_failed():
@@ -157,15 +213,36 @@ class Supervisor:
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
                 reason, trace = _read_error(rank.error_file)
-                is_lost_peer = any(words in reason.lower() for words in LOST_PEER)
-                if is_lost_peer and self._has_forwarded:
+                kind = kind_of(reason)
+                if kind == "lost connection" and self._has_forwarded:
                     continue  # its peer was asked to stop before it had installed its signal handler
-                yield Failure(number, reason, trace, (1 + is_lost_peer, rank.error_file.stat().st_mtime))
+                is_consequence = kind == "lost connection" or _has_any(TIME_LIMIT, reason)
+                order = (1 + is_consequence, rank.error_file.stat().st_mtime)
+                yield Failure(number, reason, trace, order, kind, is_consequence)
             elif status is not None and status < 0:
-                # A signal is always a cause: it is ordered before the errors of ranks that lost their peer.
-                yield Failure(number, _describe_signal(-status), None, (0, time.time()))
+                # A signal is a cause, ordered before the errors of ranks that lost their peer; but NCCL's watchdog
+                # aborts a process whose collective has reached its time limit.
+                is_abort = status == -signal.SIGABRT
+                order = (2 if is_abort else 0, time.time())
+                yield Failure(number, _describe_signal(-status), None, order, "killed", is_consequence=is_abort)
             else:
-                yield Failure(number, f"it exited with status {status}", None, (1, time.time()))
+                yield Failure(number, f"it exited with status {status}", None, (1, time.time()), "exited")
+
+
+def kind_of(reason: str) -> Kind:
+    """The kind of failure that an exception is, by the line that begins with its class."""
+    if _has_any(LOST_PEER, reason):
+        return "lost connection"
+    name = reason.partition(":")[0]
+    return "diverged" if name == "DivergenceError" else "invalid" if name == "ValueError" else "raised"
+
+
+def _has_any(words: tuple[str, ...], reason: str) -> bool:
+    return any(each in reason.lower() for each in words)
+
+
+def _failure_of(stall: Stall) -> Failure:
+    return Failure(stall.culprits[0], stall.text, None, (0, time.time()), stall.kind)
 
 
 def _read_error(error_file: Path) -> tuple[str, str | None]:
