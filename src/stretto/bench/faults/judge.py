@@ -5,13 +5,16 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.faults.plan import Fault, Job, message_of
+from stretto.bench.faults.plan import STARTING, Fault, Job, message_of
 from stretto.bench.faults.settings import KINDS
 
+START_LIMIT = 60.0
+"""Seconds, where train.timeout is shorter, in which a rank that starts may make no progress: it imports, and loads."""
 LOSS_TOLERANCE = 1e-6
 """The largest difference of a loss from the undisturbed run's."""
 
@@ -52,7 +55,8 @@ def judge(
         until = min((line["time"] for line in fired.values() if line["number"] > fault.number), default=float("inf"))
         own = [naming for naming in namings if happened["time"] < naming.time <= until]
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
-        problems = [*_judge_naming(fault, happened, own, limit)]
+        allowed = max(limit, START_LIMIT) if fault.place in STARTING else limit
+        problems = [*_judge_naming(fault, happened, own, allowed)]
         if gave_up:
             problems.append("the job hung and was killed by this bench")
         if any(naming.has_ended for naming in own):
@@ -152,9 +156,14 @@ def is_rank_named(fault: Fault, naming: Naming) -> bool:
     if fault.kind == "disk":
         return True
     if fault.kind == "connection":
-        words = naming.text.replace(",", " ").split()
-        return all(str(rank) in words for rank in (fault.rank, fault.peer))
+        return _ranks_of(naming.text) == {fault.rank, fault.peer}
     return naming.rank == fault.rank
+
+
+def _ranks_of(text: str) -> set[int]:
+    """The ranks of which the first clause of a message says something: "ranks 1 and 2 lost their connection: ..."."""
+    lists = re.findall(r"\branks? (\d+(?:(?:, | and | and rank )\d+)*)", text.partition(": ")[0])
+    return {int(number) for found in lists for number in re.findall(r"\d+", found)}
 
 
 def _describe_restart(
