@@ -104,6 +104,7 @@ def record() -> dict[str, Any]:
         "restarts": [(at, json.dumps(line)) for at, line in restarts],
         "ended": [{"time": 31.0, "status": 0, "message": ""}],
         "gave_up": [],
+        "stalls": [],
         "stale": [],
         "events": step_events(10.0, 1, 5) + step_events(20.0, 5, 10) + step_events(30.0, 9, 12),
         "metrics": copy.deepcopy(UNDISTURBED),
@@ -185,6 +186,21 @@ def test_a_failure_that_is_named_too_late_is_no_success():
 )
 def test_what_a_job_leaves_behind_is_told_at_its_end(change: Any, words: str):
     assert words in "; ".join(problems_of(change)[1])
+
+
+def test_a_stuck_rank_is_named_as_such_with_the_stack_of_every_rank():
+    job = Job(1, {"data": 2}, STEPS, (Fault(number=0, kind="stop", rank=1, place="data", step=6),))
+    changed = record()
+    changed["fired"].pop()
+    reason = "rank 1 (host a, pid 7) is silent in step 6: stopped by a signal"
+    changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason}))]
+    files = ["rank-0-stack.txt", "rank-1-stack.txt", "report.txt"]
+    changed["stalls"] = [{"time": 14.9, "files": files}]
+    assert judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"] == []
+    changed["stalls"][0]["files"] = files[1:]
+    assert judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"] == ["out/stalls/ lacks rank-0-stack.txt"]
+    changed["stalls"][0] |= {"files": files, "time": 9.0}  # of another failure
+    assert "lacks report.txt" in judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"][0]
 
 
 def test_a_dropped_connection_is_named_by_both_of_its_ends():

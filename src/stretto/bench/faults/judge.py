@@ -5,12 +5,13 @@
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.faults.plan import STARTING, Fault, Job, message_of
+from stretto.bench.faults.plan import STARTING, STEPPING, Fault, Job, message_of
 from stretto.bench.faults.settings import KINDS
 
 START_LIMIT = 60.0
@@ -57,6 +58,9 @@ def judge(
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
         allowed = max(limit, START_LIMIT) if fault.place in STARTING else limit
         problems = [*_judge_naming(fault, happened, own, allowed)]
+        if fault.kind in ("stop", "loop") and fault.place in STEPPING:
+            folders = [stall["files"] for stall in recorded["stalls"] if happened["time"] < stall["time"] <= until]
+            problems += _judge_evidence(folders[-1] if folders else [], math.prod(job.grid.values()))
         if gave_up:
             problems.append("the job hung and was killed by this bench")
         if any(naming.has_ended for naming in own):
@@ -130,6 +134,13 @@ def _judge_naming(fault: Fault, happened: Mapping[str, Any], namings: Sequence[N
     others = [naming for naming in namings[1:] if not naming.has_ended]
     if others:
         yield f"{len(others)} more failures were named, and nothing had happened: {others[0].text.splitlines()[0]}"
+
+
+def _judge_evidence(files: Sequence[str], ranks: int) -> Iterator[str]:
+    """What is missing among the files of a stall: the report, and each rank's stack."""
+    wanted = ["report.txt", *(f"rank-{rank}-stack.txt" for rank in range(ranks))]
+    if missing := [name for name in wanted if name not in files]:
+        yield f"out/stalls/ lacks {', '.join(missing)}"
 
 
 def is_kind_named(fault: Fault, naming: Naming) -> bool:

@@ -35,7 +35,8 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
         plain = {key: Job(0, job.grid, job.steps, ()) for key, job in grids.items()}
         folders = [work / f"undisturbed-{number}" for number, _ in enumerate(plain, start=1)]
         recorded = pool.map(lambda job, folder: _run_job(job, folder, setting, limit=120.0), plain.values(), folders)
-        undisturbed = {key: record["metrics"] for key, record in zip(plain, recorded, strict=True)}
+        records = dict(zip(plain, recorded, strict=True))
+        undisturbed = {key: record["metrics"] for key, record in records.items()}
         for key, job in grids.items():
             if len(undisturbed[key]) != job.steps:
                 raise ValueError(f"the undisturbed run on {key} did not train: see {work}")
@@ -52,6 +53,10 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
         found = list(pool.map(run, jobs))
     rows = [row for of_job, _ in found for row in of_job]
     ends = [end for _, end in found]
+    for key, record in records.items():  # whatever fails there is no fault of this bench
+        difference, problems = judge_end(plain[key], record, undisturbed[key])
+        problems += [f"the undisturbed run failed: {ended['message']}" for ended in record["ended"] if ended["message"]]
+        ends.append({"job": f"undisturbed, {key}", "loss_difference": difference, "problems": problems})
     table = [summarize(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS.values()]
     table = [row for row in table if row["faults"]]
     table.append(summarize("all", rows))

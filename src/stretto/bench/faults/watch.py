@@ -146,6 +146,7 @@ class Watcher:
             "stale": self._stale,
             "fired": [json.loads(path.read_text()) for path in sorted(self._folder.glob("fired-*.json"))],
             "metrics": _read_losses(self._out / "metrics.jsonl"),
+            "stalls": self._list_stalls(),
             "left": self._list_leftovers(),
         }
 
@@ -247,6 +248,17 @@ class Watcher:
                 with suppress(OSError):
                     state = status.read_text().split("State:", 1)[1].split("\n", 1)[0].strip()
                     file.write(f"process {process}, rank {environment.get('RANK')}: {state}\n")
+
+    def _list_stalls(self) -> list[dict[str, Any]]:
+        """The folders of evidence on ranks that were stuck: when each was made, and its files that are not empty."""
+        offset = time.monotonic() - time.time()
+        return [
+            {
+                "time": folder.stat().st_mtime + offset,
+                "files": sorted(path.name for path in folder.iterdir() if path.stat().st_size),
+            }
+            for folder in sorted((self._out / "stalls").glob("*/"))
+        ]
 
     def _list_leftovers(self) -> dict[str, list[str]]:
         """What the job has left behind: processes, files in /dev/shm, temporary and partial files."""
