@@ -26,6 +26,7 @@ from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
 from stretto.train.health import beating, flight_recorder, note, phase
 from stretto.train.launch import resolve_device
+from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
 from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_loggers, write_summary
@@ -110,6 +111,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                     options=config.model_dump(mode="json"),
                 )
             )
+            mark_begun(config.out, start)
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
@@ -153,6 +155,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             expected = {} if predicted is None else {"predicted": predicted}
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
+            if recorder.last is not None and recorder.last.step == config.train.steps:
+                mark_ended(config.out)
 
 
 def _make_task(config: JobConfig, grid: Grid) -> TrainTask:

@@ -100,7 +100,7 @@ def prepare_folder(out: Path, step: int) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete what interrupted processes left half-written or half-deleted. While no process writes a checkpoint."""
+    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing."""
     for leftover in (out / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover)
 

@@ -103,6 +103,7 @@ class Supervisor:
         self._stop_signal: signal.Signals | None = None
         self._stop_requested = 0.0
         self._is_second_request = False
+        self._is_asked = False
         self._has_forwarded = False
         self.failures: list[Failure] = []
 
@@ -110,6 +111,11 @@ class Supervisor:
     def stop_signal(self) -> signal.Signals | None:
         """The first signal that asked this process to stop."""
         return self._stop_signal
+
+    def request_stop(self) -> None:
+        """Ask the ranks to stop, with the next `check`, as if a signal had come; `stop_signal` does not tell of it."""
+        if not self._is_asked and self._stop_signal is None:
+            self._is_asked, self._stop_requested = True, time.monotonic()
 
     def add(self, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
         self._ranks[rank] = _RankProcess(process, error_file)
@@ -122,12 +128,12 @@ class Supervisor:
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
             self.kill()
-        elif self._stop_signal is not None and not self._has_forwarded:
+        elif self._is_stopping and not self._has_forwarded:
             self._has_forwarded = True
             self._signal_all(signal.SIGTERM)
         elif self._is_second_request:
             self._stop_at_once()
-        elif self._stop_signal is not None and time.monotonic() - self._stop_requested > self._timeouts.stop:
+        elif self._is_stopping and time.monotonic() - self._stop_requested > self._timeouts.stop:
             logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
@@ -149,6 +155,10 @@ class Supervisor:
 
     def _running_ranks(self) -> list[int]:
         return [number for number, rank in self._ranks.items() if rank.is_running()]
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._is_asked or self._stop_signal is not None
 
     def _stop_at_once(self) -> None:
         self.kill()
