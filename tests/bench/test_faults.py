@@ -241,6 +241,25 @@ def test_processes_are_found_by_their_environment(tmp_path):
     assert processes_of("STRETTO_FAULTS", str(tmp_path)) == {}
 
 
+def test_a_campaign_in_parts_keeps_the_jobs_of_the_same_draw(tmp_path):
+    from stretto.bench.faults.run import Campaign
+
+    rows = judge(JOB, record(), UNDISTURBED, limit=10.0)
+    end = {"job": 1, "loss_difference": 0.0, "problems": []}
+    Campaign(FaultsSetting(only=(1,)), tmp_path).add(rows, end)
+    other = [row | {"job": 2, "problems": ["it was not named"]} for row in rows]
+    Campaign(FaultsSetting(only=(2,)), tmp_path).add(other, end | {"job": 2})
+    result = json.loads((tmp_path / "faults.json").read_text())
+    assert [row["job"] for row in result["faults"]] == [1, 1, 2, 2]
+    assert [(row["kind"], row["faults"], row["right"]) for row in result["rows"]] == [
+        ("SIGKILL", 2, 1),
+        ("exception", 2, 1),
+        ("all", 4, 2),
+    ]
+    Campaign(FaultsSetting(only=(2,), seed=1), tmp_path).add(other, end | {"job": 2})
+    assert len(json.loads((tmp_path / "faults.json").read_text())["faults"]) == 2
+
+
 @pytest.mark.exhaustive
 def test_a_small_campaign_ends_with_a_table_by_kind(tmp_path):
     from stretto.bench.faults.run import bench_faults

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.faults.plan import STARTING, STEPPING, Fault, Job, message_of
+from stretto.bench.faults.plan import START_LIMIT, STARTING, STEPPING, Fault, Job, message_of
 from stretto.bench.faults.settings import KINDS
 
-START_LIMIT = 60.0
-"""Seconds, where train.timeout is shorter, in which a rank that starts may make no progress: it imports, and loads."""
 LOSS_TOLERANCE = 1e-6
 """The largest difference of a loss from the undisturbed run's."""
 
