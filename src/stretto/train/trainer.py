@@ -18,7 +18,9 @@ import torch.distributed as dist
 from stretto.axes import NAMES
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
-from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint.integrity import DamagedError
+from stretto.train.checkpoint.resuming import start_from_newest
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
@@ -55,7 +57,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     os.environ.update(flight_recorder.environment())  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    with beating(config.train.timeout, config.out):
+    with beating(config.train.timeout, config.out, ranks=config.ranks):
         note("start")
         grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
         flight_recorder.name_groups(grid.group_names())
@@ -77,15 +79,9 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     """Run the whole training on a grid: resume, train all steps, and write the summary."""
     is_first = dist.get_rank() == 0
-    note("build")
-    resumed_from = find_checkpoint(config.out, config.train.resume)
-    task = _make_task(config, grid)
-    start = 0
-    note("load")
-    if resumed_from is None:
-        task.start()
-    else:
-        start = task.resume(resumed_from)
+    resumed_from, (task, start) = start_from_newest(
+        config.out, config.train.resume, lambda checkpoint: _start_task(config, grid, checkpoint)
+    )
     if start >= config.train.steps:
         if is_first:
             logger.warning(
@@ -157,6 +153,21 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
             if recorder.last is not None and recorder.last.step == config.train.steps:
                 mark_ended(config.out)
+
+
+def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple[TrainTask, int]:
+    """Build the task, and load a checkpoint, if there is one. Returns the task, and the step after which it starts."""
+    note("build")
+    task = _make_task(config, grid)
+    note("load")
+    if checkpoint is None:
+        task.start()
+        return task, 0
+    try:
+        return task, task.resume(checkpoint)
+    except DamagedError:
+        task.close()
+        raise
 
 
 def _make_task(config: JobConfig, grid: Grid) -> TrainTask:

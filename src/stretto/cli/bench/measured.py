@@ -20,6 +20,7 @@ from stretto.bench.plan.settings import (
     SchedulesSetting,
     read_predictions,
 )
+from stretto.bench.saves.settings import SavesSetting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -211,6 +212,17 @@ def offload(setting: OffloadSetting, out: Path) -> Any:
     from stretto.bench.training.offload import bench_offload
 
     return bench_offload(setting, out)
+
+
+@bench_command("saves", SavesSetting, needs=Needs.ONE_GPU)
+def saves(setting: SavesSetting, out: Path) -> Any:
+    """What a checkpoint adds to a step, its copy beside the host link, its writers; with --kills N, kill -9 meanwhile.
+
+    --kills runs on processes of the CPU alone, and needs no GPU.
+    """
+    from stretto.bench.saves.run import bench_saves
+
+    return bench_saves(setting, out)
 
 
 @bench_command("recompute", RecomputeSetting)

@@ -34,10 +34,12 @@ from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.checkpoint.folders import remove_leftovers
+from stretto.train.checkpoint.integrity import DamagedCheckpointError
 from stretto.train.config.options import JobConfig
+from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
 from stretto.train.launch.restarts import FailedAttempt, run_with_restarts
-from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor, kind_of
+from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import DivergenceError
 
@@ -47,7 +49,7 @@ Entry = Callable[[JobConfig], None]
 
 
 class RankFailure(FailedAttempt):
-    """A rank failed. `kind`: how (`supervisor.Kind`). `reason`: its signal, its exception, or where it is stuck.
+    """A rank failed. `kind`: how (`health.failures.Kind`). `reason`: its signal, its exception, or where it is stuck.
 
     `checkpoint`: the newest complete one that can be loaded.
     """
@@ -60,7 +62,8 @@ class RankFailure(FailedAttempt):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
         names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
-        if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # its message says how to continue
+        # These messages say how to continue.
+        if not failure.reason.startswith((f"{DivergenceError.__name__}: ", f"{DamagedCheckpointError.__name__}: ")):
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
         if trace_file is not None:
             lines.append(f"the rank's traceback is in {trace_file}")
