@@ -8,6 +8,7 @@ import logging
 import resource
 import sys
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from stretto.train.config.options import JobConfig
 from stretto.train.launch import resolve_device
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
+from stretto.train.nonfinite import require_finite_start, save_batch
 from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_loggers, write_summary
 from stretto.train.observe.progress import Display, ProgressReporter, open_reporter
 from stretto.train.observe.recorder import StepRecorder
@@ -71,9 +73,11 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     task = _make_task(config, grid)
     start = 0
     if resumed_from is None:
-        task.start()
+        weights_file = task.start()
     else:
-        start = task.resume(resumed_from)
+        start, weights_file = task.resume(resumed_from), resumed_from
+    if weights_file is not None:
+        require_finite_start(task, weights_file)
     if start >= config.train.steps:
         if is_first:
             logger.warning(
@@ -111,6 +115,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             ranks=ranks,
             full_rate=task.full_rate(),
             skips_overflows=task.skips_overflows,
+            skips_nonfinite=config.train.on_nonfinite == "skip",
+            save_batch=partial(save_batch, task),
         )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
@@ -161,7 +167,7 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
     device = task.grid.device
     return {
         "steps": recorder.last.step,
-        "loss": recorder.last.loss,
+        "loss": recorder.last.as_line()["loss"],
         **recorder.last.evaluation,
         "seconds": recorder.seconds(),
         f"{task.config.unit}_per_second": recorder.rate(),

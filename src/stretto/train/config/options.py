@@ -158,6 +158,15 @@ class RunOptions(Section):
         600.0, "how long the other ranks wait for a rank that is late, for example because it compiles or saves, "
         "before the run fails", unit="seconds", ge=1, le=MAX_TIMEOUT,
     )  # fmt: skip
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "stop", "what a step whose loss or gradient norm is not finite does: `stop` ends the run; `skip` changes no "
+        "weight and no optimizer state on any rank, and training goes on. Both save the step's batch",
+    )  # fmt: skip
+    verify_steps: Annotated[int | None, CanBeNone] = option(
+        None, "how often the ranks that hold the same weights compare a hash of them, which finds silent corruption "
+        "and names the rank ([silent-corruption.md](silent-corruption.md)); also before each checkpoint",
+        unit="steps", ge=1,
+    )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
     wandb: Annotated[str | None, CanBeNone] = option(
