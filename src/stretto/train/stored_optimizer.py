@@ -191,6 +191,12 @@ class StoredOptimizer:
         """This rank's shard of a parameter's fp32 weight."""
         return self.store.weight(self._numbers[name])
 
+    def masters_on_device(self) -> dict[str, Tensor]:
+        """The fp32 weights that lie on the device beside the weights that are computed with, by name."""
+        store = self.store
+        has_any = self.options.location == "device" and MASTER in store.residence.arrays
+        return {name: self.weight(name) for name in self.parameters} if has_any else {}
+
     def state(self, name: str) -> dict[str, Any]:
         """The state of one parameter, by key: tensors like its shard, and 0-dim ones. Empty before its first step."""
         return self.store.state(self._numbers[name])
@@ -340,7 +346,7 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> Stor
         dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[run.dtype],
         options=run.state,
         loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
-        skips_nonfinite=run.on_nonfinite == "skip",
+        skips_nonfinite=run.skips_nonfinite,
     )
 
 

@@ -63,7 +63,15 @@ class TrainTask(ABC):
 
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
-        """The model's parameters that this rank has, by name: DTensors, or tensors that no other rank has."""
+        """The model's parameters that this rank has, by name."""
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """The parameters of which other ranks may hold the same shards: DTensors, or tensors that all ranks hold."""
+        return self.weights()
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """This rank's shards of fp32 weights beside those of `replicated`, by name, where they lie on the device."""
+        return {}
 
     def full_rate(self) -> float | None:
         """Tokens (or samples) per second if all ranks computed at their peak FLOP/s; None if that is unknown."""

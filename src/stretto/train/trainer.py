@@ -19,6 +19,7 @@ from stretto.axes import NAMES
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
@@ -26,12 +27,20 @@ from stretto.train.launch import resolve_device
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
 from stretto.train.nonfinite import require_finite_start, save_batch
-from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_loggers, write_summary
+from stretto.train.observe.metrics import (
+    SUMMARY_FILE,
+    CorruptionError,
+    DivergenceError,
+    MetricsLog,
+    require_loggers,
+    write_summary,
+)
 from stretto.train.observe.progress import Display, ProgressReporter, open_reporter
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
 from stretto.train.observe.tracing import StepTracer, steps_to_trace
 from stretto.train.optimizer import scheduled_rate
+from stretto.train.replicas import ReplicaCheck
 from stretto.train.task import TrainTask
 
 logger = logging.getLogger(__name__)
@@ -106,6 +115,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
+        replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
         ranks = grid.size("world")
         recorder = StepRecorder(
             config.items_a_step,
@@ -116,7 +126,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             full_rate=task.full_rate(),
             skips_overflows=task.skips_overflows,
             skips_nonfinite=config.train.on_nonfinite == "skip",
-            save_batch=partial(save_batch, task),
+            on_nonfinite=partial(_look_at_nonfinite, task, replicas),
         )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
@@ -126,10 +136,12 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
-            bytes_sent = _train_steps(task, start, stop, recorder, reporter, tracer)
+            bytes_sent = _train_steps(task, start, stop, recorder, reporter, tracer, replicas)
         except DivergenceError as error:
             last = start if recorder.last is None else recorder.last.step
             raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
+        except CorruptionError as error:
+            raise CorruptionError(f"{error}; {_where_it_was_verified(config)}", error.ranks) from None
         peak_memory = _peak_memory(grid)
         if is_first:
             about = {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent}
@@ -186,8 +198,12 @@ def _train_steps(
     recorder: StepRecorder,
     reporter: ProgressReporter,
     tracer: StepTracer,
+    replicas: ReplicaCheck | None,
 ) -> dict[str, int]:
-    """Run all steps after `start`, with checkpoints. Returns the bytes that a rank sends in a step, by axis."""
+    """Run all steps after `start`, with checkpoints. Returns the bytes that a rank sends in a step, by axis.
+
+    Weights are verified before they are saved, so that no checkpoint is newer than the last step that was verified.
+    """
     options = task.config.train
     # The second step's bytes are counted: the first one also sends what is sent only once.
     counted = min(start + 2, options.steps)
@@ -203,7 +219,10 @@ def _train_steps(
         tracer.end(step)
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
-        if is_due or is_stopping or step == options.steps:
+        saves = is_due or is_stopping or step == options.steps
+        if replicas is not None and (saves or step % (options.verify_steps or 1) == 0):
+            replicas.check(step)
+        if saves:
             recorder.flush()
             task.save(step)
             recorder.restart_clock()
@@ -212,6 +231,23 @@ def _train_steps(
             break
     tracer.finish()
     return bytes_sent
+
+
+def _look_at_nonfinite(task: TrainTask, replicas: ReplicaCheck | None, step: int) -> str:
+    """Save the batch of a step that is not finite. If that comes from one rank's weights, raise CorruptionError."""
+    where = save_batch(task, step)
+    if replicas is not None:
+        replicas.check(step)
+    return where
+
+
+def _where_it_was_verified(config: JobConfig) -> str:
+    """Say whether the newest checkpoint holds weights that were compared before they were saved."""
+    newest = newest_checkpoint(config.out)
+    if newest is None:
+        return "there is no checkpoint of verified weights"
+    was_verified = read_metadata(newest).run.get("train", {}).get("verify_steps") is not None
+    return f"the weights of {newest} were {'' if was_verified else 'not '}verified before they were saved"
 
 
 def _how_to_continue(config: JobConfig, last: int, resumed_from: Path | None, start: int) -> str:

@@ -174,6 +174,14 @@ class RunOptions(Section):
         "to the run's folder alone",
     )  # fmt: skip
 
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
+
+        With `verify_steps` also in a run that ends with it: an update by NaN would destroy what the ranks compare.
+        """
+        return self.on_nonfinite == "skip" or self.verify_steps is not None
+
 
 class JobConfig(Section):
     """What every run has, whatever it trains: its folder and its device. Immutable; change it by `model_copy`."""

@@ -118,6 +118,9 @@ class DLRMTask(TrainTask):
         """All of the MLPs, which every rank has, and this rank's tables."""
         return dict(self.mlps.named_parameters()) | self.tables
 
+    def replicated(self) -> Mapping[str, Tensor]:
+        return dict(self.mlps.named_parameters())
+
     def num_parameters(self) -> int:
         return sum(size.numbers for size in self.placement.tables) + sum(p.numel() for p in self.mlps.parameters())
 

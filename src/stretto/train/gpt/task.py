@@ -206,6 +206,9 @@ class GPTTask(TrainTask):
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self.model.named_parameters())
 
+    def masters(self) -> Mapping[str, Tensor]:
+        return self.optimizer.masters_on_device() if isinstance(self.optimizer, StoredOptimizer) else {}
+
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in whole_model(self.model).parameters())
 
@@ -253,7 +256,7 @@ class GPTTask(TrainTask):
 
     def _skip(self, grad_norm: Tensor, loss: Tensor) -> Tensor | None:
         """Whether the step changes nothing, bool, 0-dim, on the device; the same on all ranks, as its arguments are."""
-        if self.config.train.on_nonfinite == "stop":
+        if not self.config.train.skips_nonfinite:
             return None
         return ~(grad_norm.isfinite() & loss.isfinite())
 

@@ -35,7 +35,7 @@ from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.devices import check_started_ranks
 from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
-from stretto.train.observe.metrics import DivergenceError
+from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,9 @@ class RankFailure(RuntimeError):
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
         lines = [f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
+        if failure.reason.startswith(f"{CorruptionError.__name__}: "):  # every rank raises it, and it names the rank
+            lines = [failure.reason.partition(": ")[2]]
+            self.rank = int(lines[0].split()[1])
         if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # its message says how to continue
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
         if trace_file is not None:

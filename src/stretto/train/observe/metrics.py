@@ -8,7 +8,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,17 @@ SUMMARY_FILE = "summary.json"
 
 class DivergenceError(ArithmeticError):
     """The loss, the gradient's norm or a weight is no longer a finite number."""
+
+
+class CorruptionError(RuntimeError):
+    """Ranks that must hold the same weights hold others. `ranks`: those that differ from the majority, or all."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CorruptionError, (str(self), self.ranks)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class StepRecorder:
     full_rate: tokens or samples per second if all ranks computed at their peak FLOP/s, which the utilization is a part
     of; None if it is unknown. skips_overflows: steps whose norm alone is not finite change nothing, and training goes
     on, as the loss scale adapts. skips_nonfinite: so do steps whose loss or norm is not finite; a line on the screen
-    says so. save_batch: saves the batch of a step whose loss or norm is not finite, and says where, as an error's end.
+    says so. on_nonfinite: called on all ranks with a step whose loss or norm is not finite; what it returns ends the
+    message.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class StepRecorder:
         full_rate: float | None = None,
         skips_overflows: bool = False,
         skips_nonfinite: bool = False,
-        save_batch: Callable[[int], str] = lambda step: "",
+        on_nonfinite: Callable[[int], str] = lambda step: "",
     ) -> None:
         self._items_a_step, self._unit = items_a_step, unit
         self._ranks, self._full_rate = ranks, full_rate
         self._log, self._reporter = log, reporter
         self._skips_overflows, self._skips_nonfinite, self._skipped = skips_overflows, skips_nonfinite, 0
-        self._save_batch = save_batch
+        self._on_nonfinite = on_nonfinite
         self._waiting: list[_Launched] = []
         self._durations: list[float] = []
         self._mark: torch.cuda.Event | None = None
@@ -165,7 +166,7 @@ class StepRecorder:
         self._skipped += 1
         is_overflow = self._skips_overflows and math.isfinite(loss)
         if not is_overflow:
-            (name, value), where = bad[0], self._save_batch(step)
+            (name, value), where = bad[0], self._on_nonfinite(step)
             if not self._skips_nonfinite:
                 raise DivergenceError(f"the {name} is {value} in step {step}{where}")
             self._reporter.print_message(f"step {step} is skipped: the {name} is {value}{where}")
