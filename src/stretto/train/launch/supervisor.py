@@ -183,5 +183,6 @@ def _describe_signal(number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    hint = ", as when memory runs out" if number == signal.SIGKILL else ""
+    hints = {signal.SIGKILL: ", as when memory runs out", signal.SIGBUS: ", as when a mapped file is cut short"}
+    hint = hints.get(number, "")
     return f"it was killed by {name}{hint}"
