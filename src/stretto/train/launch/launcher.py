@@ -41,7 +41,7 @@ from stretto.train.launch.leftovers import list_segments, remove_orphans, remove
 from stretto.train.launch.restarts import FailedAttempt, run_with_restarts
 from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
-from stretto.train.observe.metrics import DivergenceError
+from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,9 @@ class RankFailure(FailedAttempt):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
         names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
+        if failure.reason.startswith(f"{CorruptionError.__name__}: "):  # every rank raises it, and it names the rank
+            lines = [failure.reason.partition(": ")[2]]
+            self.rank = int(lines[0].split()[1])
         # These messages say how to continue.
         if not failure.reason.startswith((f"{DivergenceError.__name__}: ", f"{DamagedCheckpointError.__name__}: ")):
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
