@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from tests.pool import Pool
+from tests.pool import Pool, forget_stacks_of_seeds
 from tests.processes import PythonServer, close_servers, shared_server
 
 
@@ -54,6 +55,8 @@ _POOL = pytest.StashKey[Pool]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of the session's worker processes, which now has what they need, if a test uses them."""
     session.config.stash[_POOL] = pool = Pool()
+    if not torch.cuda.is_available():
+        forget_stacks_of_seeds()
     is_run = sys.platform == "linux" and not session.config.getoption("collectonly")
     if is_run and any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
         capture = session.config.pluginmanager.getplugin("capturemanager")
