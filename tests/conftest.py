@@ -5,6 +5,7 @@ Which tests are `exhaustive`, and so left to `make test-exhaustive`: those that 
 all but n of its cases, drawn by its name, so that everyone's `make test` runs the same ones.
 """
 
+import gc
 import multiprocessing.spawn
 import os
 import random
@@ -18,6 +19,8 @@ import torch
 
 from tests.pool import Pool, forget_stacks_of_seeds
 from tests.processes import PythonServer, close_servers, shared_server
+
+gc.disable()  # until all tests are collected: looking through a million objects of modules would take a quarter of that
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,6 +57,8 @@ _POOL = pytest.StashKey[Pool]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of the session's worker processes, which now has what they need, if a test uses them."""
+    gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
+    gc.enable()
     session.config.stash[_POOL] = pool = Pool()
     if not torch.cuda.is_available():
         forget_stacks_of_seeds()
