@@ -58,6 +58,7 @@ _POOL = pytest.StashKey[Pool]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of the session's worker processes, which now has what they need, if a test uses them."""
     gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
+    gc.set_threshold(10_000, 20, 20)  # by default a test that parses our source spends most of its time on garbage
     gc.enable()
     session.config.stash[_POOL] = pool = Pool()
     if not torch.cuda.is_available():
