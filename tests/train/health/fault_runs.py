@@ -3,11 +3,12 @@
 
 import os
 import signal
+import sys
 import time
 from typing import Any
 from unittest import mock
 
-from stretto.train.config import TrainConfig
+from stretto.train.config import TrainConfig, load_config
 from stretto.train.data import Sampler
 from stretto.train.trainer import train
 
@@ -48,3 +49,7 @@ def train_with_fault(config: TrainConfig) -> None:
 
     with mock.patch.object(Sampler, "indices", indices_and_fault):
         train(config, display="none")
+
+
+if __name__ == "__main__":  # started by torchrun
+    train_with_fault(load_config(sys.argv[1]))

@@ -37,12 +37,12 @@ def report_folder(out: Path) -> Path:
 def test_a_stopped_rank_is_named_with_its_state_and_what_the_others_wait_in(tmp_path, monkeypatch, rank):
     failure = fail(tmp_path / "out", monkeypatch, f"stop {rank}")
     assert (failure.kind, failure.rank) == ("silent", rank)
-    assert "its process is stopped by a signal" in failure.reason
+    assert "is silent in step 4, phase data: its process is stopped by a signal" in failure.reason
     assert f"rank {1 - rank} waits for it in all_reduce number" in failure.reason
     folder = report_folder(tmp_path / "out")
     assert f"stacks are in {folder}" in str(failure)
     assert "all_reduce" in (folder / f"rank-{1 - rank}-stack.txt").read_text()
-    assert "stopped by a signal" in (folder / f"rank-{rank}-stack.txt").read_text()
+    assert "in strike" in (folder / f"rank-{rank}-stack.txt").read_text(), "where it was stopped"
     recorded = json.loads((folder / f"rank-{1 - rank}-flight.json").read_text())
     assert recorded["gloo"]["entries"][-1]["retired"] is False
     assert "stopped by a signal" in (folder / "report.txt").read_text()

@@ -80,7 +80,7 @@ class Saver:
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._writers = writers or max(1, min(MOST_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
         self._timeout = group_timeout(None)
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout), group_desc="saves")
         self.staging = Staging(device)
         self._ownership: Ownership | None = None
         self._digest = ""

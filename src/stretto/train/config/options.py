@@ -227,6 +227,15 @@ class RunOptions(Section):
         600.0, "how long the other ranks wait for a rank that is late, for example because it compiles or saves, "
         "before the run fails", unit="seconds", ge=1, le=MAX_TIMEOUT,
     )  # fmt: skip
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "stop", "what a step whose loss or gradient norm is not finite does: `stop` ends the run; `skip` changes no "
+        "weight and no optimizer state on any rank, and training goes on. Both save the step's batch",
+    )  # fmt: skip
+    verify_steps: Annotated[int | None, CanBeNone] = option(
+        None, "how often the ranks that hold the same weights compare a hash of them, which finds silent corruption "
+        "and names the rank ([silent-corruption.md](silent-corruption.md)); also before each checkpoint",
+        unit="steps", ge=1,
+    )  # fmt: skip
     max_restarts: int = option(
         0, "how often in a row, without a new checkpoint in between, the ranks are started again after one has failed, "
         "from the newest checkpoint ([restarts.md](restarts.md))", unit="restarts", ge=0, le=MAX_RESTARTS,
@@ -245,6 +254,14 @@ class RunOptions(Section):
         None, "also log to this project of Weights & Biases (pip install 'stretto[wandb]'); WANDB_MODE=offline writes "
         "to the run's folder alone",
     )  # fmt: skip
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
+
+        With `verify_steps` also in a run that ends with it: an update by NaN would destroy what the ranks compare.
+        """
+        return self.on_nonfinite == "skip" or self.verify_steps is not None
 
 
 class JobConfig(Section):

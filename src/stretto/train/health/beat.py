@@ -12,6 +12,7 @@ from stretto.train.health.flight_recorder import OpenCollective
 IN_TORCH_DISTRIBUTED = "torch.distributed:"  # before the source of lines of torch.distributed's own files
 # A line of Python that waits for other ranks, where the flight recorder does not say so: gloo's sends and receives.
 WAITING_CALL = re.compile(rf"^{re.escape(IN_TORCH_DISTRIBUTED)}|\b(wait\w*|synchronize|barrier|recv)\(|\bdist\.\w+\(")
+JOINING = re.compile(r"lock\.acquire\(|thread\.join\(|_handle\.join\(")  # the main thread waits for another one
 MISSED = 5  # heartbeats in a row that are missed by a silent rank: a busy machine delays some
 
 
@@ -22,8 +23,9 @@ class Beat:
     number: of the heartbeat, from 1 on. since: seconds without progress, by the rank's own clock. waits: the unfinished
     collectives that it has entered, if it makes no progress. entered: how many collectives each group has had on this
     rank, by the group's name. where: Python's frames of the main thread, innermost first. line: the source of the
-    innermost one. stack_file: the number of the open file that `stacks.register` writes stacks to. error_file: of
-    torch.distributed.elastic. is_done: the rank has ended training. busy: see `slow_ranks`.
+    innermost one. cpu: seconds of CPU time since the last progress. stack_file, place_file: descriptors of files, which
+    `stacks.read_stacks` and `progress.read_place` read. error_file: of torch.distributed.elastic. is_done: the rank has
+    ended training. busy: see `slow_ranks`.
     """
 
     rank: int
@@ -38,7 +40,9 @@ class Beat:
     entered: tuple[tuple[str, int], ...] = ()
     where: tuple[str, ...] = ()
     line: str = ""
+    cpu: float = 0.0
     stack_file: int | None = None
+    place_file: int | None = None
     error_file: str = ""
     is_done: bool = False
     busy: tuple[int, float] | None = None
@@ -59,13 +63,18 @@ class Beat:
             busy=None if busy is None else (int(busy[0]), float(busy[1])),
         )
 
+    @property
+    def own_waits(self) -> tuple[OpenCollective, ...]:
+        """The collectives that wait for other ranks in the threads that train, without those that write checkpoints."""
+        return tuple(wait for wait in self.waits if not wait.is_background)
+
     def seems_to_wait(self) -> bool:
         """Whether the rank's main thread is in a call that waits for other ranks, as far as this rank knows."""
-        return bool(self.waits) or WAITING_CALL.search(self.line) is not None
+        return bool(self.own_waits) or WAITING_CALL.search(self.line) is not None
 
-    def describe_place(self) -> str:
-        """Say in which step and phase the rank is."""
-        return f"phase {self.phase}" if self.step is None else f"step {self.step}, phase {self.phase}"
+    def waits_for_thread(self) -> bool:
+        """Whether the main thread waits for a thread that is in a collective, such as one that writes a checkpoint."""
+        return any(wait.is_background for wait in self.waits) and JOINING.search(self.line) is not None
 
 
 def interval_of(timeout: float) -> float:

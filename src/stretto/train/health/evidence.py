@@ -38,24 +38,37 @@ def write_own(folder: Path, rank: int) -> None:
         (folder / f"rank-{rank}-flight.json").write_text(json.dumps(recorded))
 
 
-def collect(out: Path, monitor: Monitor, text: str, running: Collection[int] | None = None) -> Path | None:
+def collect(
+    out: Path,
+    monitor: Monitor,
+    text: str,
+    running: Collection[int] | None = None,
+    *,
+    own_rank: int | None = None,
+) -> Path | None:
     """Write all files that can be had. Returns the folder, or None where it cannot be made (a full disk).
 
-    It takes seconds: ranks answer after their next heartbeat. RuntimeError if the store does not answer.
+    own_rank: this process's, if its own heartbeat's thread calls this. It takes seconds: ranks answer after their next
+    heartbeat. RuntimeError if the store does not answer.
     """
     folder = _make_folder(out)
     if folder is None:
         return None
     ranks = monitor.watched(running)
+    table = _table(monitor, ranks)
     request = json.dumps({"folder": str(folder.absolute()), "time": time.time()})
     monitor.store.set(REQUEST, request)
+    if own_rank is not None:
+        with suppress(OSError):
+            write_own(folder, own_rank)
+        monitor.store.set(answer_key(request, own_rank), "1")
     beating = [rank for rank in ranks if rank in monitor.beats and not monitor.is_silent(rank)]
     deadline = time.monotonic() + ANSWERS + 2 * monitor.interval
     while not _have_answered(monitor, request, beating) and time.monotonic() < deadline:
         time.sleep(0.05)
     with suppress(OSError):  # the disk may be full by now; the message goes to the screen in any case
         write_missing_stacks(folder, [monitor.beats[rank] for rank in ranks if rank in monitor.beats])
-        (folder / "report.txt").write_text(f"{text}\n\n{_table(monitor, ranks)}\n")
+        (folder / "report.txt").write_text(f"{text}\n\n{table}\n")
     return folder
 
 
@@ -104,6 +117,7 @@ def _table(monitor: Monitor, ranks: list[int]) -> str:
             rows.append((str(rank), "?", "?", "?", "?", f"{monitor.idle(rank):.1f} s", "no heartbeat yet", "", ""))
             continue
         waits = ", ".join(f"{wait.name} {wait.number} of {wait.group}" for wait in beat.waits)
+        phase, step = monitor.place_of(rank)
         silent = "silent" if monitor.is_silent(rank) else "waiting" if beat.seems_to_wait() else "running"
         state = monitor.state_of(rank)
         rows.append(
@@ -111,8 +125,8 @@ def _table(monitor: Monitor, ranks: list[int]) -> str:
                 str(rank),
                 beat.host,
                 str(beat.pid),
-                "-" if beat.step is None else str(beat.step),
-                beat.phase,
+                "-" if step is None else str(step),
+                phase,
                 f"{monitor.idle(rank):.1f} s",
                 silent if state is None else f"{silent}: {state}",
                 waits or "-",

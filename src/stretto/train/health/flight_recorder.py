@@ -8,6 +8,7 @@ A dump of the whole buffer takes 30 ms, the counters of all groups take 10 us.
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ SETTINGS = {"TORCH_FR_BUFFER_SIZE": "2000"}  # entries: the collectives of sever
 class OpenCollective:
     """A collective that this rank has entered and that is not finished.
 
-    number: how many collectives the group has had with it. ranks: the members of the group.
+    number: how many collectives the group has had with it. ranks: the members of the group. is_background: a thread
+    beside the training has entered it, such as one that writes checkpoints.
     """
 
     name: str
@@ -30,6 +32,7 @@ class OpenCollective:
     group_name: str
     number: int
     ranks: tuple[int, ...]
+    is_background: bool = False
 
 
 def environment() -> dict[str, str]:
@@ -57,6 +60,12 @@ def find_collectives() -> tuple[list[OpenCollective], dict[str, int]]:
     """The unfinished collectives, the last one of each group, and how many each group has had, by the groups' names."""
     entered: dict[str, int] = {}
     open_: dict[str, OpenCollective] = {}
+    # Threads of the autograd engine are unknown to Python's module, or dummies there.
+    others = {
+        thread.ident
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+    }
     axes = {name: group for group, name in _groups().items()}
     for recorded in dump().values():
         for entry in recorded.get("entries", ()):
@@ -74,6 +83,7 @@ def find_collectives() -> tuple[list[OpenCollective], dict[str, int]]:
                 group_name,
                 number,
                 () if group is None else tuple(dist.get_process_group_ranks(group)),
+                is_background=int(entry.get("thread_id", 0)) in others,
             )
     return sorted(open_.values(), key=lambda each: each.number), entered
 

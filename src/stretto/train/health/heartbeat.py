@@ -5,6 +5,7 @@ The thread has a connection of its own to the store, since a blocked call of ano
 lock. It needs Python's interpreter lock: a rank whose main thread holds that lock, and one that is stopped, is silent.
 """
 
+import atexit
 import json
 import linecache
 import logging
@@ -24,6 +25,8 @@ import torch.distributed as dist
 
 from stretto.train.health import evidence, flight_recorder, progress, stacks
 from stretto.train.health.beat import IN_TORCH_DISTRIBUTED, Beat, interval_of, prefix
+from stretto.train.health.failures import is_consequence
+from stretto.train.health.peers import ASKED, PeerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ BY_LAUNCHER = "STRETTO_WATCHED_BY_LAUNCHER"
 """Set in the environment of ranks whose heartbeats `launch` reads; other ranks watch each other."""
 CONNECT = 30.0  # seconds to connect to the store
 FRAMES = 6
+VERDICT_LIMIT = 5.0  # seconds, and four heartbeats: a stall is found, and its stacks are collected
 
 
 class Heartbeat:
@@ -46,9 +50,12 @@ class Heartbeat:
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
         self._number = 0
-        self._last: tuple[int, dict[str, int]] = (0, {})
+        self._last: tuple[tuple[int, ...], dict[str, int]] = ((), {})
+        self._cpu_then = 0.0  # seconds of CPU time at the last progress
         self._progressed = time.monotonic()
         self._answered = ""
+        self._store: dist.Store | None = None
+        self._peers: PeerWatch | None = None
         self._thread = threading.Thread(target=self._run, name="stretto-heartbeat", daemon=True)
 
     @classmethod
@@ -59,28 +66,47 @@ class Heartbeat:
         """
         if cls.running is None:
             stacks.register()
+            progress.share()
             cls.running = cls(timeout, out)
             cls.running._thread.start()
+            # A thread that comes back from C++ while the interpreter is finalized would abort the process.
+            atexit.register(cls.running.stop)
         return cls.running
 
     def stop(self) -> None:
         """Write a last heartbeat, which says that this rank is done, and end the thread."""
+        atexit.unregister(self.stop)
         self._stopped.set()
         self._thread.join(5.0)
         if Heartbeat.running is self:
             Heartbeat.running = None
 
+    def wait_for_verdict(self) -> None:
+        """Ask the ranks that watch each other whom this one waited for; they end this process if they find out."""
+        if self._peers is None or self._store is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return
+        with suppress(RuntimeError):
+            self._store.set(ASKED, str(self.rank))
+        time.sleep(VERDICT_LIMIT + 4 * self.interval)
+
     def _run(self) -> None:
-        store = self._connect()
+        store = self._store = self._connect()
         if store is None:
             return
+        if BY_LAUNCHER not in os.environ and self._out is not None:
+            ranks = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else dist.get_world_size()
+            self._peers = PeerWatch(store, self.rank, ranks, self._timeout, self._out)
         while True:
             is_done = self._stopped.is_set()
             try:
                 store.set(str(self.rank), self._beat(is_done).as_json())
                 self._answer(store)
+                if self._peers is not None:
+                    self._peers.look()
             except Exception as error:  # noqa: BLE001  (torch's errors of the store, of any class: beats must go on)
                 logger.debug("heartbeat of rank %d: %s: %s", self.rank, type(error).__name__, error)
+                if self._peers is not None:
+                    self._peers.lost_store()
             if is_done:
                 return
             self._stopped.wait(self.interval)
@@ -91,9 +117,7 @@ class Heartbeat:
         variables = os.environ
         while not self._stopped.is_set():
             try:
-                if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or (
-                    "MASTER_PORT" in variables and dist.is_initialized()
-                ):
+                if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                     store: dist.Store = dist.TCPStore(
                         variables["MASTER_ADDR"],
                         int(variables["MASTER_PORT"]),
@@ -113,9 +137,9 @@ class Heartbeat:
 
     def _beat(self, is_done: bool) -> Beat:
         now, noted = time.monotonic(), progress.current()
-        state = (noted.count, flight_recorder.counters())
+        state = (progress.count(), flight_recorder.counters())
         if state != self._last:
-            self._last, self._progressed = state, now
+            self._last, self._progressed, self._cpu_then = state, now, time.process_time()
         since = now - self._progressed
         waits: tuple[flight_recorder.OpenCollective, ...] = ()
         entered: dict[str, int] = {}
@@ -136,7 +160,9 @@ class Heartbeat:
             entered=tuple(entered.items()),
             where=tuple(_describe_frame(frame) for frame in frames),
             line=_line_of(frames[0]) if frames else "",
+            cpu=time.process_time() - self._cpu_then,
             stack_file=stacks.stack_file(),
+            place_file=progress.place_file(),
             error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
             is_done=is_done,
         )
@@ -164,14 +190,22 @@ class Heartbeat:
 
 
 @contextmanager
-def beating(timeout: float, out: Path) -> Iterator[None]:
-    """Have a heartbeat in the block: the one that runs already, or one of the block's own, if there are other ranks."""
-    if Heartbeat.running is not None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+def beating(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
+    """Have a heartbeat in the block: the one that runs already, or one of the block's own, if there are other ranks.
+
+    An exception that only says that another rank is late or lost is held back until the ranks that watch each other
+    had time to find out which: then they end this process with a better message.
+    """
+    if Heartbeat.running is not None or ranks == 1:
         yield
         return
     heartbeat = Heartbeat.start(timeout=timeout, out=out)
     try:
         yield
+    except Exception as error:
+        if is_consequence(f"{type(error).__name__}: {error}"):
+            heartbeat.wait_for_verdict()
+        raise
     finally:
         heartbeat.stop()
 

@@ -7,7 +7,10 @@ progress, the culprits are, in this order:
 1. silent ranks: no heartbeat arrives;
 2. stalled ranks: others wait for them in a collective that they have not entered, and they wait for nobody;
 3. stalled ranks: ranks whose main thread is in no call that waits, as far as Python's frames and the recorder tell;
-4. ranks that wait for each other, since they have entered collectives in different orders.
+4. the same as 2 for threads that write checkpoints, while main threads wait for these;
+5. ranks that wait for each other, since they have entered collectives in different orders.
+
+Ranks for which nobody waits and which use a CPU are no culprits: they may all compile, as long as they like.
 """
 
 import socket
@@ -20,10 +23,11 @@ import torch.distributed as dist
 
 from stretto.train.health.beat import MISSED, Beat, interval_of, list_ranks
 from stretto.train.health.flight_recorder import OpenCollective
-from stretto.train.health.progress import STARTING
+from stretto.train.health.progress import STARTING, read_place
 from stretto.train.health.stacks import process_state
 
 START_LIMIT = 60.0  # seconds in which a starting rank may import and compile; the others' groups have the time limit
+COMPUTES = 0.1  # cores: a process that uses more of them computes, and does not wait for a disk or a network
 MISSED_AT_LEAST = 2.0  # seconds without a heartbeat before a rank is silent: a loaded machine delays threads
 
 
@@ -138,10 +142,22 @@ class Monitor:
         beat = self.beats.get(rank)
         return f"rank {rank}" if beat is None else f"rank {rank} (host {beat.host}, pid {beat.pid})"
 
+    def place_of(self, rank: int) -> tuple[str, int | None]:
+        """The phase and step of a rank that has sent a heartbeat: now, if it is on this machine, else at the last."""
+        beat = self.beats[rank]
+        is_here = beat.host == socket.gethostname()
+        found = read_place(beat.pid, beat.place_file) if is_here else None
+        return (beat.phase, beat.step) if found is None else (found.phase, found.step)
+
+    def describe_place(self, rank: int) -> str:
+        """Say in which step and phase a rank is."""
+        phase, step = self.place_of(rank)
+        return f"phase {phase}" if step is None else f"step {step}, phase {phase}"
+
     def _allowed(self, rank: int) -> float:
         """Seconds for which a rank may make no progress."""
         beat = self.beats.get(rank)
-        is_starting = beat is None or beat.phase in STARTING
+        is_starting = beat is None or self.place_of(rank)[0] in STARTING
         return max(self.limit, START_LIMIT) if is_starting and self.state_of(rank) is None else self.limit
 
     def _find_culprits(
@@ -149,24 +165,34 @@ class Monitor:
     ) -> tuple[Literal["silent", "stalled", "lost connection"], tuple[int, ...]] | None:
         if silent := [rank for rank in stuck if self.is_silent(rank)]:
             return "silent", tuple(sorted(silent))
-        awaited = {rank: self._awaited_by(rank) & set(stuck) for rank in stuck}
+        awaited = {rank: self._awaited_by(self.beats[rank].own_waits) & set(stuck) for rank in stuck}
         targets = set().union(*awaited.values())
         if ends := [rank for rank in targets if not awaited[rank]]:
             return "stalled", tuple(sorted(ends))
         if idle := [rank for rank in stuck if not self._is_waiting(rank)]:
-            return "stalled", tuple(sorted(idle))
+            if len(idle) < len(stuck) or any(not self._computes(rank) for rank in idle):
+                return "stalled", tuple(sorted(idle))
+            return None
+        in_threads = set().union(*(self._awaited_by(self.beats[rank].waits) & set(stuck) for rank in stuck))
+        if ends := [rank for rank in in_threads if not self._awaited_by(self.beats[rank].waits)]:
+            return "stalled", tuple(sorted(ends))
         if targets:
             return "stalled", tuple(sorted(targets))
-        entered = [rank for rank in stuck if self.beats[rank].waits and not self._awaited_by(rank)]
+        entered = [rank for rank in stuck if self.beats[rank].own_waits]
         return ("lost connection", tuple(sorted(entered))) if len(entered) > 1 else None
 
-    def _is_waiting(self, rank: int) -> bool:
-        return rank in self.beats and not self.is_silent(rank) and self.beats[rank].seems_to_wait()
+    def _computes(self, rank: int) -> bool:
+        """Whether a rank without progress uses a CPU."""
+        beat = self.beats[rank]
+        return beat.cpu > COMPUTES * beat.since
 
-    def _awaited_by(self, rank: int) -> set[int]:
-        """The ranks that have not entered a collective in which `rank` is."""
+    def _is_waiting(self, rank: int) -> bool:
         beat = self.beats.get(rank)
-        return set() if beat is None else {each for wait in beat.waits for each in self._missing(wait)}
+        return beat is not None and not self.is_silent(rank) and (beat.seems_to_wait() or beat.waits_for_thread())
+
+    def _awaited_by(self, waits: Iterable[OpenCollective]) -> set[int]:
+        """The ranks that have not entered one of these collectives."""
+        return {rank for wait in waits for rank in self._missing(wait)}
 
     def _missing(self, wait: OpenCollective) -> Iterable[int]:
         for rank in wait.ranks:
@@ -189,7 +215,7 @@ class Monitor:
         beat = self.beats.get(rank)
         if beat is None:
             return f"rank {rank} has not sent a heartbeat since its process was started"
-        place = beat.describe_place()
+        place = self.describe_place(rank)
         if self.is_silent(rank):
             state = self.state_of(rank) or "its heartbeats have stopped"
             return f"{self.name(rank)} is silent in {place}: {state}"

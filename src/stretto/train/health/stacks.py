@@ -2,8 +2,8 @@
 """Stacks of processes that may not answer, and what state such a process is in. Linux tells the latter in /proc.
 
 `register` makes a signal write the stacks of all threads. Its handler is C and needs no interpreter lock, so it works
-in an endless loop and in C code; in a stopped process it does not run. The stacks go to a file without a name, which a
-process of the same user reads through /proc, so nothing is left behind.
+in an endless loop and in C code. A stopped process runs it when it is continued, for a moment. The stacks go to a file
+without a name, which a process of the same user reads through /proc, so nothing is left behind.
 """
 
 import faulthandler
@@ -49,18 +49,22 @@ def write_own(path: Path) -> None:
 def read_stacks(pid: int, descriptor: int | None) -> str | None:
     """Ask another process of this user on this machine for its stacks; None if it does not answer.
 
-    The process must have called `register`; `descriptor` is what `stack_file` returned there.
+    The process must have called `register`; `descriptor` is what `stack_file` returned there. A process that is stopped
+    is continued for as long as it takes, a few milliseconds: only call this if it is to end anyway.
     """
     if descriptor is None or not _catches(pid, STACK_SIGNAL):
         return None
     path = Path(f"/proc/{pid}/fd/{descriptor}")
+    was_stopped = (_status(pid) or {}).get("State", "").startswith("T")
     try:
         before = path.stat().st_size
         os.kill(pid, STACK_SIGNAL)
+        if was_stopped:
+            os.kill(pid, signal.SIGCONT)
         deadline = time.monotonic() + ANSWER
         size = before
         while time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.02)
             last, size = size, path.stat().st_size
             if size > before and size == last:  # written, and not growing any more
                 break
@@ -69,6 +73,10 @@ def read_stacks(pid: int, descriptor: int | None) -> str | None:
             return file.read().decode(errors="replace") or None
     except OSError:
         return None
+    finally:
+        if was_stopped:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
 
 
 def spy(pid: int) -> str | None:

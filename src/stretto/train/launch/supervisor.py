@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervises the processes of a run's ranks: forwards signals to them, and ends all of them when one fails."""
 
-import json
 import logging
 import os
 import signal
@@ -13,10 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 from stretto.train.health.beat import list_ranks
-from stretto.train.health.monitor import Stall
+from stretto.train.health.failures import Failure, describe_signal, is_consequence, kind_of, read_error
 from stretto.train.launch.watch import RankWatch
 
 logger = logging.getLogger(__name__)
@@ -24,26 +22,6 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_REQUEST = 1.0  # seconds; signals closer together count as one request (`timeout` sends its signal twice)
 POLL = 0.05  # seconds
-# Errors of ranks that lost their connection to a peer: they are consequences of a failure and do not explain it.
-LOST_PEER = (
-    "closed by peer", "reset by peer", "broken pipe",  # gloo
-    "remote process exited", "communicator was aborted",  # NCCL
-    "distnetworkerror",  # the store
-)  # fmt: skip
-# Errors of ranks that waited for another one until a time limit: heartbeats tell for which.
-TIME_LIMIT = (
-    "timed out", "timeout",  # gloo, NCCL and the store
-    "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
-)  # fmt: skip
-
-Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "invalid"]
-"""How a rank failed.
-
-raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
-silent: no heartbeat arrives, since it is stopped, lost, or holds Python's interpreter lock. stalled: it makes no
-progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
-invalid: ValueError, so that the same run would fail again.
-"""
 
 
 @dataclass(frozen=True)
@@ -57,21 +35,6 @@ class StopTimeouts:
     stop: float = 60.0
     report: float = 1.0
     end: float = 5.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first.
-
-    is_consequence: the rank only waited for another one, or lost it.
-    """
-
-    rank: int
-    reason: str
-    trace: str | None
-    order: tuple[int, float]
-    kind: Kind = "raised"
-    is_consequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +100,7 @@ class Supervisor:
             logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
-            self.failures = [_failure_of(stall)]
+            self.failures = [Failure.of_stall(stall)]
             self.kill()
 
     def _find_cause(self, failures: list[Failure]) -> list[Failure]:
@@ -145,7 +108,7 @@ class Supervisor:
         if not failures or not failures[0].is_consequence:
             return failures
         if self.watch is not None and (stall := self.watch.find_culprit(self._running_ranks())) is not None:
-            return [_failure_of(stall), *failures]
+            return [Failure.of_stall(stall), *failures]
         lost = [failure for failure in failures if failure.kind == "lost connection"]
         if len(lost) == len(failures) > 1:
             ranks = sorted(failure.rank for failure in lost)
@@ -222,53 +185,18 @@ class Supervisor:
             if status == -signal.SIGTERM and self._has_forwarded:
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
-                reason, trace = _read_error(rank.error_file)
+                reason, trace = read_error(rank.error_file)
                 kind = kind_of(reason)
                 if kind == "lost connection" and self._has_forwarded:
                     continue  # its peer was asked to stop before it had installed its signal handler
-                is_consequence = kind == "lost connection" or _has_any(TIME_LIMIT, reason)
-                order = (1 + is_consequence, rank.error_file.stat().st_mtime)
-                yield Failure(number, reason, trace, order, kind, is_consequence)
+                only_waited = is_consequence(reason)
+                order = (1 + only_waited, rank.error_file.stat().st_mtime)
+                yield Failure(number, reason, trace, order, kind, only_waited)
             elif status is not None and status < 0:
                 # A signal is a cause, ordered before the errors of ranks that lost their peer; but NCCL's watchdog
                 # aborts a process whose collective has reached its time limit.
                 is_abort = status == -signal.SIGABRT
                 order = (2 if is_abort else 0, time.time())
-                yield Failure(number, _describe_signal(-status), None, order, "killed", is_consequence=is_abort)
+                yield Failure(number, describe_signal(-status), None, order, "killed", is_consequence=is_abort)
             else:
                 yield Failure(number, f"it exited with status {status}", None, (1, time.time()), "exited")
-
-
-def kind_of(reason: str) -> Kind:
-    """The kind of failure that an exception is, by the line that begins with its class."""
-    if _has_any(LOST_PEER, reason):
-        return "lost connection"
-    name = reason.partition(":")[0]
-    return "diverged" if name == "DivergenceError" else "invalid" if name == "ValueError" else "raised"
-
-
-def _has_any(words: tuple[str, ...], reason: str) -> bool:
-    return any(each in reason.lower() for each in words)
-
-
-def _failure_of(stall: Stall) -> Failure:
-    return Failure(stall.culprits[0], stall.text, None, (0, time.time()), stall.kind)
-
-
-def _read_error(error_file: Path) -> tuple[str, str | None]:
-    """Read the type and first line of a rank's exception, and its traceback."""
-    try:
-        content = json.loads(error_file.read_text())["message"]
-        lines = str(content["message"]).strip().splitlines()
-        return lines[0], str(content["extraInfo"]["py_callstack"])
-    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote the file
-        return "an exception", None
-
-
-def _describe_signal(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    hint = ", as when memory runs out" if number == signal.SIGKILL else ""
-    return f"it was killed by {name}{hint}"
