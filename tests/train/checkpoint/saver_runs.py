@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of saves: functions of a module, so that a pool can import them."""
 
+import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -175,14 +177,27 @@ def fail_while_it_is_written(out: Path, kind: type[Exception]) -> bool:
 
 
 def raise_while_it_is_written(config: TrainConfig) -> None:
-    """Train; the first write takes long on every rank, and rank 1 raises meanwhile."""
+    """Train; the first write takes long, and meanwhile rank 1 raises."""
+
+    def fail() -> None:
+        raise RuntimeError("rank 1 has had enough")
+
+    _train_while_it_is_written(config, 1, fail)
+
+
+def die_while_it_is_written(config: TrainConfig) -> None:
+    """Train; the first write takes long, and meanwhile rank 0 is killed, which alone may delete what is written."""
+    _train_while_it_is_written(config, 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _train_while_it_is_written(config: TrainConfig, rank: int, fail: Callable[[], None]) -> None:
     indices = Sampler.indices
 
     def raise_or_draw(sampler: Sampler, number: int) -> Any:
-        if number == 3 and dist.get_rank() == 1:
+        if number == 3 and dist.get_rank() == rank:
             while not list(config.out.glob("checkpoints/.step-*.writing")):
                 time.sleep(0.01)
-            raise RuntimeError("rank 1 has had enough")
+            fail()
         return indices(sampler, number)
 
     finish = CheckpointWriter.finish
