@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.parallel import Grid
 from stretto.train.checkpoint.metadata import CheckpointMetadata
+from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.config import JobConfig
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ class TrainTask(ABC):
 
     def __init__(self, config: JobConfig, grid: Grid) -> None:
         self.config, self.grid = config, grid
+        self.before_update: Callable[[], None] = lambda: None
+        """Called on the stream of a step before any of its kernels changes `state`: a copy of it may not have ended."""
 
     @abstractmethod
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
@@ -33,17 +37,24 @@ class TrainTask(ABC):
         Collective. Does not wait for the device.
         """
 
-    def start(self) -> None:
-        """Load the weights that training starts from, where they are not random. Not called in a run that resumes."""
-        return
+    def start(self) -> Path | None:
+        """Load the weights that training starts from, where they are not random, and return the file that they are of.
+
+        Not called in a run that resumes.
+        """
+        return None
 
     @abstractmethod
     def resume(self, checkpoint: Path) -> int:
         """Load a checkpoint. Returns its step. Collective."""
 
     @abstractmethod
-    def save(self, step: int) -> None:
-        """Write the checkpoint of `step`. Collective."""
+    def state(self) -> dict[str, ShardedState]:
+        """What a checkpoint holds: weights and optimizer state of this rank, `training_state`."""
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint's index says of this run: the optimizer, model, run and data of CheckpointMetadata."""
 
     @abstractmethod
     def data_description(self) -> dict[str, Any]:
@@ -52,6 +63,22 @@ class TrainTask(ABC):
     @abstractmethod
     def num_parameters(self) -> int:
         """Count the parameters of the whole model."""
+
+    @abstractmethod
+    def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
+        """Read this rank's part of a step's batch once more, as arrays by name, with the numbers of its samples."""
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model's parameters that this rank has, by name."""
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """The parameters of which other ranks may hold the same shards: DTensors, or tensors that all ranks hold."""
+        return self.weights()
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """This rank's shards of fp32 weights beside those of `replicated`, by name, where they lie on the device."""
+        return {}
 
     def full_rate(self) -> float | None:
         """Tokens (or samples) per second if all ranks computed at their peak FLOP/s; None if that is unknown."""

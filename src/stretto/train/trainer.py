@@ -5,9 +5,11 @@ It loops over optimizer steps. The loop over a step's micro-batches is in `stret
 """
 
 import logging
+import os
 import resource
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,33 @@ from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, prepare_folder
 from stretto.train.checkpoint.integrity import DamagedError
+from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.resuming import start_from_newest
+from stretto.train.checkpoint.retention import Retention
+from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
+from stretto.train.health import beating, flight_recorder, note, phase
 from stretto.train.launch import resolve_device
+from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
-from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_loggers, write_summary
+from stretto.train.nonfinite import require_finite_start, save_batch
+from stretto.train.observe.metrics import (
+    SUMMARY_FILE,
+    CorruptionError,
+    DivergenceError,
+    MetricsLog,
+    require_loggers,
+    write_summary,
+)
 from stretto.train.observe.progress import Display, ProgressReporter, open_reporter
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
 from stretto.train.observe.tracing import StepTracer, steps_to_trace
 from stretto.train.optimizer import scheduled_rate
+from stretto.train.replicas import ReplicaCheck
 from stretto.train.task import TrainTask
 
 logger = logging.getLogger(__name__)
@@ -49,21 +65,26 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     """
     require_loggers(config.train)
     is_callers_group = dist.is_initialized()
+    os.environ.update(flight_recorder.environment())  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
-    try:
-        with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
-            _train_on(grid, config, display)
-    except Exception:
-        if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+    with beating(config.train.timeout, config.out, ranks=config.ranks):
+        note("start")
+        grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
+        flight_recorder.name_groups(grid.group_names())
+        try:
+            with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
+                _train_on(grid, config, display)
+        except Exception:
+            if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+                dist.destroy_process_group()
+            raise
+        note("exit")
+        failures.synchronize(grid.device)
+        if not is_callers_group:
+            # Without the barrier, this process could close its connections at exit while another rank still uses them.
+            dist.barrier()
             dist.destroy_process_group()
-        raise
-    failures.synchronize(grid.device)
-    if not is_callers_group:
-        # Without the barrier, this process could close its connections at exit while another rank still uses them.
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
@@ -97,9 +118,21 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                     options=config.model_dump(mode="json"),
                 )
             )
+            mark_begun(config.out, start)
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
+        saver = stack.enter_context(
+            Saver(
+                config.out,
+                grid.device,
+                Retention.of(config.train),
+                is_async=config.train.async_save,
+                say=reporter.print_message if is_first else lambda _: None,
+            )
+        )
+        task.before_update = saver.wait_on_device
+        replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
         ranks = grid.size("world")
         recorder = StepRecorder(
             config.items_a_step,
@@ -109,6 +142,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             ranks=ranks,
             full_rate=task.full_rate(),
             skips_overflows=task.skips_overflows,
+            skips_nonfinite=config.train.on_nonfinite == "skip",
+            on_nonfinite=partial(_look_at_nonfinite, task, replicas),
         )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
@@ -118,29 +153,37 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
-            bytes_sent = _train_steps(task, start, stop, recorder, reporter, tracer)
+            bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)
         except DivergenceError as error:
             last = start if recorder.last is None else recorder.last.step
+            with suppress(OSError):  # the divergence comes first
+                saver.wait()  # every rank has diverged: the checkpoint that is being written may be the one to name
             raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
+        except CorruptionError as error:
+            raise CorruptionError(f"{error}; {_where_it_was_verified(config)}", error.ranks) from None
         peak_memory = _peak_memory(grid)
         if is_first:
             about = {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent}
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             expected = {} if predicted is None else {"predicted": predicted}
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
+            if recorder.last is not None and recorder.last.step == config.train.steps:
+                mark_ended(config.out)
 
 
 def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple[TrainTask, int]:
     """Build the task, and load a checkpoint, if there is one. Returns the task, and the step after which it starts."""
+    note("build")
     task = _make_task(config, grid)
-    if checkpoint is None:
-        task.start()
-        return task, 0
+    note("load")
     try:
-        return task, task.resume(checkpoint)
+        start, weights_file = (0, task.start()) if checkpoint is None else (task.resume(checkpoint), checkpoint)
+        if weights_file is not None:
+            require_finite_start(task, weights_file)
     except DamagedError:
         task.close()
         raise
+    return task, start
 
 
 def _make_task(config: JobConfig, grid: Grid) -> TrainTask:
@@ -172,7 +215,7 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
     device = task.grid.device
     return {
         "steps": recorder.last.step,
-        "loss": recorder.last.loss,
+        "loss": recorder.last.as_line()["loss"],
         **recorder.last.evaluation,
         "seconds": recorder.seconds(),
         f"{task.config.unit}_per_second": recorder.rate(),
@@ -188,11 +231,16 @@ def _train_steps(
     task: TrainTask,
     start: int,
     stop: StopRequest,
+    saver: Saver,
     recorder: StepRecorder,
     reporter: ProgressReporter,
     tracer: StepTracer,
+    replicas: ReplicaCheck | None,
 ) -> dict[str, int]:
-    """Run all steps after `start`, with checkpoints. Returns the bytes that a rank sends in a step, by axis."""
+    """Run all steps after `start`, with checkpoints. Returns the bytes that a rank sends in a step, by axis.
+
+    Weights are verified before they are saved, so that no checkpoint is newer than the last step that was verified.
+    """
     options = task.config.train
     # The second step's bytes are counted: the first one also sends what is sent only once.
     counted = min(start + 2, options.steps)
@@ -204,19 +252,51 @@ def _train_steps(
             loss, grad_norm = task.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(NAMES, 0) | counts.bytes_by_axis()
-        recorder.add(step, lr, loss, grad_norm, task.evaluation(step), routing=task.routing())
+        evaluation = task.evaluation(step)
+        with nullcontext() if evaluation is None else phase("evaluate"):
+            recorder.add(step, lr, loss, grad_norm, evaluation, routing=task.routing())
         tracer.end(step)
+        if step == start + 1 and options.checkpoint_every is not None:
+            recorder.flush()
+            saver.prepare(task.state())  # after the first step the optimizer has its state
+            recorder.restart_clock()
+        if saver.has_failed():
+            stop.request()  # all ranks end after the same step, in `save`
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
-        if is_due or is_stopping or step == options.steps:
+        saves = is_due or is_stopping or step == options.steps
+        if replicas is not None and (saves or step % (options.verify_steps or 1) == 0):
+            replicas.check(step)
+        if saves:
             recorder.flush()
-            task.save(step)
+            note("save", step)
+            last = recorder.last
+            measured = None if last is None or last.step != step else last.evaluation
+            ends = is_stopping or step == options.steps
+            saver.save(step, task.state(), task.description(), measured, waits=ends)
             recorder.restart_clock()
         if is_stopping:
             reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")
             break
     tracer.finish()
     return bytes_sent
+
+
+def _look_at_nonfinite(task: TrainTask, replicas: ReplicaCheck | None, step: int) -> str:
+    """Save the batch of a step that is not finite. If that comes from one rank's weights, raise CorruptionError."""
+    where = save_batch(task, step)
+    if replicas is not None:
+        replicas.check(step)
+    return where
+
+
+def _where_it_was_verified(config: JobConfig) -> str:
+    """Say whether the newest checkpoint holds weights that were compared before they were saved."""
+    newest = newest_checkpoint(config.out)
+    if newest is None:
+        return "there is no checkpoint of verified weights"
+    was_verified = read_metadata(newest).run.get("train", {}).get("verify_steps") is not None
+    return f"the weights of {newest} were {'' if was_verified else 'not '}verified before they were saved"
 
 
 def _how_to_continue(config: JobConfig, last: int, resumed_from: Path | None, start: int) -> str:

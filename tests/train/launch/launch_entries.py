@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.train.config import TrainConfig
-from stretto.train.observe.metrics import DivergenceError
+from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 
 def write_environment(config: TrainConfig) -> None:
@@ -79,6 +79,12 @@ def stop_in_process(config: TrainConfig) -> None:
 
 def diverge(config: TrainConfig) -> None:
     raise DivergenceError("the loss is nan in step 4; the last checkpoint whose weights had a finite loss is another")
+
+
+def find_corruption(config: TrainConfig) -> None:
+    """Every rank finds that rank 1 differs."""
+    write_pid(config)
+    raise CorruptionError("rank 1 (host node7) holds other weights than ranks 0 and 2: norm.weight after step 35", [1])
 
 
 def raise_in_process(config: TrainConfig) -> None:

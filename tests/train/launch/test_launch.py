@@ -240,6 +240,16 @@ def test_the_newest_checkpoint_is_not_advised_where_training_has_diverged(out: P
     assert "train.resume=latest" not in str(failed.value)
 
 
+def test_a_rank_with_corrupted_weights_is_named_though_all_ranks_raise(out: Path) -> None:
+    checkpoint = write_complete_checkpoint(out)
+    with pytest.raises(RankFailure) as failed:
+        launch(launch_entries.find_corruption, config_for(out, 3), QUICK)
+    assert failed.value.rank == 1
+    first, then, *_ = str(failed.value).splitlines()
+    assert first == "rank 1 (host node7) holds other weights than ranks 0 and 2: norm.weight after step 35"
+    assert f"the last checkpoint is {checkpoint}" in then
+
+
 def test_a_full_disk_costs_the_traceback_and_not_the_message(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_complete_checkpoint(out)
 

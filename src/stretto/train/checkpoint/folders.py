@@ -61,7 +61,7 @@ def newest_checkpoint(out: Path, *, before: Path | None = None) -> Path | None:
     finds it.
     """
     for path in reversed(checkpoints_by_step(out)):
-        if before is not None and _step_of(path) >= _step_of(before):
+        if before is not None and step_of(path) >= step_of(before):
             continue
         if fault := _fault(path):
             warn_once(f"passing over a checkpoint that cannot be used: {fault}")
@@ -119,9 +119,8 @@ def prepare_folder(out: Path, step: int) -> None:
     folder = out / "checkpoints"
     if not folder.is_dir():
         return
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover)
-    later = [path for path in checkpoints_by_step(out) if _step_of(path) > step]
+    remove_leftovers(out)
+    later = [path for path in checkpoints_by_step(out) if step_of(path) > step]
     if not later:
         return
     number = 1 + sum(1 for _ in folder.glob("earlier-run-*"))
@@ -132,10 +131,26 @@ def prepare_folder(out: Path, step: int) -> None:
     logger.warning("checkpoints of an earlier run, after step %d, were moved to %s", step, aside)
 
 
+def remove_leftovers(out: Path) -> None:
+    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing."""
+    for leftover in (out / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that an incomplete one never has its name."""
+    if not path.exists():
+        return
+    doomed = path.with_name(f".{path.name}.deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
 def checkpoints_by_step(out: Path) -> list[Path]:
     """List the checkpoints of the run in `out`, complete or not, oldest first."""
     found = [path for path in (out / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=step_of)
 
 
 def _fault(path: Path) -> str | None:
@@ -147,5 +162,6 @@ def _fault(path: Path) -> str | None:
     return None
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))

@@ -99,7 +99,7 @@ class CheckpointMetadata(BaseModel):
 
     `files` has the files other than shards, by name. `tensors` has parameters as `model.<name>` and optimizer state as
     `optimizer.<name>.<key>`; `model` is the model's configuration and `run` the run's; `data` identifies the data and
-    its order.
+    its order; `evaluation` is that of this step, if there was one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -111,6 +111,7 @@ class CheckpointMetadata(BaseModel):
     model: dict[str, Any]
     run: dict[str, Any]
     data: dict[str, Any]
+    evaluation: dict[str, float | None] = Field(default_factory=dict)
     # Only the name that torch gives: a path could lead out of the checkpoint.
     files: dict[Literal[".metadata"], StoredFile] = Field(default_factory=dict)
     tensors: dict[str, TensorEntry]

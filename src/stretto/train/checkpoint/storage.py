@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stretto.train.checkpoint.file_objects import ChecksummedFiles, MemoryFile
+from stretto.train.checkpoint.folders import remove_folder
 from stretto.train.checkpoint.integrity import DamagedError, file_checksum
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,
@@ -61,6 +62,7 @@ from stretto.train.checkpoint.metadata import (
     TensorEntry,
 )
 from stretto.train.checkpoint.pieces import StoredPiece, read_ahead, read_piece
+from stretto.train.health import advance
 
 INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
 # Replaces torch's message, which advises to load the file with weights_only=False.
@@ -134,6 +136,7 @@ class StateSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        advance()
         return self.state_dict[index.fqn].box_at(index.offset)
 
 
@@ -160,6 +163,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        advance()
         return self.state_dict[index.fqn].box_at(index.offset)
 
 
@@ -336,16 +340,6 @@ def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryvie
     if not isinstance(values, Tensor) or values.shape != place.sizes or values.dtype != entry.torch_dtype:
         raise DamagedError(f"{where}it holds something else")
     return values
-
-
-def remove_folder(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that an incomplete one never has its name."""
-    if not path.exists():
-        return
-    doomed = path.with_name(f".{path.name}.deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def sync_folder(path: Path) -> None:

@@ -18,8 +18,9 @@ from stretto.cluster import Cluster
 from stretto.models.moe import routers, update_biases
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
 from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
-from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, save_state, training_state
-from stretto.train.checkpoint.metadata import check_description
+from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, training_state
+from stretto.train.checkpoint.metadata import check_description, persistent_buffers
+from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
@@ -32,6 +33,7 @@ from stretto.train.gpt.preflight import (
     open_held_out,
     predict_run,
 )
+from stretto.train.health import advance, note
 from stretto.train.observe.experts import NUMBERS_OF_ROUTER, pack
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
 from stretto.train.step_executor import PipelineExecutor, StepExecutor, StepFunctions, build_executor
@@ -86,6 +88,9 @@ class GPTTask(TrainTask):
         self.optimizer: ShardOptimizer | StoredOptimizer | None = None
         if not self.keeps_state_apart:  # else it is made of the weights that training starts from
             self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
+        # A graph's replay cannot wait inside it, and buffers (but those of routers) may change in the forward pass.
+        buffers = [name for name in persistent_buffers(self.model) if not name.startswith(self._routers)]
+        self._changes_state_early = options.cuda_graph or bool(buffers)
         functions = StepFunctions(self.model, self._compute_loss, self._update, self._scale_loss)
         self.pipeline: Pipeline | None = None
         self._executor: StepExecutor
@@ -107,10 +112,11 @@ class GPTTask(TrainTask):
             extra_warm_up=options.extra_warm_up,
         )
 
-    def start(self) -> None:
+    def start(self) -> Path | None:
         self.source.load_weights(self.model)
         if self.keeps_state_apart:
             self._take_over()
+        return self.source.weights_file
 
     def resume(self, checkpoint: Path) -> int:
         check_description(checkpoint, read_index(checkpoint), self.source.description(), None)
@@ -130,7 +136,11 @@ class GPTTask(TrainTask):
         return optimizer
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
-        return self._executor.run(self._batch(step), lr, self._dropout_seed(step))
+        batch = self._batch(step)
+        note("step", step)
+        if self._changes_state_early:
+            self.before_update()
+        return self._executor.run(batch, lr, self._dropout_seed(step))
 
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation on held-out sequences, if there are any: every `evaluate_every` steps, and after the last."""
@@ -164,6 +174,7 @@ class GPTTask(TrainTask):
                 count = dataset.num_targets(batch)
                 total += self._loss_of(tokens, targets, count).double() * count
                 num_targets += count
+                advance()
         finally:
             self.model.train(was_training)
         loss = float(total) / num_targets
@@ -177,16 +188,17 @@ class GPTTask(TrainTask):
     def close(self) -> None:
         self._executor.close()
 
-    def save(self, step: int) -> None:
+    def state(self) -> dict[str, ShardedState]:
+        return training_state(self.model, self.optimizer)
+
+    def description(self) -> dict[str, Any]:
         assert self.optimizer is not None
-        description = {
+        return {
             "optimizer": self.optimizer.name,
             "model": self.source.description(),
             "run": self.config.model_dump(mode="json"),
             "data": self.data_description(),
         }
-        state = training_state(self.model, self.optimizer)
-        save_state(self.config.out, step, state, description, keep=self.config.train.keep_checkpoints)
 
     def data_description(self) -> dict[str, Any]:
         options = self.config.train
@@ -196,6 +208,17 @@ class GPTTask(TrainTask):
             "batch": options.batch,
             "seq_len": options.seq_len,
         } | ({} if self.sampler.dataset_length == len(self.dataset) else {"sequences": self.sampler.dataset_length})
+
+    def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
+        sequences = self._rows(step)
+        inputs, targets = zip(*map(self.dataset.read, sequences), strict=True)
+        return {"sequences": sequences, "tokens": np.stack(inputs), "targets": np.stack(targets)}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def masters(self) -> Mapping[str, Tensor]:
+        return self.optimizer.masters_on_device() if isinstance(self.optimizer, StoredOptimizer) else {}
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in whole_model(self.model).parameters())
@@ -228,22 +251,37 @@ class GPTTask(TrainTask):
         options = self.config.train
         return options.batch * options.seq_len if num_targets is None else num_targets[0]
 
-    def _update(self, lr: float | Tensor) -> Tensor:
-        clip = self.config.train.clip
+    def _update(self, lr: float | Tensor, loss: Tensor) -> Tensor:
+        self.before_update()
+        clip, skip = self.config.train.clip, None
         if isinstance(self.optimizer, StoredOptimizer):
-            grad_norm = self.optimizer.step(lr)
+            grad_norm = self.optimizer.step(lr, loss)
+            skip = self._skip(grad_norm, loss)
         else:
             assert self.optimizer is not None
             grad_norm = gradient_norm(self.model.parameters(), self.grid)
-            self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip))
+            skip = self._skip(grad_norm, loss)
+            self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip), skip)
         if self._routers:
-            self._routing = self._update_routers()
+            self._routing = self._update_routers(skip)
         return grad_norm
 
-    def _update_routers(self) -> Tensor:
+    def _skip(self, grad_norm: Tensor, loss: Tensor) -> Tensor | None:
+        """Whether the step changes nothing, bool, 0-dim, on the device; the same on all ranks, as its arguments are."""
+        if not self.config.train.skips_nonfinite:
+            return None
+        return ~(grad_norm.isfinite() & loss.isfinite())
+
+    def _update_routers(self, skip: Tensor | None) -> Tensor:
         """Update the routers' biases, and collect what all of them did, also those of other pipeline stages."""
         numbers = torch.zeros(len(self._routers), NUMBERS_OF_ROUTER, dtype=torch.float64, device=self.grid.device)
-        if (statistics := update_biases(self.model)) is not None:
+        biases = [router.expert_bias for _, router in routers(self.model) if router.expert_bias is not None]
+        before = [] if skip is None else [bias.clone() for bias in biases]
+        statistics = update_biases(self.model)
+        if skip is not None:
+            for bias, old in zip(biases, before, strict=True):
+                bias.copy_(torch.where(skip, old, bias))
+        if statistics is not None:
             for name, row in zip(statistics.names, pack(statistics), strict=True):
                 numbers[self._routers.index(name)] = row
         if self.grid.size("pipe") > 1:
@@ -266,13 +304,17 @@ class GPTTask(TrainTask):
         Where some targets are ignored, also how many of the global batch are not, int64 [rows]: the same number for
         each row, so that each micro-batch has it.
         """
-        indices = self.sampler.indices(step - 1)
-        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
-        tokens, targets = self._read(self.dataset, indices[rows])
+        note("data", step)
+        tokens, targets = self._read(self.dataset, self._rows(step))
         if not self.dataset.has_ignored_targets:
             return tokens, targets
-        count = np.int64(self.dataset.num_targets(indices))
+        count = np.int64(self.dataset.num_targets(self.sampler.indices(step - 1)))
         return tokens, targets, self._to_device(np.full(len(tokens), count))
+
+    def _rows(self, step: int) -> NDArray[np.int64]:
+        """The numbers of this rank's sequences in a step's batch."""
+        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
+        return self.sampler.indices(step - 1)[rows]
 
     def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Read inputs and targets of sequences to the device, int64 [rows, seq_len] each."""

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's look at its ranks' heartbeats: warns of a rank that is late, and names one that is stuck."""
+
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from stretto.train.health import evidence, flight_recorder
+from stretto.train.health.beat import interval_of, prefix
+from stretto.train.health.heartbeat import BY_LAUNCHER
+from stretto.train.health.monitor import Monitor, Stall
+
+logger = logging.getLogger(__name__)
+
+STORE_LIMIT = timedelta(seconds=10)  # the store is in this process: it answers at once
+LAST_LOOK = 1.0  # seconds, and two heartbeats, for the heartbeats of ranks to tell what has just happened
+
+
+class RankWatch:
+    """Watches the heartbeats of a job's ranks. out: the run's folder. timeout: `train.timeout`, in seconds."""
+
+    def __init__(self, out: Path, ranks: int, timeout: float) -> None:
+        self._out, self._ranks, self._timeout = out, ranks, timeout
+        self._interval = interval_of(timeout)
+        self._looked = 0.0
+        self.monitor: Monitor | None = None
+
+    def connect(self, host: str, port: int) -> None:
+        """Read heartbeats from the ranks' store from now on."""
+        store = dist.TCPStore(host, port, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
+        self.monitor = Monitor(dist.PrefixStore(prefix(), store), self._ranks, self._timeout)
+
+    def look(self, running: Collection[int]) -> Stall | None:
+        """Read the heartbeats, if it is time. Returns a stall that has reached the time limit; warns at half of it.
+
+        running: the ranks whose processes run.
+        """
+        if self.monitor is None or time.monotonic() - self._looked < self._interval:
+            return None
+        self._looked = time.monotonic()
+        try:
+            self.monitor.read()
+        except RuntimeError as error:
+            logger.debug("heartbeats cannot be read: %s", error)
+            return None
+        if (stall := self.monitor.find_stall(running)) is not None:
+            return self._with_evidence(stall, running)
+        if (stall := self.monitor.find_warning(running)) is not None:
+            logger.warning("%s; the run ends when it reaches the limit", stall.text)
+        return None
+
+    def find_culprit(self, running: Collection[int]) -> Stall | None:
+        """The ranks that others have waited for when their time limits ended them, if heartbeats tell."""
+        if self.monitor is None:
+            return None
+        deadline = time.monotonic() + LAST_LOOK + 2 * self._interval
+        try:
+            while time.monotonic() < deadline:
+                self.monitor.read()
+                if (stall := self.monitor.find_stall(running, self._timeout / 2)) is not None:
+                    return self._with_evidence(stall, running)
+                time.sleep(self._interval / 2)
+        except RuntimeError as error:
+            logger.debug("heartbeats cannot be read: %s", error)
+        return None
+
+    def _with_evidence(self, stall: Stall, running: Collection[int]) -> Stall:
+        assert self.monitor is not None
+        try:
+            folder = evidence.collect(self._out, self.monitor, stall.text, running)
+        except RuntimeError as error:
+            logger.debug("no stacks: %s", error)
+            folder = None
+        return stall if folder is None else replace(stall, text=f"{stall.text}; stacks are in {folder}")
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment of ranks whose heartbeats the launcher reads, with torch's flight recorder."""
+    return {BY_LAUNCHER: "1"} | flight_recorder.environment()
