@@ -189,11 +189,16 @@ ANSWERS = (
     Answer("bench simulated-scaling --batch 100", REFUSED, "4096 would do"),
     Answer("bench collectives", REFUSED, "Without GPUs these run"),
     Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
+    Answer("bench backend --parts alnoe", REFUSED, "did you mean 'alone'"),
+    Answer("bench backend --bucket-mb x", REFUSED, "--bucket-mb has 'x', which is no number"),
+    Answer("bench backend --ranks 2", REFUSED, "this machine has none"),
     Answer("bench ablations --step 1", REFUSED, "by a factor of 1"),
     Answer("bench ops --ranks 99", REFUSED, "GPU"),
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
     Answer("bench dlrm --tables 0", REFUSED, "--tables is 0"),
+    Answer("bench faults --kinds kil", REFUSED, "did you mean 'kill'"),
+    Answer("bench faults --ranks 3", REFUSED, "must be one of 2, 4, 8"),
     Answer("bench redraw nowhere", REFUSED, "there is no folder nowhere"),
     Answer("bench two-level --nodes 1", REFUSED, "1"),
     Answer("bench simulated-collectives --sizes 1", REFUSED, "sizes is 1, but must be at least 2"),
@@ -228,6 +233,14 @@ ANSWERS = (
     Answer("export nowhere --to model.safetensors --dtype int8", REFUSED, "dtype is 'int8', but must be one of"),
     Answer("export nowhere --to model.safetensors --pretrained here", REFUSED, "--pretrained is for folders"),
     Answer("export", REFUSED, "Missing argument 'RUN_OR_CHECKPOINT' and option '--to'"),
+    Answer("checkpoint verify nowhere", REFUSED, "there is nothing at nowhere"),
+    Answer("checkpoint verify run.toml", REFUSED, "is no checkpoint's folder and no safetensors file"),
+    Answer("checkpoint verify broken-checkpoint", FAILED, "damaged: metadata.json"),
+    Answer("checkpoint verify small-run", DONE, "whole (format 2, step 3, 1 tensors"),
+    Answer("checkpoint list nowhere", REFUSED, "name the folder of a run"),
+    Answer("checkpoint list small-run", DONE, "step-00000003"),
+    Answer("checkpoint show broken-checkpoint", REFUSED, "is damaged"),
+    Answer("checkpoint show small-run --tensors", DONE, "model.weight [2] float32"),
     Answer("stress --only nonsense", REFUSED, "no configuration matches 'nonsense'"),
     Answer("stress --ranks 0", REFUSED, "0"),
     Answer("stress --resume broken.json", REFUSED, "broken.json"),
@@ -286,7 +299,22 @@ def write_files(folder: Path) -> None:
     (folder / "broken.csv").write_text("0F0,0B0\n1F0,1X0\n")
     (folder / "broken-checkpoint").mkdir()
     (folder / "broken-checkpoint" / "metadata.json").write_text('{"format": ')
+    write_checkpoint(folder / "small-run" / "checkpoints" / "step-00000003")
     write_schedule(find("ring-all-reduce").compile(ranks=6), folder / "ring.xml")
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write the smallest checkpoint: of one tensor, of which only the checksum is right."""
+    from stretto.train.checkpoint.integrity import crc32, to_text
+    from stretto.train.checkpoint.metadata import CheckpointMetadata
+
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(b"a piece.")
+    chunk = {"offsets": [0], "sizes": [2], "file": "__0_0.distcp", "start": 0, "bytes": 8}
+    chunk["checksum"] = to_text(crc32(b"a piece."))
+    tensors = {"model.weight": {"shape": [2], "dtype": "float32", "chunks": [chunk]}}
+    about = {"format": 2, "step": 3, "torch": "", "optimizer": "sgd", "model": {}, "run": {}, "data": {}}
+    (folder / "metadata.json").write_bytes(CheckpointMetadata.model_validate(about | {"tensors": tensors}).to_bytes())
 
 
 def environment(source: Path) -> dict[str, str]:

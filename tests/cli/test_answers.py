@@ -70,10 +70,17 @@ def test_an_answer_comes_without_heavy_imports(answered: dict[str, Any], answer:
 
 def test_every_command_has_an_answer_in_the_table(answered: dict[str, Any]) -> None:
     """The words of `--help`, and of the groups' `--help`, that are commands."""
-    from stretto.cli import app, bench, cluster, collective, pipeline, simulate
+    from stretto.cli import app, bench, checkpoint, cluster, collective, pipeline, simulate
 
     names = {name_of(each) for each in app.registered_commands}
-    groups = {"bench": bench, "cluster": cluster, "collective": collective, "pipeline": pipeline, "simulate": simulate}
+    groups = {
+        "bench": bench,
+        "checkpoint": checkpoint,
+        "cluster": cluster,
+        "collective": collective,
+        "pipeline": pipeline,
+        "simulate": simulate,
+    }
     for prefix, group in groups.items():
         names |= {f"{prefix} {name_of(each)}" for each in group.registered_commands}
     asked = {" ".join(answer.arguments[:2]) for answer in ANSWERS} | {answer.arguments[0] for answer in ANSWERS}

@@ -2,21 +2,27 @@
 """What ranks do in the tests of training and of checkpoints: functions of a module, so that a pool can import them."""
 
 import json
+import logging
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
-from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint, training_state
+from stretto.train.checkpoint import metadata as metadata_module
 from stretto.train.checkpoint import storage as checkpoint_storage
+from stretto.train.checkpoint.integrity import seal
 from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
@@ -57,6 +63,31 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
 
 def train_quietly(config: TrainConfig) -> None:
     train(config, display="none")
+
+
+def train_and_listen(config: TrainConfig) -> list[str]:
+    """Train; returns what this rank has logged of checkpoints, and its error, if there was one, at the end."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("stretto.train.checkpoint")
+    logger.addHandler(handler)
+    try:
+        train(config, display="none")
+    except Exception as error:  # noqa: BLE001  (it is returned)
+        said.append(f"{type(error).__name__}: {error}")
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def flip_bit(file: Path, bit: int) -> None:
+    """Flip a bit of a file."""
+    with open(file, "r+b") as opened:
+        opened.seek(bit // 8)
+        (byte,) = opened.read(1)
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
 
 
 def train_and_stop(config: TrainConfig, step: int, rank: int) -> None:
@@ -141,6 +172,24 @@ def save_steps(out: Path, steps: list[int], keep: int) -> None:
         save(model, optimizer, out, step, keep)
 
 
+def edit_index(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a checkpoint's index as somebody might who knows about its checksum."""
+    content = json.loads((checkpoint / "metadata.json").read_text())
+    change(content)
+    content["checksum"] = "crc32:00000000"
+    (checkpoint / "metadata.json").write_bytes(seal(json.dumps(content).encode()))
+
+
+def as_format_1(checkpoint: Path) -> None:
+    """Make of a checkpoint one as older versions wrote it, without checksums."""
+    content = json.loads((checkpoint / "metadata.json").read_text()) | {"format": 1}
+    del content["checksum"], content["files"]
+    for entry in content["tensors"].values():
+        for chunk in entry["chunks"]:
+            del chunk["checksum"]
+    (checkpoint / "metadata.json").write_text(json.dumps(content))
+
+
 def save_with_a_small_index(out: Path, max_bytes: int) -> str:
     """Save a model where an index may have so many bytes. Returns what is said of it."""
     with mock.patch.object(checkpoint_storage, "MAX_METADATA_BYTES", max_bytes):
@@ -173,3 +222,45 @@ def decay_only(grid: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0.5)
     return {name: (before[name], gather(parameter).detach()) for name, parameter in model.named_parameters()}
+
+
+def train_with_a_bad_index(config: TrainConfig, checkpoint: Path, rank: int) -> list[str]:
+    """`train_and_listen`, where one rank reads a flipped bit in the index of a checkpoint that is not in the file."""
+    read = metadata_module.read_bounded
+
+    def misread(path: Path, *args: Any) -> bytes:
+        text = read(path, *args)
+        if path == checkpoint / "metadata.json" and torch.distributed.get_rank() == rank:
+            return text[:500] + bytes([text[500] ^ 1]) + text[501:]
+        return text
+
+    with mock.patch.object(metadata_module, "read_bounded", misread):
+        return train_and_listen(config)
+
+
+def save_in_a_thread(out: Path, writers: int) -> None:
+    """Save in a thread, with a process group of its own and several writer threads, while this thread uses another."""
+    model, optimizer, _ = sharded(make_gpt, {"x": 2}, seed=1)
+    group = torch.distributed.new_group(backend="gloo")
+    description = {"step": 1, "torch": "", "optimizer": "adamw", "model": {}, "run": {}, "data": {}}
+    writer = checkpoint_storage.AtomicWriter(checkpoint_path(out, 1), description, thread_count=writers)
+    failed: list[BaseException] = []
+
+    def save_now() -> None:
+        try:
+            dcp.save(
+                training_state(model, optimizer),
+                storage_writer=writer,
+                planner=checkpoint_storage.StateSavePlanner(),
+                process_group=group,
+            )
+        except BaseException as error:  # noqa: BLE001  (it is raised below)
+            failed.append(error)
+
+    thread = threading.Thread(target=save_now)
+    thread.start()
+    for _ in range(20):
+        torch.distributed.all_reduce(torch.ones(1))
+    thread.join(60)
+    if failed or thread.is_alive():
+        raise AssertionError(f"the thread did not save: {failed}")

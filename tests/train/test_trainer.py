@@ -343,7 +343,7 @@ def train_late(config: TrainConfig, late: float) -> None:
     dist.destroy_process_group()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
     environment["MASTER_PORT"] = (config.out.parent / "port").read_text()
-    save, step = GPTTask.save, GPTTask.step
+    state, step = GPTTask.state, GPTTask.step
 
     def wait(work: Callable[..., Any], *arguments: Any) -> Any:
         if rank == 1:
@@ -352,7 +352,7 @@ def train_late(config: TrainConfig, late: float) -> None:
 
     with (
         mock.patch.dict("os.environ", environment),
-        mock.patch.object(GPTTask, "save", lambda run, *arguments: wait(save, run, *arguments)),
+        mock.patch.object(GPTTask, "state", lambda run: wait(state, run)),
         mock.patch.object(GPTTask, "step", lambda run, *arguments: wait(step, run, *arguments)),
     ):
         train(config, display="none")

@@ -181,6 +181,11 @@ class Grid:
             alone = dist.new_group([dist.get_rank()], timeout=self.timeout, use_local_synchronization=True)
         return alone
 
+    def group_names(self) -> dict[str, str]:
+        """What torch calls this rank's groups, and the axes that they are groups of."""
+        named = {self._groups[axis].group_name: axis for axis in reversed(self._groups)}
+        return named | self.other_groups
+
     def group_of_mesh(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """All ranks of a mesh that parameters live on: those that must agree on these parameters' gradients."""
         return self._mesh_groups[mesh]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.parallel import Grid
 from stretto.train.checkpoint.metadata import CheckpointMetadata
+from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.config import JobConfig
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ class TrainTask(ABC):
 
     def __init__(self, config: JobConfig, grid: Grid) -> None:
         self.config, self.grid = config, grid
+        self.before_update: Callable[[], None] = lambda: None
+        """Called on the stream of a step before any of its kernels changes `state`: a copy of it may not have ended."""
 
     @abstractmethod
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
@@ -46,8 +49,12 @@ class TrainTask(ABC):
         """Load a checkpoint. Returns its step. Collective."""
 
     @abstractmethod
-    def save(self, step: int) -> None:
-        """Write the checkpoint of `step`. Collective."""
+    def state(self) -> dict[str, ShardedState]:
+        """What a checkpoint holds: weights and optimizer state of this rank, `training_state`."""
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint's index says of this run: the optimizer, model, run and data of CheckpointMetadata."""
 
     @abstractmethod
     def data_description(self) -> dict[str, Any]:

@@ -5,9 +5,10 @@ It loops over optimizer steps. The loop over a step's micro-batches is in `stret
 """
 
 import logging
+import os
 import resource
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,18 @@ import torch.distributed as dist
 from stretto.axes import NAMES
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
-from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.resuming import start_from_newest
+from stretto.train.checkpoint.retention import Retention
+from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
+from stretto.train.health import beating, flight_recorder, note, phase
 from stretto.train.launch import resolve_device
+from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
 from stretto.train.nonfinite import require_finite_start, save_batch
@@ -58,35 +65,34 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     """
     require_loggers(config.train)
     is_callers_group = dist.is_initialized()
+    os.environ.update(flight_recorder.environment())  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
-    try:
-        with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
-            _train_on(grid, config, display)
-    except Exception:
-        if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+    with beating(config.train.timeout, config.out, ranks=config.ranks):
+        note("start")
+        grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
+        flight_recorder.name_groups(grid.group_names())
+        try:
+            with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
+                _train_on(grid, config, display)
+        except Exception:
+            if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+                dist.destroy_process_group()
+            raise
+        note("exit")
+        failures.synchronize(grid.device)
+        if not is_callers_group:
+            # Without the barrier, this process could close its connections at exit while another rank still uses them.
+            dist.barrier()
             dist.destroy_process_group()
-        raise
-    failures.synchronize(grid.device)
-    if not is_callers_group:
-        # Without the barrier, this process could close its connections at exit while another rank still uses them.
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     """Run the whole training on a grid: resume, train all steps, and write the summary."""
     is_first = dist.get_rank() == 0
-    resumed_from = find_checkpoint(config.out, config.train.resume)
-    task = _make_task(config, grid)
-    start = 0
-    if resumed_from is None:
-        weights_file = task.start()
-    else:
-        start, weights_file = task.resume(resumed_from), resumed_from
-    if weights_file is not None:
-        require_finite_start(task, weights_file)
+    resumed_from, (task, start) = start_from_newest(
+        config.out, config.train.resume, lambda checkpoint: _start_task(config, grid, checkpoint)
+    )
     if start >= config.train.steps:
         if is_first:
             logger.warning(
@@ -112,10 +118,21 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                     options=config.model_dump(mode="json"),
                 )
             )
+            mark_begun(config.out, start)
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
         replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
+        saver = stack.enter_context(
+            Saver(
+                config.out,
+                grid.device,
+                Retention.of(config.train),
+                is_async=config.train.async_save,
+                say=reporter.print_message if is_first else lambda _: None,
+            )
+        )
+        task.before_update = saver.wait_on_device
         ranks = grid.size("world")
         recorder = StepRecorder(
             config.items_a_step,
@@ -136,11 +153,15 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
-            bytes_sent = _train_steps(task, start, stop, recorder, reporter, tracer, replicas)
+            bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)
         except DivergenceError as error:
             last = start if recorder.last is None else recorder.last.step
+            with suppress(OSError):  # the divergence comes first
+                saver.wait()  # every rank has diverged: the checkpoint that is being written may be the one to name
             raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
         except CorruptionError as error:
+            with suppress(OSError):
+                saver.wait()  # the checkpoint that is being written was verified
             raise CorruptionError(f"{error}; {_where_it_was_verified(config)}", error.ranks) from None
         peak_memory = _peak_memory(grid)
         if is_first:
@@ -148,6 +169,23 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             expected = {} if predicted is None else {"predicted": predicted}
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
+            if recorder.last is not None and recorder.last.step == config.train.steps:
+                mark_ended(config.out)
+
+
+def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple[TrainTask, int]:
+    """Build the task, and load a checkpoint, if there is one. Returns the task, and the step after which it starts."""
+    note("build")
+    task = _make_task(config, grid)
+    note("load")
+    try:
+        start, source = (0, task.start()) if checkpoint is None else (task.resume(checkpoint), checkpoint)
+        if source is not None:
+            require_finite_start(task, source)
+    except (DamagedError, ValueError):
+        task.close()
+        raise
+    return task, start
 
 
 def _make_task(config: JobConfig, grid: Grid) -> TrainTask:
@@ -195,6 +233,7 @@ def _train_steps(
     task: TrainTask,
     start: int,
     stop: StopRequest,
+    saver: Saver,
     recorder: StepRecorder,
     reporter: ProgressReporter,
     tracer: StepTracer,
@@ -215,8 +254,16 @@ def _train_steps(
             loss, grad_norm = task.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(NAMES, 0) | counts.bytes_by_axis()
-        recorder.add(step, lr, loss, grad_norm, task.evaluation(step), routing=task.routing())
+        evaluation = task.evaluation(step)
+        with nullcontext() if evaluation is None else phase("evaluate"):
+            recorder.add(step, lr, loss, grad_norm, evaluation, routing=task.routing())
         tracer.end(step)
+        if step == start + 1 and options.checkpoint_every is not None:
+            recorder.flush()
+            saver.prepare(task.state())  # after the first step the optimizer has its state
+            recorder.restart_clock()
+        if saver.has_failed():
+            stop.request()  # all ranks end after the same step, in `save`
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
         saves = is_due or is_stopping or step == options.steps
@@ -224,7 +271,11 @@ def _train_steps(
             replicas.check(step)
         if saves:
             recorder.flush()
-            task.save(step)
+            note("save", step)
+            last = recorder.last
+            measured = None if last is None or last.step != step else last.evaluation
+            ends = is_stopping or step == options.steps
+            saver.save(step, task.state(), task.description(), measured, waits=ends)
             recorder.restart_clock()
         if is_stopping:
             reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")

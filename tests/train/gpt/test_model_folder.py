@@ -108,9 +108,8 @@ def test_the_command_exports_a_folder_in_another_dtype_and_with_the_tokenizer_of
     tuned: Path, gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved = shutil.copytree(gpt2, tmp_path / "moved")
-    metadata = checkpoint_path(tuned, 1) / "metadata.json"
     run = shutil.copytree(tuned, tmp_path / "run")
-    (checkpoint_path(run, 1) / "metadata.json").write_text(metadata.read_text().replace(str(gpt2), "/nowhere/model"))
+    runs.edit_index(checkpoint_path(run, 1), lambda index: index["model"].update(path="/nowhere/model"))
     command = ("export", run, "--to", tmp_path / "new" / "tuned-1.5", "--dtype", "bfloat16")
     status, text = stretto_command(*command)
     assert (status, "/nowhere/model is not the Hugging Face folder" in text) == (2, True)

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the benches of collectives: `stretto bench collectives`, `ablations` and `compile`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stretto.bench.settings import LargestBytes, Modes, Option, Step, list_sizes, require_known
+from stretto.bench.settings import LargestBytes, Modes, Option, Step, list_sizes, require_known, require_least
 
 MODES = ("graph", "eager")
 COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall")
 DTYPES = ("bf16", "fp32")
 ABLATIONS = ("pipelining", "composition")
 PROTOCOLS = ("LL", "LL128", "Simple")
+BACKEND_PARTS = ("alone", "beside", "ddp")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,42 @@ class AblationsSetting:
             raise ValueError("ablations take one size of tiles or more, and tiles of at least 480 bytes")
         if self.instances < 1:
             raise ValueError(f"a schedule has at least 1 instance, not {self.instances}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of whole arrays."""
+        return list_sizes(self.smallest, self.largest, self.step)
+
+
+@dataclass(frozen=True)
+class BackendSetting:
+    """What `stretto bench backend` measures: calls of torch.distributed alone, beside products, and by DDP.
+
+    Sizes are bytes of the whole array. work: the products that run beside a collective take so many times as long as
+    NCCL takes for it alone. Raises ValueError for unknown names and impossible sizes.
+    """
+
+    parts: Annotated[tuple[str, ...], Option("alone, beside, ddp, with commas.")] = BACKEND_PARTS
+    collectives: Annotated[tuple[str, ...], Option("Collectives, with commas.", "--only")] = COLLECTIVES
+    smallest: Annotated[int, Option("Bytes of the whole array.")] = 16 << 10
+    largest: LargestBytes = 256 << 20
+    step: Step = 4
+    work: Annotated[
+        float, Option("Time of the products that run beside a collective, in times of the collective by NCCL.")
+    ] = 1.5
+    width: Annotated[int, Option("Width of DDP's linear layers.")] = 4096
+    layers: Annotated[int, Option("Number of DDP's linear layers.")] = 8
+    rows: Annotated[int, Option("Rows of DDP's batch on each rank.")] = 8192
+    bucket_mb: Annotated[tuple[float, ...], Option("Sizes of DDP's buckets in MB, with commas.")] = (25.0, 100.0)
+
+    def __post_init__(self) -> None:
+        require_known("part", self.parts, BACKEND_PARTS)
+        require_known("collective", self.collectives, COLLECTIVES)
+        list_sizes(self.smallest, self.largest, self.step)
+        require_least(1, width=self.width, layers=self.layers, rows=self.rows)
+        for name, number in (("--work", self.work), ("--bucket-mb", min(self.bucket_mb))):
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number:g}, but must be a finite number above 0")
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from stretto.bench.checkouts.settings import CheckoutsSetting
-from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
+from stretto.bench.collectives.settings import AblationsSetting, BackendSetting, CollectivesSetting, CompileSetting
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.experts.settings import ExpertsSetting, MoeLayersSetting
+from stretto.bench.faults.settings import FaultsSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
@@ -19,6 +20,7 @@ from stretto.bench.plan.settings import (
     SchedulesSetting,
     read_predictions,
 )
+from stretto.bench.saves.settings import SavesSetting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -71,6 +73,17 @@ def _count_gpus(ranks: int | None) -> int:
     return ranks or there
 
 
+def _count_ranks_on_gpus(ranks: int | None) -> int:
+    """The number of ranks of a bench that needs GPUs, which more ranks may share: as given, or the machine's GPUs."""
+    from stretto.cluster.detection import count_gpus
+
+    if not (there := count_gpus()):
+        raise ValueError(f"this bench takes GPUs, and this machine has none. {describe_cpu_benches()}")
+    if (count := ranks or there) < 2:
+        raise ValueError(f"this bench takes 2 ranks or more, not {count}; --ranks 2 would share the GPU")
+    return count
+
+
 @app.command("redraw", rich_help_panel=Needs.NO_GPU.value)
 def redraw(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Results, in it and in its subfolders.")],
@@ -113,6 +126,14 @@ def compile_(setting: CompileSetting, out: Path) -> Any:
     from stretto.bench.collectives.compile import bench_compile
 
     return bench_compile(out, setting.largest)
+
+
+@bench_command("faults", FaultsSetting)
+def faults(setting: FaultsSetting, out: Path) -> Any:
+    """Kills, stops and other faults at random moments of training: how they are named, and what is lost (on CPUs)."""
+    from stretto.bench.faults.run import bench_faults
+
+    return bench_faults(setting, out)
 
 
 @bench_command("peers", PeersSetting, needs=Needs.RANKS)
@@ -191,6 +212,17 @@ def offload(setting: OffloadSetting, out: Path) -> Any:
     from stretto.bench.training.offload import bench_offload
 
     return bench_offload(setting, out)
+
+
+@bench_command("saves", SavesSetting, needs=Needs.ONE_GPU)
+def saves(setting: SavesSetting, out: Path) -> Any:
+    """What a checkpoint adds to a step, its copy beside the host link, its writers; with --kills N, kill -9 meanwhile.
+
+    --kills runs on processes of the CPU alone, and needs no GPU.
+    """
+    from stretto.bench.saves.run import bench_saves
+
+    return bench_saves(setting, out)
 
 
 @bench_command("recompute", RecomputeSetting)
@@ -279,6 +311,14 @@ def collectives(ranks: int, setting: CollectivesSetting, out: Path) -> Any:
     from stretto.bench.collectives.run import bench_collectives
 
     return bench_collectives(ranks, out, setting)
+
+
+@bench_command("backend", BackendSetting, needs=Needs.TWO_GPUS, count=_count_ranks_on_gpus)
+def backend(ranks: int, setting: BackendSetting, out: Path) -> Any:
+    """Calls of torch.distributed by the backend `stretto` and by NCCL: alone, beside products, and in DDP's steps."""
+    from stretto.bench.collectives.backend import bench_backend
+
+    return bench_backend(ranks, out, setting)
 
 
 @bench_command("ablations", AblationsSetting, needs=Needs.TWO_GPUS, count=_count_gpus)

@@ -13,13 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.cluster import read_bounded
 from stretto.suggestions import did_you_mean_file
+from stretto.train.checkpoint.integrity import PATTERN, DamagedError, check_seal, seal, to_text
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
 METADATA_FILE = "metadata.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+WITHOUT_CHECKSUMS = 1  # the format of older versions, which is still read, and of what is read of torch's folders
 MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 # Options of the model that a resumed run may change, because the parameters' meaning does not depend on them. With
 # learned positions, another max_seq_len changes a shape, which is checked anyway.
@@ -32,10 +34,14 @@ FREE_CONFIG_ENTRIES = (
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes, by dtype
 _Index = Annotated[int, Field(ge=0)]
+_Checksum = Annotated[str, Field(pattern=PATTERN)]
 
 
 class StoredBox(BaseModel):
-    """One box of a tensor, and the bytes of a shard file to which torch.save has written it."""
+    """One box of a tensor, and the bytes of a shard file to which torch.save has written it.
+
+    checksum: of these bytes, "crc32:1a2b3c4d"; None in format 1.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     offsets: tuple[_Index, ...]
@@ -44,6 +50,15 @@ class StoredBox(BaseModel):
     file: Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
     start: _Index
     bytes: _Index
+    checksum: _Checksum | None = None
+
+
+class StoredFile(BaseModel):
+    """A file of a checkpoint that is no shard: torch's own index."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    bytes: _Index
+    checksum: _Checksum
 
 
 class TensorEntry(BaseModel):
@@ -80,13 +95,15 @@ class TensorEntry(BaseModel):
 
 
 class CheckpointMetadata(BaseModel):
-    """The contents of `metadata.json`.
+    """The contents of `metadata.json`. `checksum`: of the whole file, in which it stands as zeros (`integrity.seal`).
 
-    `tensors` has parameters as `model.<name>` and optimizer state as `optimizer.<name>.<key>`; `model` is the model's
-    configuration and `run` the run's; `data` identifies the data and its order.
+    `files` has the files other than shards, by name. `tensors` has parameters as `model.<name>` and optimizer state as
+    `optimizer.<name>.<key>`; `model` is the model's configuration and `run` the run's; `data` identifies the data and
+    its order; `evaluation` is that of this step, if there was one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    checksum: _Checksum | None = None
     format: int
     step: _Index
     torch: str
@@ -94,7 +111,16 @@ class CheckpointMetadata(BaseModel):
     model: dict[str, Any]
     run: dict[str, Any]
     data: dict[str, Any]
+    evaluation: dict[str, float | None] = Field(default_factory=dict)
+    # Only the name that torch gives: a path could lead out of the checkpoint.
+    files: dict[Literal[".metadata"], StoredFile] = Field(default_factory=dict)
     tensors: dict[str, TensorEntry]
+
+    def to_bytes(self) -> bytes:
+        """The text of `metadata.json`, with its checksum."""
+        if self.format == WITHOUT_CHECKSUMS:
+            return self.model_dump_json(exclude_none=True, exclude={"files"}).encode()
+        return seal(self.model_copy(update={"checksum": to_text(0)}).model_dump_json().encode())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and whole shapes of the model's parameters."""
@@ -116,31 +142,45 @@ def read_metadata(path: Path) -> CheckpointMetadata:
         if not path.is_dir():
             raise ValueError(f"there is no checkpoint at {path}{did_you_mean_file(path)}")
         raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
-    text = read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index")
+    metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
+    check_files(path, metadata)
+    return metadata
+
+
+def parse_metadata(file: Path, text: bytes) -> CheckpointMetadata:
+    """Verify the text of an index, which is that of `file`, and what it says. Raises ValueError.
+
+    A text that is not what was written raises DamagedError.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:  # thousands of brackets
-        raise ValueError(f"{file} is damaged: {error}") from error
+        raise DamagedError(f"{file} is damaged: {error}") from error
     version = content.get("format") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{file} has checkpoint format {version!r}, and this version of Stretto reads {FORMAT_VERSION}"
+    differs = None if version == WITHOUT_CHECKSUMS else check_seal(text)
+    if type(version) is not int or version not in (WITHOUT_CHECKSUMS, FORMAT_VERSION):
+        raise (ValueError if differs is None else DamagedError)(
+            f"{file} has checkpoint format {version!r}, and this version of Stretto reads {WITHOUT_CHECKSUMS} and "
+            f"{FORMAT_VERSION}{'' if differs is None else '; or it is damaged'}"
         )
+    if differs is not None:
+        raise DamagedError(f"{file} is damaged: its checksum differs: {differs[0]} expected, {differs[1]} found")
     try:
         metadata = CheckpointMetadata.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{file} is damaged: {where}: {first['msg']}") from error
+        raise DamagedError(f"{file} is damaged: {where}: {first['msg']}") from error
     for name, entry in metadata.tensors.items():
         if fault := entry.fault():
-            raise ValueError(f"{file} is damaged: {name} {fault}")
-    check_files(path, metadata)
+            raise DamagedError(f"{file} is damaged: {name} {fault}")
+        if version != WITHOUT_CHECKSUMS and any(chunk.checksum is None for chunk in entry.chunks):
+            raise DamagedError(f"{file} is damaged: {name} has a piece without a checksum")
     return metadata
 
 
 def check_files(path: Path, metadata: CheckpointMetadata) -> None:
-    """Compare each shard file's length with what the index says is in it. Raises ValueError."""
+    """Compare each shard file's length with what the index says is in it. Raises DamagedError."""
     needed: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for entry in metadata.tensors.values():
@@ -150,13 +190,13 @@ def check_files(path: Path, metadata: CheckpointMetadata) -> None:
     for name, size in sorted(needed.items()):
         file = path / name
         if not file.is_file():
-            raise ValueError(f"the checkpoint {path} is missing its file {name}")
+            raise DamagedError(f"the checkpoint {path} is missing its file {name}")
         if file.stat().st_size < size:
-            raise ValueError(
+            raise DamagedError(
                 f"the checkpoint's file {file} is truncated: {file.stat().st_size} bytes of {size} are there"
             )
         if total[name] > size:  # otherwise a small file could demand any amount of memory
-            raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
+            raise DamagedError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
 
 
 def check_description(

@@ -5,13 +5,13 @@ A tensor is stored as the boxes that the ranks held; a rank of another grid read
 Writing is atomic, and loading runs no code from the files (see `checkpoint.storage`).
 """
 
+import errno
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
-from stretto.train.checkpoint.folders import checkpoint_path, checkpoints_by_step, unreadable
+from stretto.train.checkpoint.folders import checkpoint_path, unreadable
+from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
     check_description,
@@ -33,18 +34,17 @@ from stretto.train.checkpoint.metadata import (
     read_metadata,
     saved_tensors,
 )
+from stretto.train.checkpoint.retention import Retention, remove_surplus
+from stretto.train.checkpoint.staging import sizes_of
 from stretto.train.checkpoint.storage import (
-    NO_TENSOR,
-    AtomicWriter,
     LazyBox,
     LocalBox,
     SafeReader,
     ShardedState,
     StateLoadPlanner,
-    StateSavePlanner,
-    remove_folder,
 )
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
+from stretto.train.checkpoint.writing import CheckpointWriter, bytes_on_disk, write_checkpoint
 from stretto.train.observe.metrics import DivergenceError
 from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.stored_optimizer import StoredOptimizer
@@ -99,59 +99,57 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
     """Write a training state, `model.<name>` and `optimizer.<name>.<key>`, as `save_checkpoint` does. Collective.
 
     state: may omit tensors of which this rank holds nothing. description: CheckpointMetadata's optimizer, model, run
-    and data. Raises PeerError, on all ranks, if a wait for another rank has failed on any of them; nothing is written
-    then.
+    and data. Raises PeerError, on all ranks, if a wait for another rank has failed on any of them, and NoSpaceError if
+    the disk is full; nothing is left of the checkpoint then. A run's own saves are `saver.Saver`'s.
     """
-    _require_no_failure()
-    require_finite_weights(state, step)
+    failure = find_failure()
+    found = _exchange((failure, "" if failure else find_not_finite(state)))
+    raise_first([one[0] for one in found], [one[1] for one in found], step)
     path = checkpoint_path(out, step)
-    with _first_failure(OSError, f"the checkpoint {path} could not be written"):
-        dcp.save(
-            state,
-            storage_writer=AtomicWriter(path, {"step": step, "torch": torch.__version__, **description}),
-            planner=StateSavePlanner(),
-        )
+    sizes = dict(size for of_rank in _exchange(sizes_of(state)) for size in of_rank.items())
+    needed = bytes_on_disk(sum(sizes.values()), len(sizes))
+    write_checkpoint(state, CheckpointWriter(path, {"step": step, **description}), needed=needed)
     if dist.get_rank() == 0:
-        for old in checkpoints_by_step(out)[:-keep]:
-            remove_folder(old)
+        remove_surplus(out, Retention(keep))
     return path
 
 
-def require_finite_weights(state: Mapping[str, ShardedState], step: int) -> None:
-    """Raise DivergenceError, on all ranks, if a weight (`model.<name>`) of any rank is not finite. Collective.
+def _exchange(value: Any) -> list[Any]:
+    return [value] if dist.get_world_size() == 1 else exchange(value, None, group_timeout(None))
 
-    The loss and norm of `step` do not show it: they belong to the weights before the step.
-    """
+
+def find_not_finite(state: Mapping[str, ShardedState]) -> str:
+    """Find a weight (`model.<name>`) of this rank that is not finite. Returns its name; empty if there is none."""
     boxes = [(name, box) for name, whole in state.items() for box in whole.boxes]
     weights = [(name, box) for name, box in boxes if name.startswith("model.") and box.values.numel()]
     # Minimum and maximum propagate NaN, and need no copy of the weight. Weights on one device are read at once.
     bounds = [torch.stack(torch.aminmax(box.read())).isfinite().all() for _, box in weights]
     devices = {bound.device for bound in bounds}
     are_finite = torch.stack(bounds).tolist() if len(devices) == 1 else [bool(bound) for bound in bounds]
-    own = next((name for (name, _), is_finite in zip(weights, are_finite, strict=True) if not is_finite), None)
-    of_ranks: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    for name in of_ranks:
-        if name is not None:
-            raise DivergenceError(f"{name.removeprefix('model.')} is not finite after step {step}, which is not saved")
+    return next((name for (name, _), is_finite in zip(weights, are_finite, strict=True) if not is_finite), "")
 
 
-def _require_no_failure() -> None:
-    """Raise PeerError, on all ranks, if a wait has failed in any work that they have launched. Collective."""
-    error = ""
+def find_failure() -> str:
+    """Describe the failed wait for another rank in any work that this rank has launched; empty if there is none."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         failures.check()
     except PeerError as failure:
-        error = str(failure)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        found = [error]
-    else:
-        found = exchange(error, None, group_timeout(None))
-    for text in found:
-        if text:
-            raise PeerError(text)
+        return str(failure)
+    return ""
+
+
+def raise_first(of_failures: Sequence[str], not_finite: Sequence[str], step: int) -> None:
+    """Raise for what `find_failure` and `find_not_finite` have returned on all ranks, so that all raise the same.
+
+    PeerError for a failed wait, DivergenceError for a weight that is not finite: the loss and norm of `step` do not
+    show it, since they belong to the weights before the step.
+    """
+    for text in filter(None, of_failures):
+        raise PeerError(text)
+    for name in filter(None, not_finite):
+        raise DivergenceError(f"{name.removeprefix('model.')} is not finite after step {step}, which is not saved")
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | None = None) -> CheckpointMetadata:
@@ -184,22 +182,33 @@ def _without_missing_buffers(
 def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, ShardedState]) -> None:
     """Read this rank's part of a training state from a checkpoint, in place. Collective if there is a process group.
 
-    Raises ValueError when the checkpoint's contents are damaged.
+    Each piece is checked before it is used. Raises DamagedCheckpointError, on all ranks, when bytes of the checkpoint
+    are not those that were written; the state is then read in part.
     """
-    with _first_failure(ValueError, unreadable(path)), warnings.catch_warnings():
+
+    def failure(message: str, cause: BaseException) -> Exception:
+        is_lost = isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOENT)
+        return (
+            DamagedCheckpointError(message, path) if is_lost or isinstance(cause, DamagedError) else ValueError(message)
+        )
+
+    with _first_failure(failure, unreadable(path)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
         dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
 
 
 @contextmanager
-def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
-    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error."""
+def _first_failure(make: Callable[[str, BaseException], Exception], what: str) -> Iterator[None]:
+    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error.
+
+    make: the exception, of the message and of that rank's.
+    """
     try:
         yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        why = NO_TENSOR if isinstance(cause, UnpicklingError) else f"{type(cause).__name__}: {cause}"
-        raise kind(f"{what}: on rank {rank}, {why}") from cause
+        why = str(cause) if isinstance(cause, DamagedError) else f"{type(cause).__name__}: {cause}"
+        raise make(f"{what}: on rank {rank}, {why}", cause) from cause
 
 
 def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:

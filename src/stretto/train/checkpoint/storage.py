@@ -4,19 +4,22 @@
 torch stores its own index in `.metadata`, a pickle, which can run code when it is loaded. It is written here too, so
 that torch's tools can read a checkpoint that their user trusts, but Stretto reads only `metadata.json`, and the shards
 with `weights_only=True`. Nothing in a checkpoint can run code.
+
+Each piece's checksum is computed from the bytes that are written, while they are, and compared when a piece is read,
+before it is used (`checkpoint.pieces`).
 """
 
-import io
 import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -32,19 +35,36 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from stretto.train.checkpoint.file_objects import ChecksummedFiles, MemoryFile
+from stretto.train.checkpoint.folders import remove_folder
+from stretto.train.checkpoint.integrity import DamagedError, file_checksum
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     CheckpointMetadata,
     StoredBox,
+    StoredFile,
     TensorEntry,
 )
+from stretto.train.checkpoint.pieces import StoredPiece, read_ahead, read_piece
+from stretto.train.health import advance
 
+INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
 # Replaces torch's message, which advises to load the file with weights_only=False.
 NO_TENSOR = "a shard holds what is no tensor"
 
@@ -116,6 +136,7 @@ class StateSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        advance()
         return self.state_dict[index.fqn].box_at(index.offset)
 
 
@@ -142,22 +163,36 @@ class StateLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        advance()
         return self.state_dict[index.fqn].box_at(index.offset)
+
+
+@dataclass(frozen=True)
+class _CheckedPlace:
+    """What a rank tells the first one of a piece that it has written."""
+
+    place: _StorageInfo
+    checksum: str
 
 
 class AtomicWriter(FileSystemWriter):
     """Writes a checkpoint to a hidden folder and renames it to its final path when all of it is on the disk.
 
     Rank 0 renames it in `finish`, which torch calls when every rank has written and synced its files. A checkpoint
-    under its final name is therefore complete, even if processes are killed at any time.
+    under its final name is therefore complete, even if processes are killed at any time. It makes no collective call of
+    its own, so `dcp.save` may run in a thread with a process group of that thread's.
     """
 
-    def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
-        """`description`: the fields of CheckpointMetadata other than `tensors`."""
+    def __init__(self, path: Path, description: Mapping[str, Any], *, thread_count: int = 1) -> None:
+        """`description`: CheckpointMetadata's fields step, torch, optimizer, model, run and data.
+
+        thread_count: threads that write, each a file of its own.
+        """
         self.final_path = path
         self.description = description
         self.working_path = path.with_name(f".{path.name}.writing")
-        super().__init__(self.working_path)
+        super().__init__(self.working_path, thread_count=thread_count)
+        self.fs = self._files = ChecksummedFiles()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -168,16 +203,27 @@ class AtomicWriter(FileSystemWriter):
         self.working_path.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        results: list[WriteResult] = super().write_data(plan, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([replace(result, storage_data=self._checked(result.storage_data)) for result in results])
+        return done
+
+    def _checked(self, place: _StorageInfo) -> _CheckedPlace:
+        return _CheckedPlace(place, self._files.checksums[place.relative_path][place.offset, place.length])
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        # torch's index has torch's classes alone, so that torch's tools can read it.
+        super().finish(metadata, [[replace(r, storage_data=r.storage_data.place) for r in each] for each in results])
         tensors = {
             name: _entry(name, entry, stored)
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        content = CheckpointMetadata(format=FORMAT_VERSION, tensors=tensors, **self.description)
-        text = content.model_dump_json().encode()
+        files = {INDEX_FILE: describe_file(self.working_path / INDEX_FILE)}
+        content = CheckpointMetadata(format=FORMAT_VERSION, tensors=tensors, files=files, **self.description)
+        text = content.to_bytes()
         if len(text) > MAX_METADATA_BYTES:
             raise ValueError(
                 f"{METADATA_FILE} has {len(text)} bytes, and one of more than {MAX_METADATA_BYTES} is not read"
@@ -192,17 +238,23 @@ class AtomicWriter(FileSystemWriter):
         sync_folder(self.final_path.parent)
 
 
-def _entry(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataIndex, _StorageInfo]) -> TensorEntry:
+def describe_file(path: Path) -> StoredFile:
+    """Size and checksum of a file that has just been written."""
+    return StoredFile(bytes=path.stat().st_size, checksum=file_checksum(path))
+
+
+def _entry(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataIndex, _CheckedPlace]) -> TensorEntry:
     chunks = []
     for chunk in entry.chunks:
-        place = stored[MetadataIndex(name, chunk.offsets)]
+        checked = stored[MetadataIndex(name, chunk.offsets)]
         chunks.append(
             StoredBox(
                 offsets=tuple(chunk.offsets),
                 sizes=tuple(chunk.sizes),
-                file=place.relative_path,
-                start=place.offset,
-                bytes=place.length,
+                file=checked.place.relative_path,
+                start=checked.place.offset,
+                bytes=checked.place.length,
+                checksum=checked.checksum,
             )
         )
     dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -210,7 +262,10 @@ def _entry(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataInde
 
 
 class SafeReader(FileSystemReader):
-    """Reads shard files by the index in `metadata.json`. It does not open torch's own index, a pickle."""
+    """Reads shard files by the index in `metadata.json`, and checks each piece before it is used.
+
+    It does not open torch's own index, a pickle.
+    """
 
     def __init__(self, path: Path, metadata: CheckpointMetadata) -> None:
         super().__init__(path)
@@ -229,35 +284,62 @@ class SafeReader(FileSystemReader):
         meta = StorageMeta(load_id=self.load_id)
         return Metadata(entries, storage_data=places, storage_meta=meta)  # type: ignore[arg-type]
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Read what a plan asks for. Raises DamagedError for the first piece whose bytes are not what was written."""
+        wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+        for item in plan.items:
+            index = item.storage_index
+            wanted.setdefault((index.fqn, tuple(index.offset or ())), []).append(item)
+        pieces = [
+            StoredPiece(name, chunk)
+            for name, entry in self._index.tensors.items()
+            for chunk in entry.chunks
+            if (name, chunk.offsets) in wanted
+        ]
+        pieces.sort(key=lambda piece: (piece.place.file, piece.place.start))
+        for piece, content in zip(pieces, read_ahead(Path(self.path), pieces), strict=True):
+            values = _load(Path(self.path), piece, self._index.tensors[piece.tensor or ""], content)
+            for item in wanted[piece.tensor or "", piece.place.offsets]:
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(narrow_tensor_by_index(values, item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-def read_tensor(path: Path, entry: TensorEntry) -> Tensor:
-    """Read a whole tensor of the checkpoint at `path` to the CPU. Raises ValueError for a damaged shard."""
+
+def read_tensor(path: Path, entry: TensorEntry, name: str | None = None) -> Tensor:
+    """Read a whole tensor of the checkpoint at `path` to the CPU. Raises DamagedError for a damaged shard.
+
+    name: in the checkpoint, for messages.
+    """
     whole = torch.empty(entry.shape, dtype=entry.torch_dtype)
     for chunk in entry.chunks:
-        with open(path / chunk.file, "rb") as file:
-            file.seek(chunk.start)
-            content = io.BytesIO(file.read(chunk.bytes))
+        piece = StoredPiece(name, chunk)
         try:
-            values = torch.load(content, map_location="cpu", weights_only=True)
-        except RuntimeError as error:
-            raise ValueError(f"{path / chunk.file} is damaged: {error}") from error
-        except pickle.UnpicklingError as error:
-            raise ValueError(f"{path / chunk.file} is damaged: {NO_TENSOR}") from error
-        if not isinstance(values, Tensor) or values.shape != chunk.sizes or values.dtype != whole.dtype:
-            raise ValueError(f"{path / chunk.file} is damaged: it holds something else at byte {chunk.start}")
+            content = read_piece(path, piece)
+        except DamagedError as error:
+            raise DamagedError(f"{path} is damaged: {error}") from None
+        values = _load(path, piece, entry, content)
         box = zip(chunk.offsets, chunk.sizes, strict=True)
         whole[tuple(slice(start, start + length) for start, length in box)] = values
     return whole
 
 
-def remove_folder(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that an incomplete one never has its name."""
-    if not path.exists():
-        return
-    doomed = path.with_name(f".{path.name}.deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryview) -> Tensor:
+    """Make a piece's tensor of its bytes. Raises DamagedError if they are of something else."""
+    place = piece.place
+    tensor = "" if piece.tensor is None else f"{piece.tensor}, "
+    where = f"{path / place.file} is damaged: {tensor}bytes {place.start} to {place.start + place.bytes}: "
+    try:
+        values = torch.load(MemoryFile(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except pickle.UnpicklingError as error:
+        raise DamagedError(where + NO_TENSOR) from error
+    except (RuntimeError, EOFError) as error:
+        raise DamagedError(where + str(error)) from error
+    if not isinstance(values, Tensor) or values.shape != place.sizes or values.dtype != entry.torch_dtype:
+        raise DamagedError(f"{where}it holds something else")
+    return values
 
 
 def sync_folder(path: Path) -> None:

@@ -6,10 +6,11 @@ mistake in a file is reported at once. `train.preflight` checks what needs the d
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from stretto.axes import (
     AXES,
@@ -25,6 +26,8 @@ from stretto.axes import (
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
 MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
 MAX_STEPS = 1 << 53  # larger whole numbers are not exact in floating point
+MAX_GRIDS = 64
+MAX_RESTARTS = 1 << 20
 # Bounds of a model's shape: far above any model that was ever trained, and low enough that checking a configuration
 # takes seconds.
 MAX_LAYERS = 1 << 12
@@ -48,6 +51,11 @@ def _none_from_text(value: Any) -> Any:
 
 
 CanBeNone = BeforeValidator(_none_from_text)
+
+
+def _switch_of_text(value: Any) -> Any:
+    """Read the texts "true" and "false" as what they say, for options that also take another word."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
 def _folder_of_text(value: Any) -> Any:
@@ -112,6 +120,55 @@ else:
     )
 
 
+def grid_from_text(text: str) -> GridConfig:
+    """Read a grid as it is written in `train.grids`: "data=2 x=2". Raises ValueError."""
+    sizes: dict[str, Any] = {}
+    for part in text.replace(",", " ").split():
+        axis, separator, size = part.partition("=")
+        if not separator or axis in sizes:
+            raise ValueError(f"train.grids has {text!r}, but a grid is written as 'data=2 x=2'")
+        sizes[axis] = int(size) if size.isdecimal() else size
+    return _grid_of(sizes)
+
+
+def _grid_of(sizes: Mapping[str, Any]) -> GridConfig:
+    if not sizes:
+        raise ValueError("train.grids has an empty grid, but a grid is written as 'data=2 x=2'")
+    try:
+        return GridConfig(**sizes)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        axis, value = ".".join(map(str, detail["loc"])), detail["input"]
+        rule = "is no axis" if detail["type"] == "extra_forbidden" else f"is {value!r}: {detail['msg']}"
+        shown = " ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"train.grids has the grid {shown!r}, where {axis} {rule}; 'data=2 x=2' would do") from None
+
+
+def _grids_from_any(value: Any) -> Any:
+    """Read tables and texts as texts of one form, "data=2 x=2", which TOML, JSON and `--set` hold alike."""
+    if value is None or value in ("none", "auto"):
+        return None if value == "none" else value
+    items = value if isinstance(value, list) else [value]
+    if len(items) > MAX_GRIDS:
+        raise ValueError(f"train.grids has {len(items)} grids, but may have at most {MAX_GRIDS}")
+    grids = []
+    for item in items:
+        match item:
+            case str():
+                grids.append(grid_from_text(item))
+            case Mapping():
+                grids.append(_grid_of(item))
+            case _:
+                raise ValueError(
+                    f"train.grids has {item!r}, but must be 'auto' or a list of grids such as {{data = 2, x = 2}} or "
+                    "'data=2 x=2'"
+                )
+    return [str(grid) for grid in grids]
+
+
+Grids = Annotated[Literal["auto"] | list[str] | None, BeforeValidator(_grids_from_any)]
+
+
 class RunOptions(Section):
     """The options of `[train]` that every kind of model has."""
 
@@ -144,7 +201,19 @@ class RunOptions(Section):
         None, "how often to write a checkpoint; one is also written when training ends or is stopped", unit="steps",
         ge=1,
     )  # fmt: skip
+    async_save: Annotated[Literal["auto"] | bool, BeforeValidator(_switch_of_text)] = option(
+        "auto", "whether to train on while a checkpoint is written, from a copy in host memory: `auto` where memory "
+        "suffices; with `false` training waits",
+    )  # fmt: skip
     keep_checkpoints: int = option(2, "how many of the newest checkpoints to keep", unit="checkpoints", ge=1)
+    keep_every: Annotated[int | None, CanBeNone] = option(
+        None, "also keep, for ever, the checkpoints of multiples of so many steps; a multiple of "
+        "`train.checkpoint_every`", unit="steps", ge=1,
+    )  # fmt: skip
+    keep_best: int = option(
+        0, "also keep so many checkpoints with the lowest loss on held-out data; needs an evaluation at each "
+        "checkpoint", unit="checkpoints", ge=0,
+    )  # fmt: skip
     evaluate_every: Annotated[int | None, CanBeNone] = option(
         None, "how often to evaluate on held-out data; the run is also evaluated after its last step", unit="steps",
         ge=1,
@@ -166,6 +235,18 @@ class RunOptions(Section):
         None, "how often the ranks that hold the same weights compare a hash of them, which finds silent corruption "
         "and names the rank ([silent-corruption.md](silent-corruption.md)); also before each checkpoint",
         unit="steps", ge=1,
+    )  # fmt: skip
+    max_restarts: int = option(
+        0, "how often in a row, without a new checkpoint in between, the ranks are started again after one has failed, "
+        "from the newest checkpoint ([restarts.md](restarts.md))", unit="restarts", ge=0, le=MAX_RESTARTS,
+    )  # fmt: skip
+    grids: Grids = option(
+        None, "grids for fewer ranks, which a restart may take: a list of tables, `[{data = 2, x = 2}, {x = 2}]`, or "
+        'of texts, `["data=2 x=2", "x=2"]`; `auto` takes the one that the planner predicts to be the fastest',
+    )  # fmt: skip
+    retry_after: float = option(
+        600.0, "how long a restarted run trains on a smaller grid before it tries all ranks again; twice as long each "
+        "time that the same rank fails again", unit="seconds", ge=0, le=MAX_TIMEOUT,
     )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
@@ -232,10 +313,34 @@ def contradictions_of_run(run: RunOptions) -> list[str]:
                 f"train.decay_steps is {run.decay_steps}, but {max(room, 0)} steps are left after warm-up"
                 + (f"; {room} would do" if room > 0 else "")
             )
+    problems += _contradictions_of_retention(run)
     if run.optimizer != "sgd" and run.momentum:
         problems.append(
             f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
             "or take train.optimizer='sgd'"
+        )
+    return problems
+
+
+def _contradictions_of_retention(run: RunOptions) -> list[str]:
+    """Rules between the options that say which checkpoints are written and kept."""
+    problems = []
+    every = run.checkpoint_every
+    if run.keep_every is not None and (every is None or run.keep_every % every):
+        would_do = (
+            "set train.checkpoint_every" if every is None else f"{nearest_multiple(run.keep_every, every)} would do"
+        )
+        problems.append(
+            f"train.keep_every is {run.keep_every}, but must be a multiple of train.checkpoint_every, which is "
+            f"{'none' if every is None else every}; {would_do}"
+        )
+    evaluated = run.evaluate_every
+    if run.keep_best and (every is None or evaluated is None or every % evaluated):
+        would_do = "set both" if every is None else f"train.evaluate_every={every} would do"
+        problems.append(
+            f"train.keep_best is {run.keep_best}, but checkpoints are compared by evaluations: train.checkpoint_every "
+            f"({'none' if every is None else every}) must be a multiple of train.evaluate_every "
+            f"({'none' if evaluated is None else evaluated}); {would_do}"
         )
     return problems
 

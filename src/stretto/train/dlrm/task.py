@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from stretto.models import DLRM
 from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.comm.collectives import all_reduce
-from stretto.train.checkpoint import allocate_slots, load_state, save_state, training_state
+from stretto.train.checkpoint import allocate_slots, load_state, training_state
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
 from stretto.train.config.dlrm import DLRMTrainConfig, describe
 from stretto.train.data import Sampler, rank_rows
 from stretto.train.data.clicks import BatchPrefetcher, ClickBatch
 from stretto.train.dlrm.evaluation import evaluate
 from stretto.train.dlrm.preflight import check_dlrm_checkpoint, open_clicks, optimizer_name
+from stretto.train.health import advance, note
 from stretto.train.optimizer import TableOptimizer, build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import Evaluation, TrainTask
@@ -63,8 +64,11 @@ class DLRMTask(TrainTask):
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Run a step. The norm that it returns is of the MLPs' gradient."""
         options = self.config.train
+        note("data", step)
         batch = self._to_device(self._prefetcher.read(step))
-        self.table_optimizer.set_lr(options.table_lr * lr / options.lr)  # the backward pass may update the tables
+        note("step", step)
+        self.before_update()  # the backward pass may update the tables
+        self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
         loss, grad_norm = self._executor.run(batch, lr)
         return all_reduce(loss, self.grid.group("data")), grad_norm
 
@@ -78,6 +82,7 @@ class DLRMTask(TrainTask):
         """Compute AUC and mean loss over all held-out samples. Collective. Returns {} on ranks other than 0."""
 
         def score(samples: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+            advance()
             dense, indices, offsets, labels = self._to_device(self.data.evaluation.read(samples))
             return self.model(dense, indices, offsets), labels
 
@@ -89,18 +94,17 @@ class DLRMTask(TrainTask):
         """Load a checkpoint, whatever number of ranks wrote it. Returns its step. Collective."""
         metadata = check_dlrm_checkpoint(checkpoint, self.config)
         allocate_slots(checkpoint, metadata, self.optimizer, but=("tables.",))
-        load_state(checkpoint, metadata, self._state())
+        load_state(checkpoint, metadata, self.state())
         self.compare_data(metadata)
         return metadata.step
 
-    def save(self, step: int) -> None:
-        description = {
+    def description(self) -> dict[str, Any]:
+        return {
             "optimizer": optimizer_name(self.config),
             "model": describe(self.config),
             "run": self.config.model_dump(mode="json"),
             "data": self.data_description(),
         }
-        save_state(self.config.out, step, self._state(), description, keep=self.config.train.keep_checkpoints)
 
     def data_description(self) -> dict[str, Any]:
         options = self.config.train
@@ -143,7 +147,7 @@ class DLRMTask(TrainTask):
         self.table_optimizer.step()
         return grad_norm
 
-    def _state(self) -> dict[str, ShardedState]:
+    def state(self) -> dict[str, ShardedState]:
         """This rank's part of the training state: all of the MLPs, and its own tables whole."""
         state = training_state(self.mlps, self.optimizer)
         for name, table in self.tables.items():

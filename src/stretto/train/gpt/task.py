@@ -18,8 +18,9 @@ from stretto.cluster import Cluster
 from stretto.models.moe import routers, update_biases
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
 from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
-from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, save_state, training_state
-from stretto.train.checkpoint.metadata import check_description
+from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, training_state
+from stretto.train.checkpoint.metadata import check_description, persistent_buffers
+from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
@@ -32,6 +33,7 @@ from stretto.train.gpt.preflight import (
     open_held_out,
     predict_run,
 )
+from stretto.train.health import advance, note
 from stretto.train.observe.experts import NUMBERS_OF_ROUTER, pack
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
 from stretto.train.step_executor import PipelineExecutor, StepExecutor, StepFunctions, build_executor
@@ -86,6 +88,9 @@ class GPTTask(TrainTask):
         self.optimizer: ShardOptimizer | StoredOptimizer | None = None
         if not self.keeps_state_apart:  # else it is made of the weights that training starts from
             self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
+        # A graph's replay cannot wait inside it, and buffers (but those of routers) may change in the forward pass.
+        buffers = [name for name in persistent_buffers(self.model) if not name.startswith(self._routers)]
+        self._changes_state_early = options.cuda_graph or bool(buffers)
         functions = StepFunctions(self.model, self._compute_loss, self._update, self._scale_loss)
         self.pipeline: Pipeline | None = None
         self._executor: StepExecutor
@@ -131,7 +136,11 @@ class GPTTask(TrainTask):
         return optimizer
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
-        return self._executor.run(self._batch(step), lr, self._dropout_seed(step))
+        batch = self._batch(step)
+        note("step", step)
+        if self._changes_state_early:
+            self.before_update()
+        return self._executor.run(batch, lr, self._dropout_seed(step))
 
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation on held-out sequences, if there are any: every `evaluate_every` steps, and after the last."""
@@ -165,6 +174,7 @@ class GPTTask(TrainTask):
                 count = dataset.num_targets(batch)
                 total += self._loss_of(tokens, targets, count).double() * count
                 num_targets += count
+                advance()
         finally:
             self.model.train(was_training)
         loss = float(total) / num_targets
@@ -178,16 +188,17 @@ class GPTTask(TrainTask):
     def close(self) -> None:
         self._executor.close()
 
-    def save(self, step: int) -> None:
+    def state(self) -> dict[str, ShardedState]:
+        return training_state(self.model, self.optimizer)
+
+    def description(self) -> dict[str, Any]:
         assert self.optimizer is not None
-        description = {
+        return {
             "optimizer": self.optimizer.name,
             "model": self.source.description(),
             "run": self.config.model_dump(mode="json"),
             "data": self.data_description(),
         }
-        state = training_state(self.model, self.optimizer)
-        save_state(self.config.out, step, state, description, keep=self.config.train.keep_checkpoints)
 
     def data_description(self) -> dict[str, Any]:
         options = self.config.train
@@ -241,6 +252,7 @@ class GPTTask(TrainTask):
         return options.batch * options.seq_len if num_targets is None else num_targets[0]
 
     def _update(self, lr: float | Tensor, loss: Tensor) -> Tensor:
+        self.before_update()
         clip, skip = self.config.train.clip, None
         if isinstance(self.optimizer, StoredOptimizer):
             grad_norm = self.optimizer.step(lr, loss)
@@ -292,6 +304,7 @@ class GPTTask(TrainTask):
         Where some targets are ignored, also how many of the global batch are not, int64 [rows]: the same number for
         each row, so that each micro-batch has it.
         """
+        note("data", step)
         tokens, targets = self._read(self.dataset, self._rows(step))
         if not self.dataset.has_ignored_targets:
             return tokens, targets

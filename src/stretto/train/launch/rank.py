@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import warnings
 from functools import reduce
 from importlib import import_module
@@ -14,16 +15,23 @@ from types import TracebackType
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from stretto.train.config import job_from_json
+from stretto.train.health import Heartbeat, note
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# Seconds in which a failed rank keeps its connections, for the launcher to end it: if it closed them, ranks that wait
+# for it would fail, too, and hide who failed first.
+LINGER = 10.0
 
 
 def main(function: str, config_file: str, launcher: str) -> None:
     """Import the function and call it with the configuration. Its exception is written to the launcher's error file."""
     _stop_with(int(launcher))
+    config = job_from_json(Path(config_file).read_text(encoding="utf-8"))
+    Heartbeat.start(timeout=config.train.timeout)
     module, _, name = function.partition(":")
     entry = reduce(getattr, name.split("."), import_module(module))
-    entry(job_from_json(Path(config_file).read_text(encoding="utf-8")))  # type: ignore[operator]
+    entry(config)  # type: ignore[operator]
+    note("exit")
 
 
 def _stop_with(launcher: int) -> None:
@@ -38,6 +46,8 @@ def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException
     """Print no traceback: when one rank fails all do, and the launcher shows the error that came first."""
     if not issubclass(kind, Exception):  # `record` does not write these to the error file
         sys.__excepthook__(kind, error, trace)
+    else:
+        time.sleep(LINGER)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,19 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._received_at: float | None = None
+        self._is_requested = False
         self._before: dict[signal.Signals, Any] = {}
         # Signals reach single ranks at any time. The ranks agree on the host (gloo), without waiting for a GPU.
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=group_timeout(None)))
+            limit = timedelta(seconds=group_timeout(None))
+            self._group = dist.new_group(backend="gloo", timeout=limit, group_desc="stop requests")
         self._exchange: dist.Work | None = None
         self._asked = torch.zeros(1, dtype=torch.int32)
+
+    def request(self) -> None:
+        """Ask all ranks to stop after the same step, as a signal to this process would."""
+        self._is_requested = True
 
     def is_agreed(self) -> bool:
         """Check whether any rank had been asked to stop by the previous call; all ranks get the same answer.
@@ -42,7 +48,7 @@ class StopRequest:
         Collective. It starts an exchange, whose result the next call returns, so that no rank waits for one that works
         on the same step.
         """
-        is_asked = self._received_at is not None
+        is_asked = self._is_requested or self._received_at is not None
         if self._group is None:
             return is_asked
         if self._finish_exchange():

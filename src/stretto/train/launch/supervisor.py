@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervises the processes of a run's ranks: forwards signals to them, and ends all of them when one fails."""
 
-import json
 import logging
 import os
 import signal
@@ -10,21 +9,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+
+from stretto.train.health.beat import list_ranks
+from stretto.train.health.failures import Failure, describe_signal, is_consequence, kind_of, read_error
+from stretto.train.launch.watch import RankWatch
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_REQUEST = 1.0  # seconds; signals closer together count as one request (`timeout` sends its signal twice)
 POLL = 0.05  # seconds
-# Errors of ranks that lost their connection to a peer: they are consequences of a failure and do not explain it.
-LOST_PEER = (
-    "closed by peer", "reset by peer", "broken pipe",  # gloo
-    "remote process exited", "communicator was aborted",  # NCCL
-    "distnetworkerror",  # the store
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,16 +38,6 @@ class StopTimeouts:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first."""
-
-    rank: int
-    reason: str
-    trace: str | None
-    order: tuple[int, float]
-
-
-@dataclass(frozen=True)
 class _RankProcess:
     process: subprocess.Popen[bytes]
     error_file: Path  # of torch.distributed.elastic's `record`
@@ -58,20 +45,28 @@ class _RankProcess:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
+    def has_ended(self) -> bool:
+        return not self.is_running() or self.has_failed()
+
     def has_failed(self) -> bool:
         """Check whether the rank exited with an error, or has written its error and hangs while it exits."""
         return self.process.poll() not in (None, 0) or self.error_file.exists()
 
 
 class Supervisor:
-    """The processes of one job's ranks, each the leader of its own session. Call `check` several times a second."""
+    """The processes of one job's ranks, each the leader of its own session. Call `check` several times a second.
 
-    def __init__(self, timeouts: StopTimeouts) -> None:
+    watch: reads the ranks' heartbeats, to end a run in which a rank is stuck.
+    """
+
+    def __init__(self, timeouts: StopTimeouts, watch: RankWatch | None = None) -> None:
         self._timeouts = timeouts
+        self.watch = watch
         self._ranks: dict[int, _RankProcess] = {}
         self._stop_signal: signal.Signals | None = None
         self._stop_requested = 0.0
         self._is_second_request = False
+        self._is_asked = False
         self._has_forwarded = False
         self.failures: list[Failure] = []
 
@@ -80,27 +75,57 @@ class Supervisor:
         """The first signal that asked this process to stop."""
         return self._stop_signal
 
+    def request_stop(self) -> None:
+        """Ask the ranks to stop, with the next `check`, as if a signal had come; `stop_signal` does not tell of it."""
+        if not self._is_asked and self._stop_signal is None:
+            self._is_asked, self._stop_requested = True, time.monotonic()
+
     def add(self, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
         self._ranks[rank] = _RankProcess(process, error_file)
 
     def check(self) -> None:
         """Forward a signal that was received; end all ranks if one has failed or if they take too long to stop."""
         if any(rank.has_failed() for rank in self._ranks.values()):
-            self._wait(self._timeouts.report)
-            self.failures = sorted(self._find_failures(), key=lambda failure: failure.order)
+            self._wait_for_errors()
+            self.failures = self._find_cause(sorted(self._find_failures(), key=lambda failure: failure.order))
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
             self.kill()
-        elif self._stop_signal is not None and not self._has_forwarded:
+        elif self._is_stopping and not self._has_forwarded:
             self._has_forwarded = True
             self._signal_all(signal.SIGTERM)
         elif self._is_second_request:
             self._stop_at_once()
-        elif self._stop_signal is not None and time.monotonic() - self._stop_requested > self._timeouts.stop:
-            logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
+        elif self._is_stopping and time.monotonic() - self._stop_requested > self._timeouts.stop:
             self._stop_at_once()
+        elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
+            self.failures = [Failure.of_stall(stall)]
+            self.kill()
+
+    def _find_cause(self, failures: list[Failure]) -> list[Failure]:
+        """Put the cause first, where all failures are consequences: a stuck rank, or a lost connection."""
+        if not failures or not failures[0].is_consequence:
+            return failures
+        if self.watch is not None and (stall := self.watch.find_culprit(self._running_ranks())) is not None:
+            return [Failure.of_stall(stall), *failures]
+        lost = [failure for failure in failures if failure.kind == "lost connection"]
+        if len(lost) == len(failures) > 1:
+            ranks = sorted(failure.rank for failure in lost)
+            reason = f"{list_ranks(ranks)} lost their connection, and their processes live: {lost[0].reason}"
+            return [replace(lost[0], rank=ranks[0], reason=reason), *failures]
+        return failures
+
+    def _running_ranks(self) -> list[int]:
+        return [number for number, rank in self._ranks.items() if rank.is_running()]
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._is_asked or self._stop_signal is not None
 
     def _stop_at_once(self) -> None:
+        running, seconds = self._running_ranks(), time.monotonic() - self._stop_requested
+        if running and self.watch is not None:
+            logger.warning("%s", self.watch.describe_unstopped(running, seconds))
         self.kill()
         self._ranks = {}  # ranks killed on request have not failed
 
@@ -148,6 +173,12 @@ class Supervisor:
         while self.has_running_ranks() and time.monotonic() < deadline:
             time.sleep(POLL)
 
+    def _wait_for_errors(self) -> None:
+        """Give the other ranks time to write their own errors. A rank that has failed keeps its process for a while."""
+        deadline = time.monotonic() + self._timeouts.report
+        while not all(rank.has_ended() for rank in self._ranks.values()) and time.monotonic() < deadline:
+            time.sleep(POLL)
+
     def _find_failures(self) -> Iterator[Failure]:
         for number, rank in self._ranks.items():
             if not rank.has_failed():
@@ -156,33 +187,18 @@ class Supervisor:
             if status == -signal.SIGTERM and self._has_forwarded:
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
-                reason, trace = _read_error(rank.error_file)
-                is_lost_peer = any(words in reason.lower() for words in LOST_PEER)
-                if is_lost_peer and self._has_forwarded:
+                reason, trace = read_error(rank.error_file)
+                kind = kind_of(reason)
+                if kind == "lost connection" and self._has_forwarded:
                     continue  # its peer was asked to stop before it had installed its signal handler
-                yield Failure(number, reason, trace, (1 + is_lost_peer, rank.error_file.stat().st_mtime))
+                only_waited = is_consequence(reason)
+                order = (1 + only_waited, rank.error_file.stat().st_mtime)
+                yield Failure(number, reason, trace, order, kind, only_waited)
             elif status is not None and status < 0:
-                # A signal is always a cause: it is ordered before the errors of ranks that lost their peer.
-                yield Failure(number, _describe_signal(-status), None, (0, time.time()))
+                # A signal is a cause, ordered before the errors of ranks that lost their peer; but NCCL's watchdog
+                # aborts a process whose collective has reached its time limit.
+                is_abort = status == -signal.SIGABRT
+                order = (2 if is_abort else 0, time.time())
+                yield Failure(number, describe_signal(-status), None, order, "killed", is_consequence=is_abort)
             else:
-                yield Failure(number, f"it exited with status {status}", None, (1, time.time()))
-
-
-def _read_error(error_file: Path) -> tuple[str, str | None]:
-    """Read the type and first line of a rank's exception, and its traceback."""
-    try:
-        content = json.loads(error_file.read_text())["message"]
-        lines = str(content["message"]).strip().splitlines()
-        return lines[0], str(content["extraInfo"]["py_callstack"])
-    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote the file
-        return "an exception", None
-
-
-def _describe_signal(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    hints = {signal.SIGKILL: ", as when memory runs out", signal.SIGBUS: ", as when a mapped file is cut short"}
-    hint = hints.get(number, "")
-    return f"it was killed by {name}{hint}"
+                yield Failure(number, f"it exited with status {status}", None, (1, time.time()), "exited")

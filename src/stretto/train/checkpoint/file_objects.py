@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files for torch.distributed.checkpoint: written with checksums of their pieces, and read from memory."""
+
+import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from stretto.train.checkpoint.integrity import combine, crc32_beside, to_text
+
+
+class _ChecksummedFile:
+    """A file that is written from its beginning, and keeps the checksum of what lies between two calls of `tell`.
+
+    torch's writer calls `tell` before and after each piece.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._start, self._length, self._crc = 0, 0, 0
+        self.checksums: dict[tuple[int, int], str] = {}  # by the first byte and the number of bytes
+
+    def tell(self) -> int:
+        if self._length:
+            self.checksums[self._start, self._length] = to_text(self._crc)
+        self._start, self._length, self._crc = self._start + self._length, 0, 0
+        return self._start
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        with crc32_beside(view) as checksum:
+            self._file.write(view)
+        self._crc = combine(self._crc, checksum(), len(view)) if self._length else checksum()
+        self._length += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ChecksummedFiles(FileSystem):
+    """The file system of a writer; keeps the checksums of the pieces of each file. Each file has one thread."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, dict[tuple[int, int], str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: "str | os.PathLike[str]", mode: str) -> "Generator[Any, None, None]":
+        with open(path, mode) as file:
+            if "w" not in mode:
+                yield file
+                return
+            stream = _ChecksummedFile(file)
+            self.checksums[Path(path).name] = stream.checksums
+            yield stream
+
+
+class MemoryFile(io.RawIOBase):
+    """Bytes in memory as a file to be read. io.BytesIO would copy them."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}[whence]
+        self._at = origin + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)

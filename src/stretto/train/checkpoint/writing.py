@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes one checkpoint: several writer threads a rank, errors that name a full disk, and no partial folder after one.
+
+`storage.AtomicWriter` makes the checkpoint whole or not there; here is what happens around it when something fails.
+"""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from stretto.train.checkpoint.storage import AtomicWriter, ShardedState, StateSavePlanner
+
+OVERHEAD = 0.01
+"""Of a checkpoint's tensors: what headers, padding and the index add, at most, beside BYTES_OF_BOX."""
+BYTES_OF_BOX = 2048
+"""What torch.save and the index add to each box of a tensor."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, a limit of the process
+_RETRIES, _PAUSE = 20, 0.05  # of deleting a partial folder into which other ranks may still write; seconds
+
+
+class NoSpaceError(OSError):
+    """The file system has no room for a checkpoint."""
+
+
+def free_bytes(out: Path) -> int:
+    """What this user may still write to the file system of a run's folder, which may not exist yet."""
+    return shutil.disk_usage(next(folder for folder in (out, *out.absolute().parents) if folder.exists())).free
+
+
+def bytes_on_disk(tensor_bytes: int, boxes: int) -> int:
+    """What a checkpoint of so many bytes, in so many boxes, takes on a disk, at most."""
+    return round(tensor_bytes * (1 + OVERHEAD)) + boxes * BYTES_OF_BOX
+
+
+def describe_lack(out: Path, needed: int, free: int, *, was: bool = False) -> str:
+    """Say that a checkpoint does not fit. was: `free` was measured before it was begun."""
+    has = f"{_size(free)} {'were' if was else 'are'} free{' when it began' if was else ''}"
+    return f"no space left for a checkpoint in {out}: it needs {_size(needed)}, and {has}"
+
+
+class CheckpointWriter(AtomicWriter):
+    """An AtomicWriter with several writer threads, whose partial folder `discard` deletes after a failure.
+
+    description: CheckpointMetadata's fields other than `torch` and `tensors`. threads: each writes a file of its own.
+    """
+
+    def __init__(self, path: Path, description: Mapping[str, Any], *, threads: int = 1) -> None:
+        super().__init__(path, {"torch": torch.__version__, **description})
+        self._create_stream = self.fs.create_stream
+        self.fs.create_stream = self._open  # type: ignore[method-assign]
+        # torch would copy tensors of a GPU ahead, on the stream of a thread that may have another GPU.
+        self.per_thread_copy_ahead = 0
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._is_discarded = False
+        self._disk_error: OSError | None = None
+
+    @contextmanager
+    def _open(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file. torch replaces a file's error by one of its own ("unexpected pos"), so the first is kept."""
+        try:
+            with self._create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:
+            self._disk_error = self._disk_error or _find_os_error(error)
+            raise
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # torch's own threads would lose their errors, and a checkpoint without their files would look whole.
+        parts = list(_divide(plan, self._threads))
+        write = super().write_data
+        try:
+            with ThreadPoolExecutor(len(parts), "stretto-save-file") as pool:
+                written = list(pool.map(lambda part: write(part, planner).wait(), parts))
+        except Exception as error:
+            if self._disk_error is not None:
+                raise self._disk_error from error
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for of_part in written for result in of_part])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._lock:
+            if self._is_discarded:
+                raise OSError("the run ended while the checkpoint was written")
+            super().finish(metadata, results)
+
+    def discard(self) -> None:
+        """Delete what was written, unless the checkpoint is whole by now; it never becomes whole afterwards."""
+        with self._lock:
+            self._is_discarded = True
+            for _ in range(_RETRIES):
+                shutil.rmtree(self.working_path, ignore_errors=True)
+                if not self.working_path.exists():
+                    return
+                time.sleep(_PAUSE)
+
+
+def write_checkpoint(
+    state: dict[str, ShardedState],
+    writer: CheckpointWriter,
+    *,
+    needed: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint of all ranks' states; it is whole and on the disk on return. Collective over the group.
+
+    needed: bytes of the file system, for the message. group: of all ranks (None: the default one).
+    After an error, which all ranks raise, nothing of it is left. Raises NoSpaceError for a full disk, OSError where it
+    cannot be written for another reason.
+    """
+    out = writer.final_path.parent.parent
+    free = free_bytes(out)
+    try:
+        dcp.save(state, storage_writer=writer, planner=StateSavePlanner(), process_group=group)
+    except BaseException as error:
+        if dist.get_rank() == 0:  # it alone can make the folder final, so it alone may delete it
+            writer.discard()
+        if isinstance(error, dcp.CheckpointException):
+            raise _explain(error, writer.final_path, needed, free) from error
+        raise
+
+
+def _explain(error: dcp.CheckpointException, path: Path, needed: int, free: int) -> OSError:
+    """Make one rank's error of torch's CheckpointException, a BaseException with a traceback for each rank."""
+    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    for rank, cause in causes.items():
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            what = describe_lack(path.parent.parent, needed, free, was=True)
+            return NoSpaceError(f"{what} (rank {rank}: {os.strerror(cause.errno)})")
+    rank, cause = next(iter(causes.items()))
+    return OSError(f"the checkpoint {path} could not be written: on rank {rank}, {type(cause).__name__}: {cause}")
+
+
+def _divide(plan: SavePlan, count: int) -> Iterator[SavePlan]:
+    """Divide a rank's plan among writer threads, by bytes; each part has a file name of its own."""
+    parts: list[list[WriteItem]] = [[] for _ in range(min(count, max(len(plan.items), 1)))]
+    sizes = [0] * len(parts)
+    for item in sorted(plan.items, key=_bytes_of, reverse=True):
+        least = sizes.index(min(sizes))
+        parts[least].append(item)
+        sizes[least] += _bytes_of(item)
+    prefix = plan.storage_data.prefix  # torch appends a number: __2_0.distcp, then __2_10.distcp, __2_20.distcp
+    for number, items in enumerate(parts):
+        yield replace(plan, items=items, storage_data=_StoragePrefix(f"{prefix}{number or ''}"))
+
+
+def _bytes_of(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _find_os_error(error: BaseException) -> OSError | None:
+    """The error of the system that an error was raised for, or while it was handled."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def _size(count: float) -> str:
+    """A number of bytes for a message."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:,.3g} {unit}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is stuck: heartbeats of all ranks, the monitor that reads them, and the files that show why (docs/stalls.md).
+
+`note`, `phase` and `advance` say what this process works on; they need no torch. The rest is imported on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from stretto.lazy import attach
+from stretto.train.health.progress import advance, note, phase
+
+if TYPE_CHECKING:
+    from stretto.train.health.heartbeat import Heartbeat, beating
+    from stretto.train.health.monitor import Monitor, Stall
+
+__all__ = ["Heartbeat", "Monitor", "Stall", "advance", "beating", "note", "phase"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    dict.fromkeys(("Heartbeat", "beating"), "stretto.train.health.heartbeat")
+    | dict.fromkeys(("Monitor", "Stall"), "stretto.train.health.monitor"),
+)

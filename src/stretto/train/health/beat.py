@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's heartbeat says, as a value that is written to the job's store as JSON; and how the keys are called."""
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from stretto.train.health.flight_recorder import OpenCollective
+
+IN_TORCH_DISTRIBUTED = "torch.distributed:"  # before the source of lines of torch.distributed's own files
+# A line of Python that waits for other ranks, where the flight recorder does not say so: gloo's sends and receives.
+WAITING_CALL = re.compile(rf"^{re.escape(IN_TORCH_DISTRIBUTED)}|\b(wait\w*|synchronize|barrier|recv)\(|\bdist\.\w+\(")
+JOINING = re.compile(r"lock\.acquire\(|thread\.join\(|_handle\.join\(")  # the main thread waits for another one
+MISSED = 5  # heartbeats in a row that are missed by a silent rank: a busy machine delays some
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat of one rank.
+
+    number: of the heartbeat, from 1 on. since: seconds without progress, by the rank's own clock. waits: the unfinished
+    collectives that it has entered, if it makes no progress. entered: how many collectives each group has had on this
+    rank, by the group's name. where: Python's frames of the main thread, innermost first. line: the source of the
+    innermost one. cpu: seconds of CPU time since the last progress. stack_file, place_file: descriptors of files, which
+    `stacks.read_stacks` and `progress.read_place` read. error_file: of torch.distributed.elastic. is_done: the rank has
+    ended training. busy: see `slow_ranks`.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    number: int
+    phase: str
+    step: int | None
+    since: float
+    device: str = "cpu"
+    waits: tuple[OpenCollective, ...] = ()
+    entered: tuple[tuple[str, int], ...] = ()
+    where: tuple[str, ...] = ()
+    line: str = ""
+    cpu: float = 0.0
+    stack_file: int | None = None
+    place_file: int | None = None
+    error_file: str = ""
+    is_done: bool = False
+    busy: tuple[int, float] | None = None
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> "Beat":
+        values: dict[str, Any] = json.loads(text)
+        waits = (OpenCollective(**each | {"ranks": tuple(each["ranks"])}) for each in values["waits"])
+        busy = values["busy"]
+        return replace(
+            cls(**values),
+            waits=tuple(waits),
+            entered=tuple((name, number) for name, number in values["entered"]),
+            where=tuple(values["where"]),
+            busy=None if busy is None else (int(busy[0]), float(busy[1])),
+        )
+
+    @property
+    def own_waits(self) -> tuple[OpenCollective, ...]:
+        """The collectives that wait for other ranks in the threads that train, without those that write checkpoints."""
+        return tuple(wait for wait in self.waits if not wait.is_background)
+
+    def seems_to_wait(self) -> bool:
+        """Whether the rank's main thread is in a call that waits for other ranks, as far as this rank knows."""
+        return bool(self.own_waits) or WAITING_CALL.search(self.line) is not None
+
+    def waits_for_thread(self) -> bool:
+        """Whether the main thread waits for a thread that is in a collective, such as one that writes a checkpoint."""
+        return any(wait.is_background for wait in self.waits) and JOINING.search(self.line) is not None
+
+
+def interval_of(timeout: float) -> float:
+    """Seconds between two heartbeats."""
+    return min(1.0, timeout / 20)
+
+
+def attempt() -> str:
+    """The number of this start of the job, from 0 on: the launcher's, or torchrun's."""
+    return os.environ.get("STRETTO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+
+
+def prefix() -> str:
+    """The prefix of all keys in the job's store."""
+    return f"stretto/health/{attempt()}"
+
+
+def list_ranks(ranks: list[int] | tuple[int, ...]) -> str:
+    """Format numbers of ranks: "rank 3", "ranks 0, 1 and 3", and runs of many as "ranks 0-6 and 9"."""
+    parts: list[str] = []
+    ordered = sorted(ranks)
+    first = 0
+    for index, rank in enumerate(ordered):
+        if index + 1 < len(ordered) and ordered[index + 1] == rank + 1:
+            continue
+        if index - first >= 2:
+            parts.append(f"{ordered[first]}-{rank}")
+        else:
+            parts += [str(each) for each in ordered[first : index + 1]]
+        first = index + 1
+    if len(ordered) == 1:
+        return f"rank {parts[0]}"
+    return "ranks " + (" and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0])

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of failures of ranks, and which errors are consequences of another rank's failure.
+
+The line that an error is judged by begins with its class: "RuntimeError: ... Connection closed by peer".
+"""
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stretto.train.health.monitor import Stall
+
+# Errors of ranks that lost their connection to a peer: they are consequences of a failure and do not explain it.
+LOST_PEER = (
+    "closed by peer", "reset by peer", "broken pipe",  # gloo
+    "remote process exited", "communicator was aborted",  # NCCL
+    "distnetworkerror",  # the store
+)  # fmt: skip
+# Errors of ranks that waited for another one until a time limit: heartbeats tell for which.
+TIME_LIMIT = (
+    "timed out", "timeout",  # gloo, NCCL and the store
+    "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
+)  # fmt: skip
+
+Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "corrupted", "invalid"]
+"""How a rank failed.
+
+raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
+silent: no heartbeat arrives, since it is stopped, lost, or holds Python's interpreter lock. stalled: it makes no
+progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
+corrupted: its weights are not those of the other ranks. invalid: ValueError, so that the same run would fail again.
+"""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first.
+
+    is_consequence: the rank only waited for another one, or lost it.
+    """
+
+    rank: int
+    reason: str
+    trace: str | None
+    order: tuple[int, float]
+    kind: Kind = "raised"
+    is_consequence: bool = False
+
+    @classmethod
+    def of_stall(cls, stall: Stall) -> "Failure":
+        """The failure that a stall is: the first of its culprits stands for all."""
+        return cls(stall.culprits[0], stall.text, None, (0, time.time()), stall.kind)
+
+
+def kind_of(reason: str) -> Kind:
+    """The kind of failure that an exception is."""
+    if _has_any(LOST_PEER, reason):
+        return "lost connection"
+    name = reason.partition(":")[0]
+    kinds: dict[str, Kind] = {"DivergenceError": "diverged", "CorruptionError": "corrupted", "ValueError": "invalid"}
+    return kinds.get(name, "raised")
+
+
+def is_consequence(reason: str) -> bool:
+    """Whether an exception says that this rank lost another one, or waited for it until a time limit."""
+    return _has_any(LOST_PEER, reason) or _has_any(TIME_LIMIT, reason)
+
+
+def _has_any(words: tuple[str, ...], reason: str) -> bool:
+    return any(each in reason.lower() for each in words)
+
+
+def read_error(error_file: Path) -> tuple[str, str | None]:
+    """Read the type and first line of a rank's exception, and its traceback."""
+    try:
+        content = json.loads(error_file.read_text())["message"]
+        lines = str(content["message"]).strip().splitlines()
+        return lines[0], str(content["extraInfo"]["py_callstack"])
+    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote the file
+        return "an exception", None
+
+
+def describe_signal(number: int) -> str:
+    """Say in words that a signal has ended a rank."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    hints = {"SIGKILL": ", as when memory runs out", "SIGBUS": ", as when a mapped file is cut short"}
+    return f"it was killed by {name}{hints.get(name, '')}"

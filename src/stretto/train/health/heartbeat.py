@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heartbeat of a rank: a thread that writes what the rank works on to the job's store, once a second.
+
+The thread has a connection of its own to the store, since a blocked call of another thread would hold the connection's
+lock. It needs Python's interpreter lock: a rank whose main thread holds that lock, and one that is stopped, is silent.
+"""
+
+import json
+import linecache
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import ClassVar
+
+import torch.distributed as dist
+
+from stretto.train.health import evidence, flight_recorder, progress, stacks
+from stretto.train.health.beat import IN_TORCH_DISTRIBUTED, Beat, interval_of, prefix
+from stretto.train.health.failures import is_consequence
+from stretto.train.health.peers import ASKED, PeerWatch
+
+logger = logging.getLogger(__name__)
+
+BY_LAUNCHER = "STRETTO_WATCHED_BY_LAUNCHER"
+"""Set in the environment of ranks whose heartbeats `launch` reads; other ranks watch each other."""
+CONNECT = 30.0  # seconds to connect to the store
+FRAMES = 6
+VERDICT_LIMIT = 5.0  # seconds, and four heartbeats: a stall is found, and its stacks are collected
+
+
+class Heartbeat:
+    """This process's heartbeat; `start` and `stop` it. timeout: `train.timeout`, in seconds."""
+
+    running: ClassVar["Heartbeat | None"] = None
+
+    def __init__(self, timeout: float, out: Path | None) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.interval = interval_of(timeout)
+        self._timeout, self._out = timeout, out
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._main = threading.main_thread().ident
+        self._stopped = threading.Event()
+        self._number = 0
+        self._last: tuple[tuple[int, ...], dict[str, int]] = ((), {})
+        self._cpu_then = 0.0  # seconds of CPU time at the last progress
+        self._progressed = time.monotonic()
+        self._answered = ""
+        self._store: dist.Store | None = None
+        self._peers: PeerWatch | None = None
+        self._thread = threading.Thread(target=self._run, name="stretto-heartbeat", daemon=True)
+
+    @classmethod
+    def start(cls, *, timeout: float, out: Path | None = None) -> "Heartbeat":
+        """Start this process's heartbeat, if none runs. Returns the one that runs.
+
+        out: the run's folder, for reports of ranks that watch each other, without a launcher.
+        """
+        if cls.running is None:
+            stacks.register()
+            progress.share()
+            cls.running = cls(timeout, out)
+            cls.running._thread.start()
+        return cls.running
+
+    def stop(self) -> None:
+        """Write a last heartbeat, which says that this rank is done, and end the thread."""
+        self._stopped.set()
+        self._thread.join(5.0)
+        if Heartbeat.running is self:
+            Heartbeat.running = None
+
+    def wait_for_verdict(self) -> None:
+        """Ask the ranks that watch each other whom this one waited for; they end this process if they find out."""
+        if self._peers is None or self._store is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return
+        with suppress(RuntimeError):
+            self._store.set(ASKED, str(self.rank))
+        time.sleep(VERDICT_LIMIT + 4 * self.interval)
+
+    def _run(self) -> None:
+        store = self._store = self._connect()
+        if store is None:
+            return
+        if BY_LAUNCHER not in os.environ and self._out is not None:
+            ranks = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else dist.get_world_size()
+            self._peers = PeerWatch(store, self.rank, ranks, self._timeout, self._out)
+        while True:
+            is_done = self._stopped.is_set()
+            try:
+                store.set(str(self.rank), self._beat(is_done).as_json())
+                self._answer(store)
+                if self._peers is not None:
+                    self._peers.look()
+            except Exception as error:  # noqa: BLE001  (torch's errors of the store, of any class: beats must go on)
+                logger.debug("heartbeat of rank %d: %s: %s", self.rank, type(error).__name__, error)
+                if self._peers is not None:
+                    self._peers.lost_store()
+            if is_done:
+                return
+            self._stopped.wait(self.interval)
+
+    def _connect(self) -> dist.Store | None:
+        """Connect to the job's store; where there is none before the process group, wait for the group's."""
+        limit = timedelta(seconds=max(5.0, self._timeout))
+        variables = os.environ
+        while not self._stopped.is_set():
+            try:
+                if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    store: dist.Store = dist.TCPStore(
+                        variables["MASTER_ADDR"],
+                        int(variables["MASTER_PORT"]),
+                        is_master=False,
+                        timeout=timedelta(seconds=CONNECT),
+                        wait_for_workers=False,
+                    )
+                    store.set_timeout(limit)
+                    return dist.PrefixStore(prefix(), store)
+                if dist.is_initialized():
+                    own = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+                    return dist.PrefixStore(prefix(), own)
+            except (RuntimeError, OSError, AttributeError) as error:
+                logger.debug("heartbeat of rank %d: no store: %s", self.rank, error)
+            self._stopped.wait(self.interval)
+        return None
+
+    def _beat(self, is_done: bool) -> Beat:
+        now, noted = time.monotonic(), progress.current()
+        state = (progress.count(), flight_recorder.counters())
+        if state != self._last:
+            self._last, self._progressed, self._cpu_then = state, now, time.process_time()
+        since = now - self._progressed
+        waits: tuple[flight_recorder.OpenCollective, ...] = ()
+        entered: dict[str, int] = {}
+        if since > self.interval / 2:  # the whole buffer is read only while nothing progresses
+            found, entered = flight_recorder.find_collectives()
+            waits = tuple(found)
+        self._number += 1
+        frames = self._frames()
+        return Beat(
+            rank=self.rank,
+            host=self._host,
+            pid=self._pid,
+            number=self._number,
+            phase=noted.phase,
+            step=noted.step,
+            since=since,
+            waits=waits,
+            entered=tuple(entered.items()),
+            where=tuple(_describe_frame(frame) for frame in frames),
+            line=_line_of(frames[0]) if frames else "",
+            cpu=time.process_time() - self._cpu_then,
+            stack_file=stacks.stack_file(),
+            place_file=progress.place_file(),
+            error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
+            is_done=is_done,
+        )
+
+    def _frames(self) -> list[FrameType]:
+        """The main thread's frames, innermost first."""
+        frames: list[FrameType] = []
+        frame = sys._current_frames().get(self._main) if self._main is not None else None
+        while frame is not None and len(frames) < FRAMES:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
+
+    def _answer(self, store: dist.Store) -> None:
+        """Write stacks and the flight recorder into the folder that the store asks for, once for each request."""
+        if not store.check([evidence.REQUEST]):
+            return
+        request = store.get(evidence.REQUEST).decode()
+        if request == self._answered:
+            return
+        self._answered = request
+        with suppress(OSError):  # another host may not have the folder
+            evidence.write_own(Path(json.loads(request)["folder"]), self.rank)
+        store.set(evidence.answer_key(request, self.rank), "1")
+
+
+@contextmanager
+def beating(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
+    """Have a heartbeat in the block: the one that runs already, or one of the block's own, if there are other ranks.
+
+    An exception that only says that another rank is late or lost is held back until the ranks that watch each other
+    had time to find out which: then they end this process with a better message.
+    """
+    if Heartbeat.running is not None or ranks == 1:
+        yield
+        return
+    heartbeat = Heartbeat.start(timeout=timeout, out=out)
+    try:
+        yield
+    except Exception as error:
+        if is_consequence(f"{type(error).__name__}: {error}"):
+            heartbeat.wait_for_verdict()
+        raise
+    finally:
+        heartbeat.stop()
+
+
+def _line_of(frame: FrameType) -> str:
+    """The source of the line that a frame is at, marked if the frame is torch.distributed's."""
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, frame.f_lineno or 0).strip()
+    return f"{IN_TORCH_DISTRIBUTED} {line}" if f"torch{os.sep}distributed{os.sep}" in file else line
+
+
+def _describe_frame(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

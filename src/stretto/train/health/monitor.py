@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the heartbeats of all ranks, and finds the rank that the others wait for.
+
+A rank makes no progress while its heartbeat says so (`since`), and while no heartbeat arrives. Of the ranks without
+progress, the culprits are, in this order:
+
+1. silent ranks: no heartbeat arrives;
+2. stalled ranks: others wait for them in a collective that they have not entered, and they wait for nobody;
+3. stalled ranks: ranks whose main thread is in no call that waits, as far as Python's frames and the recorder tell;
+4. the same as 2 for threads that write checkpoints, while main threads wait for these;
+5. ranks that wait for each other, since they have entered collectives in different orders.
+
+Ranks for which nobody waits and which use a CPU are no culprits: they may all compile, as long as they like.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from stretto.train.health.beat import MISSED, Beat, interval_of, list_ranks
+from stretto.train.health.flight_recorder import OpenCollective
+from stretto.train.health.progress import STARTING, read_place
+from stretto.train.health.stacks import process_state
+
+START_LIMIT = 60.0  # seconds in which a starting rank may import and compile; the others' groups have the time limit
+COMPUTES = 0.1  # cores: a process that uses more of them computes, and does not wait for a disk or a network
+MISSED_AT_LEAST = 2.0  # seconds without a heartbeat before a rank is silent: a loaded machine delays threads
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Ranks that keep others from going on. seconds: for how long. waiting: the ranks that wait. text: says it all."""
+
+    kind: Literal["silent", "stalled", "lost connection"]
+    culprits: tuple[int, ...]
+    waiting: tuple[int, ...]
+    seconds: float
+    text: str
+
+
+class Monitor:
+    """Watches the ranks of a job through the store to which they write their heartbeats.
+
+    timeout: `train.timeout`, in seconds. A stall is found one or two heartbeats earlier, before the time limits of the
+    process groups, which are equally long, end the waiting ranks.
+    """
+
+    def __init__(
+        self, store: dist.Store, ranks: int, timeout: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.store, self.timeout = store, timeout
+        self.interval = interval_of(timeout)
+        self.beats: dict[int, Beat] = {}
+        self._ranks, self._clock = range(ranks), clock
+        self._read = self._started = clock()
+        self._arrived: dict[int, float] = {}
+        self._warned: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """Seconds without progress after which a rank is stuck."""
+        return self.timeout - 2 * self.interval
+
+    def read(self) -> None:
+        """Read all heartbeats. Call it about once an interval. Raises RuntimeError if the store does not answer."""
+        now = self._clock()
+        if (gap := now - self._read) > max(MISSED_AT_LEAST, MISSED * self.interval):
+            # This process was stopped itself: it knows nothing of the heartbeats in between.
+            self._started += gap
+            self._arrived = {rank: at + gap for rank, at in self._arrived.items()}
+        self._read = now
+        known = [rank for rank in self._ranks if rank in self.beats or self.store.check([str(rank)])]
+        if not known:
+            return
+        for text in self.store.multi_get([str(rank) for rank in known]):
+            beat = Beat.of_json(text)
+            before = self.beats.get(beat.rank)
+            if before is None or before.number != beat.number or before.pid != beat.pid:
+                self.beats[beat.rank], self._arrived[beat.rank] = beat, now
+
+    def find_stall(self, running: Collection[int] | None = None, limit: float | None = None) -> Stall | None:
+        """The ranks that have made no progress for `limit` seconds (default: nearly the timeout), if there are any.
+
+        running: the ranks whose processes run; None: all that are not done.
+        """
+        running = self.watched(running)
+        allowed = self.limit if limit is None else limit
+        idle = {rank: self.idle(rank) for rank in running}
+        if not any(idle[rank] >= (allowed if limit is not None else self._allowed(rank)) for rank in running):
+            return None
+        # A rank that others wait for may have made its last progress a little later than they did.
+        stuck = {rank for rank in running if idle[rank] >= allowed / 2}
+        found = self._find_culprits(stuck)
+        if found is None:
+            return None
+        kind, culprits = found
+        seconds = min(idle[rank] for rank in culprits)
+        waiting = tuple(sorted(rank for rank in stuck if rank not in culprits and self._is_waiting(rank)))
+        return Stall(kind, culprits, waiting, seconds, self._describe(kind, culprits, waiting, seconds))
+
+    def find_warning(self, running: Collection[int] | None = None) -> Stall | None:
+        """A stall that has reached half of the time limit, if it was not returned before."""
+        half = self.timeout / 2
+        if any(self.idle(rank) >= half for rank in self.watched(running)):
+            if all(self.idle(rank) < max(half, self._allowed(rank) / 2) for rank in self.watched(running)):
+                return None  # ranks that start have more time
+            stall = self.find_stall(running, half)
+            if stall is not None and stall.culprits != self._warned:
+                self._warned = stall.culprits
+                return stall
+            return None
+        self._warned = ()
+        return None
+
+    def watched(self, running: Collection[int] | None) -> list[int]:
+        """The ranks that have not ended."""
+        all_ = self._ranks if running is None else running
+        return [rank for rank in all_ if not (rank in self.beats and self.beats[rank].is_done)]
+
+    def idle(self, rank: int) -> float:
+        """Seconds for which a rank has made no progress."""
+        if rank not in self.beats:
+            return self._clock() - self._started
+        return self._clock() - self._arrived[rank] + self.beats[rank].since
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether heartbeats of a rank have stopped to arrive, or have never arrived."""
+        silence = self._clock() - self._arrived.get(rank, self._started)
+        return silence > max(MISSED_AT_LEAST, MISSED * self.interval)
+
+    def state_of(self, rank: int) -> str | None:
+        """What the kernel says of the process of a rank on this machine, if it does not only run."""
+        beat = self.beats.get(rank)
+        return process_state(beat.pid) if beat is not None and beat.host == socket.gethostname() else None
+
+    def name(self, rank: int) -> str:
+        """Name a rank with its host and process."""
+        beat = self.beats.get(rank)
+        return f"rank {rank}" if beat is None else f"rank {rank} (host {beat.host}, pid {beat.pid})"
+
+    def place_of(self, rank: int) -> tuple[str, int | None]:
+        """The phase and step of a rank that has sent a heartbeat: now, if it is on this machine, else at the last."""
+        beat = self.beats[rank]
+        is_here = beat.host == socket.gethostname()
+        found = read_place(beat.pid, beat.place_file) if is_here else None
+        return (beat.phase, beat.step) if found is None else (found.phase, found.step)
+
+    def describe_place(self, rank: int) -> str:
+        """Say in which step and phase a rank is."""
+        phase, step = self.place_of(rank)
+        return f"phase {phase}" if step is None else f"step {step}, phase {phase}"
+
+    def _allowed(self, rank: int) -> float:
+        """Seconds for which a rank may make no progress."""
+        beat = self.beats.get(rank)
+        is_starting = beat is None or self.place_of(rank)[0] in STARTING
+        return max(self.limit, START_LIMIT) if is_starting and self.state_of(rank) is None else self.limit
+
+    def _find_culprits(
+        self, stuck: Collection[int]
+    ) -> tuple[Literal["silent", "stalled", "lost connection"], tuple[int, ...]] | None:
+        if silent := [rank for rank in stuck if self.is_silent(rank)]:
+            return "silent", tuple(sorted(silent))
+        awaited = {rank: self._awaited_by(self.beats[rank].own_waits) & set(stuck) for rank in stuck}
+        targets = set().union(*awaited.values())
+        if ends := [rank for rank in targets if not awaited[rank]]:
+            return "stalled", tuple(sorted(ends))
+        if idle := [rank for rank in stuck if not self._is_waiting(rank)]:
+            if len(idle) < len(stuck) or any(not self._computes(rank) for rank in idle):
+                return "stalled", tuple(sorted(idle))
+            return None
+        in_threads = set().union(*(self._awaited_by(self.beats[rank].waits) & set(stuck) for rank in stuck))
+        if ends := [rank for rank in in_threads if not self._awaited_by(self.beats[rank].waits)]:
+            return "stalled", tuple(sorted(ends))
+        if targets:
+            return "stalled", tuple(sorted(targets))
+        entered = [rank for rank in stuck if self.beats[rank].own_waits]
+        return ("lost connection", tuple(sorted(entered))) if len(entered) > 1 else None
+
+    def _computes(self, rank: int) -> bool:
+        """Whether a rank without progress uses a CPU."""
+        beat = self.beats[rank]
+        return beat.cpu > COMPUTES * beat.since
+
+    def _is_waiting(self, rank: int) -> bool:
+        beat = self.beats.get(rank)
+        return beat is not None and not self.is_silent(rank) and (beat.seems_to_wait() or beat.waits_for_thread())
+
+    def _awaited_by(self, waits: Iterable[OpenCollective]) -> set[int]:
+        """The ranks that have not entered one of these collectives."""
+        return {rank for wait in waits for rank in self._missing(wait)}
+
+    def _missing(self, wait: OpenCollective) -> Iterable[int]:
+        for rank in wait.ranks:
+            beat = self.beats.get(rank)
+            if beat is None or dict(beat.entered).get(wait.group_name, 0) < wait.number:
+                yield rank
+
+    def _describe(self, kind: str, culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float) -> str:
+        if kind == "lost connection":
+            wait = self.beats[culprits[0]].waits[-1]
+            return (
+                f"{list_ranks(culprits)} are all in {_describe_collective(wait)}, which has not finished for "
+                f"{seconds:.3g} s: a connection between them is lost"
+            )
+        parts = [self._describe_culprit(rank) for rank in culprits]
+        said = f"{'; '.join(parts)}: no progress for {seconds:.3g} s (train.timeout is {self.timeout:g} s)"
+        return said + self._describe_waiting(waiting, culprits)
+
+    def _describe_culprit(self, rank: int) -> str:
+        beat = self.beats.get(rank)
+        if beat is None:
+            return f"rank {rank} has not sent a heartbeat since its process was started"
+        place = self.describe_place(rank)
+        if self.is_silent(rank):
+            state = self.state_of(rank) or "its heartbeats have stopped"
+            return f"{self.name(rank)} is silent in {place}: {state}"
+        at = f", at {beat.where[0]}" if beat.where else ""
+        return f"{self.name(rank)} is stuck in {place}{at}"
+
+    def _describe_waiting(self, waiting: tuple[int, ...], culprits: tuple[int, ...]) -> str:
+        if not waiting:
+            return ""
+        waits = {wait for rank in waiting for wait in self.beats[rank].waits if set(culprits) & set(wait.ranks)}
+        where = ""
+        if waits:
+            first = min(waits, key=lambda wait: (wait.group != "data", wait.number))
+            where = f" in {_describe_collective(first)}" + (" and others" if len(waits) > 1 else "")
+        verb, whom = "waits" if len(waiting) == 1 else "wait", "it" if len(culprits) == 1 else "them"
+        return f"; {list_ranks(waiting)} {verb} for {whom}{where}"
+
+
+def _describe_collective(wait: OpenCollective) -> str:
+    return f"{wait.name} number {wait.number} of group {wait.group}"

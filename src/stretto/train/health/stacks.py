@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of processes that may not answer, and what state such a process is in. Linux tells the latter in /proc.
+
+`register` makes a signal write the stacks of all threads. Its handler is C and needs no interpreter lock, so it works
+in an endless loop and in C code. A stopped process runs it when it is continued, for a moment. The stacks go to a file
+without a name, which a process of the same user reads through /proc, so nothing is left behind.
+"""
+
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+# A real-time signal, since Slurm, Python and profilers use SIGUSR1 and SIGUSR2.
+STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - (3 if hasattr(signal, "SIGRTMAX") else 0)
+PY_SPY_LIMIT = 10.0  # seconds
+ANSWER = 2.0  # seconds that a process has to write its stacks in
+
+_file: IO[bytes] | None = None
+
+
+def register() -> None:
+    """Let STACK_SIGNAL write the stacks of this process's threads to `stack_file`. Does nothing the second time."""
+    global _file
+    if _file is not None:
+        return
+    _file = tempfile.TemporaryFile(prefix="stretto-stacks-")  # noqa: SIM115  (open as long as the process)
+    faulthandler.register(STACK_SIGNAL, file=_file, all_threads=True, chain=False)
+
+
+def stack_file() -> int | None:
+    """The descriptor of the file to which this process writes stacks, if `register` was called."""
+    return None if _file is None else _file.fileno()
+
+
+def write_own(path: Path) -> None:
+    """Write the stacks of all threads of this process, as STACK_SIGNAL does."""
+    with open(path, "w") as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+def read_stacks(pid: int, descriptor: int | None) -> str | None:
+    """Ask another process of this user on this machine for its stacks; None if it does not answer.
+
+    The process must have called `register`; `descriptor` is what `stack_file` returned there. A process that is stopped
+    is continued for as long as it takes, a few milliseconds: only call this if it is to end anyway.
+    """
+    if descriptor is None or not _catches(pid, STACK_SIGNAL):
+        return None
+    path = Path(f"/proc/{pid}/fd/{descriptor}")
+    was_stopped = (_status(pid) or {}).get("State", "").startswith("T")
+    try:
+        before = path.stat().st_size
+        os.kill(pid, STACK_SIGNAL)
+        if was_stopped:
+            os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + ANSWER
+        size = before
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            last, size = size, path.stat().st_size
+            if size > before and size == last:  # written, and not growing any more
+                break
+        with open(path, "rb") as file:
+            file.seek(before)
+            return file.read().decode(errors="replace") or None
+    except OSError:
+        return None
+    finally:
+        if was_stopped:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
+
+
+def spy(pid: int) -> str | None:
+    """The stacks of a process that does not answer, by py-spy; None where it is not installed, or not allowed to."""
+    if (program := shutil.which("py-spy")) is None:
+        return None
+    command = [program, "dump", "--pid", str(pid), "--nonblocking"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_LIMIT, check=True)
+        return f"{' '.join(command[1:])}, by py-spy\n{done.stdout}"
+    return None
+
+
+def process_state(pid: int) -> str | None:
+    """What the kernel says of a process of this machine: "stopped by a signal", for example. None if it only runs."""
+    if sys.platform != "linux":
+        return None if is_there(pid) else "its process is gone"
+    found = _status(pid)
+    if found is None:
+        return "its process is gone"
+    return {
+        "T": "its process is stopped by a signal",
+        "t": "its process is stopped by a debugger",
+        "Z": "its process has ended",
+        "D": "its process waits for a disk or a device",
+    }.get(found.get("State", "?")[0])
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process with this number exists on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for the signal: otherwise the signal would end it."""
+    found = _status(pid)
+    return found is not None and bool(int(found.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+def _status(pid: int) -> dict[str, Any] | None:
+    """The fields of /proc/PID/status."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is the culprit, from the heartbeats of all ranks: a store and a clock that the test moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from stretto.train.health.beat import Beat, list_ranks
+from stretto.train.health.flight_recorder import OpenCollective
+from stretto.train.health.monitor import START_LIMIT, Monitor
+
+LIMIT = 20.0  # seconds: a heartbeat a second
+
+
+class Job:
+    """A job of ranks that beat once a second as the test says; the time passes as fast as it can."""
+
+    def __init__(self, ranks: int, timeout: float = LIMIT) -> None:
+        self.now, self.store = 100.0, dist.HashStore()
+        self.monitor = Monitor(self.store, ranks, timeout, clock=lambda: self.now)
+        self.beats = {
+            rank: Beat(rank, "another-host", 1000 + rank, 0, "step", 31, 0.0, line="x = y + 1") for rank in range(ranks)
+        }
+        self.stopped: set[int] = set()
+        self.still: set[int] = set()
+
+    def change(self, rank: int, **changes: object) -> None:
+        self.beats[rank] = replace(self.beats[rank], **changes)
+
+    def wait_in(self, rank: int, number: int, group: str = "data", ranks: tuple[int, ...] = (), **more: bool) -> None:
+        """Let a rank wait in a collective."""
+        members = ranks or tuple(self.beats)
+        wait = OpenCollective("all_reduce", group, f"name of {group}", number, members, **more)
+        self.still.add(rank)
+        beat = self.beats[rank]
+        entered = dict(beat.entered) | {wait.group_name: number}
+        self.change(rank, waits=(*beat.waits, wait), entered=tuple(entered.items()), line="dist.all_reduce(t)")
+
+    def pass_time(self, seconds: float) -> None:
+        """Let ranks beat, and the monitor read, once a second."""
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            for rank, beat in self.beats.items():
+                if rank not in self.stopped:
+                    since = beat.since + 1.0 if rank in self.still else 0.0
+                    self.change(rank, number=beat.number + 1, since=since)
+                    self.store.set(str(rank), self.beats[rank].as_json())
+            self.monitor.read()
+
+
+def test_ranks_that_work_are_no_stall():
+    job = Job(4)
+    job.pass_time(100)
+    assert job.monitor.find_stall() is None
+    assert job.monitor.find_warning() is None
+
+
+def test_a_silent_rank_is_named_within_the_limit_and_not_before_it_is_near():
+    job = Job(4)
+    job.pass_time(5)
+    job.stopped.add(2)
+    for rank in (0, 1, 3):
+        job.wait_in(rank, 124)
+    job.pass_time(15)
+    assert job.monitor.find_stall() is None
+    job.pass_time(4)
+    stall = job.monitor.find_stall()
+    assert (stall.kind, stall.culprits, stall.waiting) == ("silent", (2,), (0, 1, 3))
+    assert stall.seconds <= LIMIT
+    assert stall.text == (
+        "rank 2 (host another-host, pid 1002) is silent in step 31, phase step: its heartbeats have stopped: no "
+        "progress for 19 s (train.timeout is 20 s); ranks 0, 1 and 3 wait for it in all_reduce number 124 of group data"
+    )
+
+
+def test_a_stalled_rank_is_named_and_not_those_that_wait_for_it():
+    job = Job(4)
+    job.pass_time(5)
+    job.still.add(1)
+    job.change(1, phase="data", where=("loader.py:7 in read",), entered=(("name of data", 123),))
+    for rank in (0, 2, 3):
+        job.wait_in(rank, 124)
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.kind, stall.culprits, stall.waiting) == ("stalled", (1,), (0, 2, 3))
+    assert "rank 1 (host another-host, pid 1001) is stuck in step 31, phase data, at loader.py:7 in read" in stall.text
+
+
+def test_a_chain_of_waits_leads_to_the_rank_that_waits_for_nobody():
+    job = Job(4)
+    job.pass_time(5)
+    job.wait_in(0, 9, "x", (0, 1))
+    job.wait_in(1, 5, "data", (1, 3))
+    job.wait_in(2, 9, "x", (2, 3))
+    job.still.add(3)
+    job.pass_time(19)
+    assert job.monitor.find_stall().culprits == (3,)
+
+
+def test_a_rank_whose_last_progress_was_a_little_later_is_found():
+    job = Job(2)
+    job.pass_time(5)
+    job.wait_in(0, 7)
+    job.pass_time(6)
+    job.still.add(1)
+    job.pass_time(13)
+    assert job.monitor.find_stall().culprits == (1,)
+
+
+def test_nobody_is_named_while_the_awaited_rank_makes_progress():
+    job = Job(2)
+    job.pass_time(5)
+    job.wait_in(0, 7)
+    job.pass_time(30)
+    assert job.monitor.find_stall() is None
+
+
+def test_without_a_flight_recorder_the_line_of_python_tells_who_waits():
+    job = Job(2)
+    job.pass_time(5)
+    job.still |= {0, 1}
+    job.change(0, line="work.wait()")
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.culprits, stall.waiting) == ((1,), (0,))
+
+
+def test_ranks_that_all_compute_may_do_so_as_long_as_they_like():
+    job = Job(2)
+    job.pass_time(5)
+    job.still |= {0, 1}
+    for _ in range(30):
+        for rank in job.beats:
+            job.change(rank, cpu=job.beats[rank].cpu + 0.9)
+        job.pass_time(1)
+    assert job.monitor.find_stall() is None
+    for rank in job.beats:  # and now they do not: a disk that no longer answers
+        job.change(rank, cpu=1.0)
+    job.pass_time(1)
+    assert job.monitor.find_stall().culprits == (0, 1)
+
+
+def test_ranks_in_collectives_of_different_orders_are_named_together():
+    job = Job(2)
+    job.pass_time(5)
+    job.wait_in(0, 3, "x")
+    job.wait_in(1, 8, "data")
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.kind, stall.culprits) == ("stalled", (0, 1))
+
+
+def test_ranks_in_one_collective_that_does_not_end_have_lost_their_connection():
+    job = Job(3)
+    job.pass_time(5)
+    for rank in range(3):
+        job.wait_in(rank, 3)
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.kind, stall.culprits) == ("lost connection", (0, 1, 2))
+    assert "ranks 0-2 are all in all_reduce number 3 of group data" in stall.text
+
+
+def test_a_writer_that_hangs_is_found_by_the_threads_that_wait_for_it():
+    job = Job(3)
+    job.pass_time(5)
+    for rank in (0, 2):
+        job.wait_in(rank, 3, "saves", is_background=True)
+    for rank in range(3):
+        job.still.add(rank)
+        job.change(rank, line="self._thread.join()", phase="save")
+    job.change(1, line="file.write(data)")
+    job.pass_time(19)
+    assert job.monitor.find_stall().culprits == (1,)
+
+
+def test_a_rank_that_starts_has_a_minute_even_if_the_limit_is_shorter():
+    job = Job(2)
+    job.change(1, phase="build")
+    job.pass_time(5)
+    job.still.add(1)
+    job.pass_time(25)
+    assert job.monitor.find_stall() is None
+    assert job.monitor.find_warning() is None
+    job.pass_time(START_LIMIT - 25)
+    assert job.monitor.find_stall().culprits == (1,)
+
+
+def test_a_rank_that_never_sends_a_heartbeat_is_named():
+    job = Job(2)
+    job.stopped.add(1)
+    job.pass_time(START_LIMIT + 1)
+    stall = job.monitor.find_stall()
+    assert stall.culprits == (1,)
+    assert "rank 1 has not sent a heartbeat since its process was started" in stall.text
+
+
+def test_a_warning_comes_once_at_half_of_the_limit():
+    job = Job(2)
+    job.pass_time(5)
+    job.stopped.add(1)
+    job.wait_in(0, 7)
+    job.pass_time(9)
+    assert job.monitor.find_warning() is None
+    job.pass_time(2)
+    assert job.monitor.find_warning().culprits == (1,)
+    job.pass_time(1)
+    assert job.monitor.find_warning() is None
+
+
+def test_a_monitor_that_was_stopped_itself_does_not_take_the_others_for_silent():
+    job = Job(2)
+    job.pass_time(5)
+    job.now += 300.0
+    job.monitor.read()
+    assert job.monitor.find_stall() is None
+    job.pass_time(20)
+    assert job.monitor.find_stall() is None
+
+
+def test_ranks_that_are_done_are_not_waited_for():
+    job = Job(2)
+    job.change(1, is_done=True)
+    job.pass_time(3)
+    job.stopped.add(1)
+    job.pass_time(100)
+    assert job.monitor.find_stall() is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0 and 1"),
+        ([0, 1, 3], "ranks 0, 1 and 3"),
+        ([0, 1, 2, 3, 4, 5, 6, 9], "ranks 0-6 and 9"),
+        ([0, 1, 2], "ranks 0-2"),
+    ],
+)
+def test_ranks_are_listed_as_people_do(ranks, text):
+    assert list_ranks(ranks) == text
