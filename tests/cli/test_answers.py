@@ -16,10 +16,39 @@ from tests.cli.answers import ANSWERS, Answer, environment, plain, write_files
 
 HEAVY = {"torch", "triton", "matplotlib", "transformers"}
 SOURCE = Path(__file__).parents[2] / "src"
+# What commands import of what is not heavy; none of it may import what is.
+SHARED = (
+    "numpy.typing",
+    "pydantic.json_schema",
+    "pydantic.type_adapter",
+    "typer._adapters",
+    "typer._click.decorators",
+    "typer.rich_utils",
+    "rich.markdown",
+    "rich.table",
+    "email.message",
+    "importlib.readers",
+    "concurrent.futures.thread",
+    "defusedxml.ElementTree",
+    "stretto.cli",
+    "stretto.collectives.algorithms",
+    "stretto.planner.search",
+    "stretto.planner.experts.search",
+    "stretto.planner.pipeline.search",
+    "stretto.simulator.collectives",
+    "stretto.simulator.graph",
+    "stretto.simulator.network",
+    "stretto.train.checkpoint.torch_format",
+    "stretto.train.config",
+)
 
 FORK = """
 import json, os, sys
-import numpy, pydantic, rich.console  # once, not in each fork
+from importlib import import_module
+for name in {shared!r}:  # once, not in each fork
+    import_module(name)
+import gc
+gc.freeze()
 import stretto.cli
 from pathlib import Path
 
@@ -49,7 +78,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
     """Of each command line its exit status, what it imported of HEAVY, and its output."""
     folder = tmp_path_factory.mktemp("answers")
     write_files(folder)
-    program = FORK.format(heavy=sorted(HEAVY), commands=[answer.arguments for answer in ANSWERS])
+    program = FORK.format(heavy=sorted(HEAVY), shared=SHARED, commands=[answer.arguments for answer in ANSWERS])
     variables = environment(SOURCE) | {"STRETTO_CACHE": str(folder / "cache")}
     subprocess.run([sys.executable, "-c", program], cwd=folder, env=variables, check=True, stdin=subprocess.DEVNULL)
     found: dict[str, tuple[int, list[str], str]] = {}

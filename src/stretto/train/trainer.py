@@ -122,7 +122,6 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
-        replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
         saver = stack.enter_context(
             Saver(
                 config.out,
@@ -133,6 +132,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             )
         )
         task.before_update = saver.wait_on_device
+        replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
         ranks = grid.size("world")
         recorder = StepRecorder(
             config.items_a_step,
@@ -179,10 +179,10 @@ def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple
     task = _make_task(config, grid)
     note("load")
     try:
-        start, source = (0, task.start()) if checkpoint is None else (task.resume(checkpoint), checkpoint)
-        if source is not None:
-            require_finite_start(task, source)
-    except (DamagedError, ValueError):
+        start, weights_file = (0, task.start()) if checkpoint is None else (task.resume(checkpoint), checkpoint)
+        if weights_file is not None:
+            require_finite_start(task, weights_file)
+    except DamagedError:
         task.close()
         raise
     return task, start

@@ -5,11 +5,13 @@
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.faults.plan import Fault, Job, message_of
+from stretto.bench.faults.plan import START_LIMIT, STARTING, STEPPING, Fault, Job, message_of
 from stretto.bench.faults.settings import KINDS
 
 LOSS_TOLERANCE = 1e-6
@@ -52,7 +54,11 @@ def judge(
         until = min((line["time"] for line in fired.values() if line["number"] > fault.number), default=float("inf"))
         own = [naming for naming in namings if happened["time"] < naming.time <= until]
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
-        problems = [*_judge_naming(fault, happened, own, limit)]
+        allowed = max(limit, START_LIMIT) if fault.place in STARTING else limit
+        problems = [*_judge_naming(fault, happened, own, allowed)]
+        if fault.kind in ("stop", "loop") and fault.place in STEPPING:
+            folders = [stall["files"] for stall in recorded["stalls"] if happened["time"] < stall["time"] <= until]
+            problems += _judge_evidence(folders[-1] if folders else [], math.prod(job.grid.values()))
         if gave_up:
             problems.append("the job hung and was killed by this bench")
         if any(naming.has_ended for naming in own):
@@ -128,6 +134,13 @@ def _judge_naming(fault: Fault, happened: Mapping[str, Any], namings: Sequence[N
         yield f"{len(others)} more failures were named, and nothing had happened: {others[0].text.splitlines()[0]}"
 
 
+def _judge_evidence(files: Sequence[str], ranks: int) -> Iterator[str]:
+    """What is missing among the files of a stall: the report, and each rank's stack."""
+    wanted = ["report.txt", *(f"rank-{rank}-stack.txt" for rank in range(ranks))]
+    if missing := [name for name in wanted if name not in files]:
+        yield f"out/stalls/ lacks {', '.join(missing)}"
+
+
 def is_kind_named(fault: Fault, naming: Naming) -> bool:
     """Whether what was said tells what has happened."""
     text = naming.text.lower()
@@ -152,9 +165,14 @@ def is_rank_named(fault: Fault, naming: Naming) -> bool:
     if fault.kind == "disk":
         return True
     if fault.kind == "connection":
-        words = naming.text.replace(",", " ").split()
-        return all(str(rank) in words for rank in (fault.rank, fault.peer))
+        return _ranks_of(naming.text) == {fault.rank, fault.peer}
     return naming.rank == fault.rank
+
+
+def _ranks_of(text: str) -> set[int]:
+    """The ranks of which the first clause of a message says something: "ranks 1 and 2 lost their connection: ..."."""
+    lists = re.findall(r"\branks? (\d+(?:(?:, | and | and rank )\d+)*)", text.partition(": ")[0])
+    return {int(number) for found in lists for number in re.findall(r"\d+", found)}
 
 
 def _describe_restart(

@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 class StepWatch:
     """Sees when the ranks of an attempt have trained a step after step `after`, by metrics.jsonl.
 
-    Each attempt replaces the file when it begins, without the lines of the steps that it repeats.
+    Each attempt replaces the file when it begins, without the lines of steps after the one from which it goes on.
     """
 
     def __init__(self, out: Path, after: int) -> None:
         self._out, self._after = out, after
-        self._before = _identity(out)
+        self._before = _state(out)
 
     def has_trained(self) -> bool:
         """Whether this attempt has written a step."""
         last = last_step(self._out)
-        return last is not None and last > self._after and _identity(self._out) != self._before
+        return last is not None and last > self._after and _state(self._out) != self._before
 
 
 def last_step(out: Path) -> int | None:
@@ -100,9 +100,10 @@ class Journal:
             logger.warning("%s cannot be written: %s", self._file, error.strerror or error)
 
 
-def _identity(out: Path) -> tuple[int, int] | None:
+def _state(out: Path) -> tuple[int, int, int] | None:
+    """What tells whether the file was written since."""
     try:
         status = (out / METRICS_FILE).stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    return status.st_ino, status.st_size, status.st_mtime_ns

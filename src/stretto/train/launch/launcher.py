@@ -33,15 +33,15 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
-from stretto.train.checkpoint.folders import remove_leftovers
 from stretto.train.checkpoint.integrity import DamagedCheckpointError
 from stretto.train.config.options import JobConfig
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
+from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
 from stretto.train.launch.restarts import FailedAttempt, run_with_restarts
 from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
-from stretto.train.observe.metrics import DivergenceError
+from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RankFailure(FailedAttempt):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
         names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
-        if failure.kind == "corrupted":  # every rank raises it, and it names the rank
+        if failure.reason.startswith(f"{CorruptionError.__name__}: "):  # every rank raises it, and it names the rank
             lines = [failure.reason.partition(": ")[2]]
             self.rank = int(lines[0].split()[1])
         # These messages say how to continue.
@@ -166,6 +166,7 @@ def _run_ranks(
     whether the ranks are to stop as if a signal had come.
     """
     supervisor = Supervisor(timeouts, RankWatch(config.out, config.ranks, config.train.timeout))
+    segments = list_segments()
     with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(config.model_dump_json(), encoding="utf-8")
@@ -186,8 +187,8 @@ def _run_ranks(
             finally:
                 supervisor.kill()
                 handler.shutdown()
-                with suppress(OSError):  # the ranks are gone: a checkpoint that they were writing stays incomplete
-                    remove_leftovers(config.out)
+                remove_orphans(segments)
+                remove_partial_files(config.out)
     if supervisor.failures:
         raise _explain(supervisor.failures[0], config)
     return supervisor.stop_signal

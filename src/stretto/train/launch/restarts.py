@@ -11,21 +11,20 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Protocol
 
-from stretto.train.checkpoint.folders import newest_checkpoint, remove_leftovers
+from stretto.train.checkpoint.folders import newest_checkpoint
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.devices import resolve_device
 from stretto.train.launch.elastic import ATTEMPT, own_checkpoint, resume_from, step_of, step_of_start
 from stretto.train.launch.journal import Journal, StepWatch, last_step
-from stretto.train.launch.shared_memory import list_segments, remove_orphans
 from stretto.train.launch.slots import Slot, Slots, environment_of
-from stretto.train.launch.supervisor import LOST_PEER, StopTimeouts, Supervisor
+from stretto.train.launch.supervisor import StopTimeouts, Supervisor
 from stretto.train.observe.progress import print_line
+from stretto.train.smaller_grids import ChosenGrid, choose_grid
 
 MOST_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
@@ -38,6 +37,7 @@ class FailedAttempt(RuntimeError):
     """What the loop knows of a `RankFailure`, which the launcher raises."""
 
     rank: int
+    kind: str  # as `health.failures.Kind`
     reason: str
     checkpoint: Path | None
     failed_at: float  # time.time()
@@ -54,24 +54,13 @@ class RunAttempt(Protocol):
     ) -> Signals | None: ...
 
 
-def kind_of(failure: FailedAttempt) -> str:
-    """What kind of failure it was: as the supervisor says it or, where it does not, by the reason."""
-    if (kind := getattr(failure, "kind", None)) is not None:
-        return str(kind)
-    if failure.reason.startswith("DivergenceError: "):
-        return "diverged"
-    if failure.reason.startswith("it was killed by "):
-        return "killed"
-    return "lost connection" if any(words in failure.reason.lower() for words in LOST_PEER) else "raised"
-
-
 def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
     """Whether the same run would fail in the same way at once, so that it is not started again.
 
     A damaged checkpoint is no such failure, since the one before it can be resumed. newest: the newest checkpoint.
     """
     has_older = failure.checkpoint is not None and failure.checkpoint != newest
-    return kind_of(failure) == "diverged" or (failure.reason.startswith(_REFUSED) and not has_older)
+    return failure.kind == "diverged" or (failure.reason.startswith(_REFUSED) and not has_older)
 
 
 @dataclass
@@ -95,6 +84,10 @@ class Restarts:
         self._is_growing = False  # the ranks were asked to stop, to go on with more of them
         self._asked: _Question | None = None
         self._last_look = 0.0
+        self._grids: dict[int, ChosenGrid | None] = {}
+        if config.train.grids == "auto":  # while all GPUs answer, which may be asked for their memory
+            for ranks in range(1, config.ranks):
+                self._choose(ranks)
 
     def run(self) -> Signals | None:
         """Run attempts until one ends the run. Raises the last attempt's failure."""
@@ -117,15 +110,11 @@ class Restarts:
         self._is_growing, self._asked = False, None
         start = step_of_start(self._config.out, self._job)
         steps = StepWatch(self._config.out, attempt.resumed or start or 0)
-        before = list_segments()
         environment = environment_of(attempt.slots) | {ATTEMPT: str(number)}
         try:
             return self._run_attempt(attempt.config, self._job, environment, lambda: self._wants_stop(attempt, steps))
         finally:
             self._look_at_steps(steps)
-            remove_orphans(before)
-            with suppress(OSError):
-                remove_leftovers(self._config.out)
 
     # --- while the ranks run
 
@@ -151,22 +140,21 @@ class Restarts:
             return False  # first the smaller grid must be seen to work
         if self._asked is None:
             due = self._slots.due()
-            if due and self._grid_for(len(self._slots.usable()) + len(due)).ranks > attempt.config.ranks:
+            if due and self._allows_more(attempt, len(due)):
                 self._asked = _Question(self._slots, due)
             return False
         if not self._asked.is_answered():
             return False
         answering, self._asked = self._asked.answer, None
-        if self._grid_for(len(self._slots.usable()) + len(answering)).ranks <= attempt.config.ranks:
+        if not self._allows_more(attempt, len(answering)):
             return False
         self._slots.readmit(answering)
         return True
 
-    def _grid_for(self, slots: int) -> JobConfig:
-        from stretto.train.smaller_grids import choose_grid
-
-        chosen = choose_grid(self._config, slots)
-        return self._config if chosen is None else chosen.config
+    def _allows_more(self, attempt: _Attempt, slots: int) -> bool:
+        """Whether there is a larger grid than the attempt's if so many slots come back."""
+        chosen = self._choose(len(self._slots.usable()) + slots)
+        return chosen is not None and chosen.config.ranks > attempt.config.ranks
 
     # --- between two attempts
 
@@ -189,7 +177,6 @@ class Restarts:
 
     def _plan_after(self, failure: FailedAttempt, attempt: _Attempt) -> _Attempt:
         """The next attempt after a failure, once the pause before it is over. Raises the failure if there is none."""
-        newest = newest_checkpoint(self._config.out)
         checkpoint = own_checkpoint(self._config.out, failure.checkpoint, self._job)
         if checkpoint is not None and (attempt.resumed is None or step_of(checkpoint) > attempt.resumed):
             self._failures = 0
@@ -199,82 +186,77 @@ class Restarts:
         start = step_of_start(self._config.out, self._job)
         reached = None if start is None else max(start, last_step(self._config.out) or 0)
         known = {
-            "kind": kind_of(failure),
+            "kind": failure.kind,
             "rank": failure.rank,
             "slot": None if slot is None else slot.number,
             "host": getattr(failure, "host", None) or platform.node(),
             "reason": failure.reason,
             "step_reached": reached,
         }
-        what = f"rank {failure.rank} of {attempt.config.ranks} failed: {failure.reason}"
-        if self._config.train.max_restarts == 0:
-            raise failure
-        if comes_back(failure, newest) or self._failures > self._config.train.max_restarts:
+        aside: list[Slot] = []
+        if (why_not := self._why_final(failure)) is None:
+            aside = self._set_aside(failure, slot, attempt)
+            if self._choose(len(self._slots.usable())) is None:
+                why_not = f"{_listed(aside)} does not answer, and train.grids has no grid for fewer ranks"
+        if why_not is not None:
             self._journal.add(failure.failed_at, known, restarted=False)
-            if not comes_back(failure, newest):
-                print_line(
-                    f"no restart: {self._failures} failures in a row without a new checkpoint, and train.max_restarts "
-                    f"is {self._config.train.max_restarts}"
-                )
+            print_line(f"no restart: {why_not}")
             raise failure
-        aside = self._set_aside(failure, slot, attempt)
         following, why = self._next(checkpoint)
-        lost = None if reached is None else max(0, reached - (following.resumed or start or 0))
-        self._journal.add(
-            failure.failed_at,
-            known
-            | {
-                "step_resumed": following.resumed or start or 0,
-                "steps_lost": lost,
-                "grid": dict(following.config.grid.sizes()),
-            },
-            restarted=True,
-        )
+        resumed = following.resumed or start or 0
+        lost = None if reached is None else max(0, reached - resumed)
+        known |= {"step_resumed": resumed, "steps_lost": lost, "grid": dict(following.config.grid.sizes())}
+        self._journal.add(failure.failed_at, known, restarted=True)
         pause = 0.0 if self._failures == 1 else min(2.0 ** (self._failures - 2), MOST_PAUSE)
         print_line(
-            f"restart {self._journal.restarts}: {what}; "
-            + ("" if lost is None else f"step {reached} was reached, {_steps(lost)} to repeat; ")
+            f"restart {self._journal.restarts}: rank {failure.rank} of {attempt.config.ranks} failed: {failure.reason}"
+            + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")
             + f"it goes on {_from(following, start)} on {_named(following)}"
-            + (f" ({why})" if following.config.ranks != attempt.config.ranks or aside else "")
-            + (f"; {', '.join(map(str, aside))} set aside" if aside else "")
+            + (f" ({why})" if following.config.ranks != attempt.config.ranks else "")
+            + (f"; {_listed(aside)} is set aside" if aside else "")
             + (f"; in {pause:g} s" if pause else "")
         )
         self._wait(pause)
         return following
 
+    def _why_final(self, failure: FailedAttempt) -> str | None:
+        """Why no restart follows a failure; None if one does."""
+        if comes_back(failure, newest_checkpoint(self._config.out)):
+            return "the same run would fail again"
+        if self._failures > (most := self._config.train.max_restarts):
+            times = f"{self._failures} failures" if self._failures > 1 else "1 failure"
+            return f"{times} in a row without a new checkpoint, and train.max_restarts is {most}"
+        return None
+
     def _set_aside(self, failure: FailedAttempt, slot: Slot | None, attempt: _Attempt) -> list[Slot]:
         """Set aside slots that fail again and again or whose GPU does not answer. Returns them.
 
-        A lost connection may be either end's fault, so that no slot is blamed. Raises the failure if no grid is left.
+        A lost connection may be either end's fault, so that no slot is blamed. Where no grid is left, slots whose GPU
+        answers are not set aside: the whole grid is tried again.
         """
         aside = self._slots.probe(attempt.slots)
-        if slot is not None and slot not in aside and kind_of(failure) != "lost connection" and self._slots.blame(slot):
+        if slot is not None and slot not in aside and failure.kind != "lost connection" and self._slots.blame(slot):
             aside.append(slot)
-        if aside and not self._has_grid():
+        if self._choose(len(self._slots.usable())) is None:
             self._slots.readmit_all()
-            if not self._has_grid():
-                print_line(f"no restart: {', '.join(map(str, aside))} does not answer, and no grid is left for fewer")
-                raise failure
-            aside = [slot for slot in aside if slot.set_aside_at is not None]
-        return aside
-
-    def _has_grid(self) -> bool:
-        from stretto.train.smaller_grids import choose_grid
-
-        return choose_grid(self._config, len(self._slots.usable())) is not None
+        return [slot for slot in aside if slot.set_aside_at is not None]
 
     def _next(self, checkpoint: Path | None) -> tuple[_Attempt, str]:
         """The attempt from a checkpoint that this run has written (None: as it began), on the slots that are left."""
-        from stretto.train.smaller_grids import choose_grid
-
-        chosen = choose_grid(self._config, len(self._slots.usable()))
-        assert chosen is not None  # `_set_aside` has seen to it
+        chosen = self._choose(len(self._slots.usable()))
+        assert chosen is not None  # the callers have looked
         resume, resumed = self._config.train.resume, None
         if checkpoint is not None:
             newest = newest_checkpoint(self._config.out)
             # "latest" lets the ranks agree on an older checkpoint, if they find that this one is damaged.
             resume, resumed = "latest" if checkpoint == newest else str(checkpoint), step_of(checkpoint)
         return _Attempt(resume_from(chosen.config, resume), self._slots.take(chosen.config.ranks), resumed), chosen.why
+
+    def _choose(self, slots: int) -> ChosenGrid | None:
+        """The largest grid for so many slots."""
+        if slots not in self._grids:
+            self._grids[slots] = choose_grid(self._config, slots)
+        return self._grids[slots]
 
     def _wait(self, seconds: float) -> None:
         """Wait, or until a signal comes."""
@@ -317,6 +299,10 @@ def _from(attempt: _Attempt, start: int | None) -> str:
     if attempt.resumed is not None:
         return f"after step {attempt.resumed}"
     return f"after step {start}, as it began," if start else "from the start"
+
+
+def _listed(slots: list[Slot]) -> str:
+    return " and ".join(map(str, slots))
 
 
 def _steps(number: int) -> str:

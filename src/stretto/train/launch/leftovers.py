@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes the shared memory that killed ranks leave in /dev/shm: NCCL's and torch's segments have names there.
+"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm.
 
-Stretto's own has none (`stretto.memory`): it is gone with the last process that has it mapped.
+NCCL's and torch's segments have names there. Stretto's own have none (`stretto.memory`): they are gone with the last
+process that has them mapped.
 """
 
 import logging
@@ -10,10 +11,24 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from stretto.train.checkpoint.folders import remove_leftovers
+from stretto.train.launch.run_lock import training_lock
+from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
 PATTERNS = ("nccl-*", "torch_*", "sem.mp-*", "cuda.shm.*", "nvshmem*")
+
+
+def remove_partial_files(out: Path) -> None:
+    """Delete the half-written files of a run whose ranks have ended, unless another run trains in its folder."""
+    if not out.is_dir():
+        return
+    with suppress(ValueError, OSError), training_lock(out):  # ValueError: the lock is another's
+        remove_leftovers(out)
+        for name in (METRICS_FILE, SUMMARY_FILE):
+            (out / f".{name}.writing").unlink(missing_ok=True)
 
 
 def list_segments(folder: Path = FOLDER) -> set[str]:
