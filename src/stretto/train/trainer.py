@@ -162,6 +162,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                 saver.wait()  # every rank has diverged: the checkpoint that is being written may be the one to name
             raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
         except CorruptionError as error:
+            with suppress(OSError):
+                saver.wait()  # the checkpoint that is being written was verified
             raise CorruptionError(f"{error}; {_where_it_was_verified(config)}", error.ranks) from None
         peak_memory = _peak_memory(grid)
         if is_first:

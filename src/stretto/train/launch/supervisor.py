@@ -95,10 +95,7 @@ class Supervisor:
         elif self._is_stopping and not self._has_forwarded:
             self._has_forwarded = True
             self._signal_all(signal.SIGTERM)
-        elif self._is_second_request:
-            self._stop_at_once()
-        elif self._is_stopping and time.monotonic() - self._stop_requested > self._timeouts.stop:
-            logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
+        elif self._is_second_request or (self._is_stopping and self._seconds_of_stop() > self._timeouts.stop):
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
             self.failures = [Failure.of_stall(stall)]
@@ -118,7 +115,14 @@ class Supervisor:
     def _is_stopping(self) -> bool:
         return self._is_asked or self._stop_signal is not None
 
+    def _seconds_of_stop(self) -> float:
+        """Seconds since the ranks were asked to stop."""
+        return time.monotonic() - self._stop_requested
+
     def _stop_at_once(self) -> None:
+        running = self._running_ranks()
+        if running and self.watch is not None:
+            logger.warning("%s", self.watch.describe_unstopped(running, self._seconds_of_stop()))
         self.kill()
         self._ranks = {}  # ranks killed on request have not failed
 
