@@ -5,6 +5,7 @@ The thread has a connection of its own to the store, since a blocked call of ano
 lock. It needs Python's interpreter lock: a rank whose main thread holds that lock, and one that is stopped, is silent.
 """
 
+import atexit
 import json
 import linecache
 import logging
@@ -68,10 +69,13 @@ class Heartbeat:
             progress.share()
             cls.running = cls(timeout, out)
             cls.running._thread.start()
+            # A thread that comes back from C++ while the interpreter is finalized would abort the process.
+            atexit.register(cls.running.stop)
         return cls.running
 
     def stop(self) -> None:
         """Write a last heartbeat, which says that this rank is done, and end the thread."""
+        atexit.unregister(self.stop)
         self._stopped.set()
         self._thread.join(5.0)
         if Heartbeat.running is self:

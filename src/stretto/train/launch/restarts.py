@@ -209,7 +209,7 @@ class Restarts:
         self._journal.add(failure.failed_at, known, restarted=True)
         pause = 0.0 if self._failures == 1 else min(2.0 ** (self._failures - 2), MOST_PAUSE)
         print_line(
-            f"restart {self._journal.restarts}: rank {failure.rank} of {attempt.config.ranks} failed: {failure.reason}"
+            f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
             + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")
             + f"it goes on {_from(following, start)} on {_named(following)}"
             + (f" ({why})" if following.config.ranks != attempt.config.ranks else "")
