@@ -88,6 +88,7 @@ def train_with_fault(config: TrainConfig) -> None:
 
     def strike_now() -> None:
         if kind != "slow":
+            config.out.mkdir(parents=True, exist_ok=True)
             (config.out / "fault-at").write_text(str(time.time()))
         strike(kind)
 

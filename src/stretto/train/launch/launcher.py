@@ -56,7 +56,9 @@ class RankFailure(RuntimeError):
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
-        names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
+        names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith(
+            ("rank ", "ranks ", "pairs of ranks ")
+        )
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
         if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # its message says how to continue
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
