@@ -89,6 +89,17 @@ def test_each_fault_is_named_by_rank_and_kind(tmp_path, monkeypatch, fault, kind
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "grid", [("grid.x=2", "grid.data=1"), ("grid.pipe=2", "grid.data=1"), ("grid.data=2", "grid.z=2")], ids=" ".join
+)
+def test_every_group_of_a_run_has_the_time_limit(tmp_path, monkeypatch, grid):
+    failure = fail(tmp_path / "out", monkeypatch, "limits data 0", *grid)
+    limits = dict(text.split("=") for text in failure.reason.partition("RuntimeError: ")[2].split())
+    assert len(limits) >= 4
+    assert set(limits.values()) == {str(TIMEOUT)}, limits
+
+
+@pytest.mark.exhaustive
 def test_of_four_ranks_the_one_whose_connections_are_cut_is_named(tmp_path, monkeypatch):
     failure = fail(tmp_path / "out", monkeypatch, "drop step 2", ranks=4)
     assert (failure.kind, failure.rank) == ("lost connection", 2)

@@ -5,6 +5,7 @@ The thread has a connection of its own to the store, since a blocked call of ano
 lock. It needs Python's interpreter lock: a rank whose main thread holds that lock, and one that is stopped, is silent.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -70,10 +71,12 @@ class Heartbeat:
             progress.share()
             cls.running = cls(timeout, out)
             cls.running._thread.start()
+            # A thread that calls into C++ while the interpreter shuts down would abort the process.
+            atexit.register(cls.running.stop)
         return cls.running
 
     def stop(self) -> None:
-        """Write a last heartbeat, which says that this rank is done, and end the thread."""
+        """Write a last heartbeat, which says that this rank is done, and end the thread. May be called twice."""
         self._stopped.set()
         if self._sampler is not None:
             self._sampler.stop()

@@ -133,9 +133,10 @@ class Monitor:
         return found
 
     def watched(self, running: Collection[int] | None) -> list[int]:
-        """The ranks that have not ended."""
-        all_ = self._ranks if running is None else running
-        return [rank for rank in all_ if not (rank in self.beats and self.beats[rank].is_done)]
+        """The ranks whose processes run, or else those whose heartbeats do not say that they are done."""
+        if running is not None:
+            return list(running)
+        return [rank for rank in self._ranks if not (rank in self.beats and self.beats[rank].is_done)]
 
     def idle(self, rank: int) -> float:
         """Seconds for which a rank has made no progress."""
