@@ -5,6 +5,7 @@ Which tests are `exhaustive`, and so left to `make test-exhaustive`: those that 
 all but n of its cases, drawn by its name, so that everyone's `make test` runs the same ones.
 """
 
+import gc
 import multiprocessing.spawn
 import os
 import random
@@ -14,9 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from tests.pool import Pool
+from tests.pool import Pool, forget_stacks_of_seeds
 from tests.processes import PythonServer, close_servers, shared_server
+
+gc.disable()  # until all tests are collected: looking through a million objects of modules would take a quarter of that
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,7 +57,12 @@ _POOL = pytest.StashKey[Pool]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of the session's worker processes, which now has what they need, if a test uses them."""
+    gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
+    gc.set_threshold(10_000, 20, 20)  # by default a test that parses our source spends most of its time on garbage
+    gc.enable()
     session.config.stash[_POOL] = pool = Pool()
+    if not torch.cuda.is_available():
+        forget_stacks_of_seeds()
     is_run = sys.platform == "linux" and not session.config.getoption("collectonly")
     if is_run and any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
         capture = session.config.pluginmanager.getplugin("capturemanager")

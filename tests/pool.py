@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -386,6 +387,10 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
     torch.set_num_threads(1)
     if _uses_gpus(backend):
         _sleep_while_gpus_work()
+    else:
+        forget_stacks_of_seeds()
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
+        _keep_dtypes_of_interpreter()
     caches = _find_caches()
     gc.freeze()  # the preloaded modules, so that collecting after each job is cheap
     with _stack_file(folder, os.getpid()).open("w") as stacks:
@@ -403,6 +408,32 @@ def _sleep_while_gpus_work() -> None:
     driver.cuInit(0)
     for device in range(torch.cuda.device_count()):
         driver.cuDevicePrimaryCtxSetFlags_v2(device, scheduling_by_blocking)
+
+
+def forget_stacks_of_seeds() -> None:
+    """Have seeds that wait for a GPU's first use be stored without the stack of their caller.
+
+    torch.manual_seed formats it for each kind of GPU, which a process without any never gets to see.
+    """
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if hasattr(kind, "traceback"):
+            kind.traceback = types.SimpleNamespace(format_stack=list)
+
+
+def _keep_dtypes_of_interpreter() -> None:
+    """Look NumPy's dtypes up once: Triton's interpreter makes its table of them anew for every operation."""
+    from triton.runtime import interpreter
+
+    stock, found = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        key = type(scalar), scalar.name
+        if key not in found:
+            found[key] = stock(scalar)
+        return found[key]
+
+    interpreter._get_np_dtype = get_np_dtype
 
 
 def _end_with_parent() -> None:

@@ -404,10 +404,11 @@ def _main() -> None:
     address, parent, *modules = sys.argv[1:]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base_path = [path for path in sys.path[1:] if path not in given]
+    gc.disable()  # what is imported is no garbage
     for name in modules:
         import_module(name)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     request, descriptors = _Server(address, int(parent)).serve()
     _become(request, descriptors, str(Path(address).with_name("python")), base_path)
     _run(request["arguments"], request["is_safe"])

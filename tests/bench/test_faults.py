@@ -104,6 +104,7 @@ def record() -> dict[str, Any]:
         "restarts": [(at, json.dumps(line)) for at, line in restarts],
         "ended": [{"time": 31.0, "status": 0, "message": ""}],
         "gave_up": [],
+        "stalls": [],
         "stale": [],
         "events": step_events(10.0, 1, 5) + step_events(20.0, 5, 10) + step_events(30.0, 9, 12),
         "metrics": copy.deepcopy(UNDISTURBED),
@@ -187,6 +188,27 @@ def test_what_a_job_leaves_behind_is_told_at_its_end(change: Any, words: str):
     assert words in "; ".join(problems_of(change)[1])
 
 
+def test_a_stuck_rank_is_named_as_such_with_the_stack_of_every_rank():
+    job = Job(1, {"data": 2}, STEPS, (Fault(number=0, kind="stop", rank=1, place="data", step=6),))
+    changed = record()
+    changed["fired"].pop()
+    reason = "rank 1 (host a, pid 7) is silent in step 6: stopped by a signal"
+    changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason}))]
+    files = ["rank-0-stack.txt", "rank-1-stack.txt", "report.txt"]
+    changed["stalls"] = [{"time": 14.9, "files": files}]
+    assert judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"] == []
+    changed["stalls"][0]["files"] = files[1:]
+    assert judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"] == ["out/stalls/ lacks rank-0-stack.txt"]
+    changed["stalls"][0]["files"] = files
+    changed["restarts"] = [
+        (15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason.replace("step 6", "step 3")}))
+    ]
+    assert "host and step 6 were not named" in judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"][0]
+    changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason}))]
+    changed["stalls"][0]["time"] = 9.0  # of another failure
+    assert "lacks report.txt" in judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"][0]
+
+
 def test_a_dropped_connection_is_named_by_both_of_its_ends():
     job = Job(1, {"data": 4}, STEPS, (Fault(number=0, kind="connection", rank=1, peer=2, place="data", step=6),))
     for reason, is_right in (
@@ -223,6 +245,25 @@ def test_processes_are_found_by_their_environment(tmp_path):
     finally:
         process.communicate(b"\n")
     assert processes_of("STRETTO_FAULTS", str(tmp_path)) == {}
+
+
+def test_a_campaign_in_parts_keeps_the_jobs_of_the_same_draw(tmp_path):
+    from stretto.bench.faults.run import Campaign
+
+    rows = judge(JOB, record(), UNDISTURBED, limit=10.0)
+    end = {"job": 1, "loss_difference": 0.0, "problems": []}
+    Campaign(FaultsSetting(only=(1,)), tmp_path).add(rows, end)
+    other = [row | {"job": 2, "problems": ["it was not named"]} for row in rows]
+    Campaign(FaultsSetting(only=(2,)), tmp_path).add(other, end | {"job": 2})
+    result = json.loads((tmp_path / "faults.json").read_text())
+    assert [row["job"] for row in result["faults"]] == [1, 1, 2, 2]
+    assert [(row["kind"], row["faults"], row["right"]) for row in result["rows"]] == [
+        ("SIGKILL", 2, 1),
+        ("exception", 2, 1),
+        ("all", 4, 2),
+    ]
+    Campaign(FaultsSetting(only=(2,), seed=1), tmp_path).add(other, end | {"job": 2})
+    assert len(json.loads((tmp_path / "faults.json").read_text())["faults"]) == 2
 
 
 @pytest.mark.exhaustive

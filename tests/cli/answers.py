@@ -215,6 +215,7 @@ ANSWERS = (
     Answer("bench moe-demo --steps 1", REFUSED, "1"),
     Answer("bench moe-layers --peer jax", REFUSED, "there is no peer 'jax'"),
     Answer("bench experts --layers 3", REFUSED, "4 would do"),
+    Answer("bench flips --flips 0", REFUSED, "flips is 0, but must be at least 1"),
     Answer("bench messages", REFUSED, "Without GPUs these run"),
     Answer("bench messages --ranks 1", REFUSED, "2 would do"),
     Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MB"),
@@ -233,6 +234,14 @@ ANSWERS = (
     Answer("export nowhere --to model.safetensors --dtype int8", REFUSED, "dtype is 'int8', but must be one of"),
     Answer("export nowhere --to model.safetensors --pretrained here", REFUSED, "--pretrained is for folders"),
     Answer("export", REFUSED, "Missing argument 'RUN_OR_CHECKPOINT' and option '--to'"),
+    Answer("checkpoint verify nowhere", REFUSED, "there is nothing at nowhere"),
+    Answer("checkpoint verify run.toml", REFUSED, "is no checkpoint's folder and no safetensors file"),
+    Answer("checkpoint verify broken-checkpoint", FAILED, "damaged: metadata.json"),
+    Answer("checkpoint verify small-run", DONE, "whole (format 2, step 3, 1 tensors"),
+    Answer("checkpoint list nowhere", REFUSED, "name the folder of a run"),
+    Answer("checkpoint list small-run", DONE, "step-00000003"),
+    Answer("checkpoint show broken-checkpoint", REFUSED, "is damaged"),
+    Answer("checkpoint show small-run --tensors", DONE, "model.weight [2] float32"),
     Answer("stress --only nonsense", REFUSED, "no configuration matches 'nonsense'"),
     Answer("stress --ranks 0", REFUSED, "0"),
     Answer("stress --resume broken.json", REFUSED, "broken.json"),
@@ -291,7 +300,22 @@ def write_files(folder: Path) -> None:
     (folder / "broken.csv").write_text("0F0,0B0\n1F0,1X0\n")
     (folder / "broken-checkpoint").mkdir()
     (folder / "broken-checkpoint" / "metadata.json").write_text('{"format": ')
+    write_checkpoint(folder / "small-run" / "checkpoints" / "step-00000003")
     write_schedule(find("ring-all-reduce").compile(ranks=6), folder / "ring.xml")
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write the smallest checkpoint: of one tensor, of which only the checksum is right."""
+    from stretto.train.checkpoint.integrity import crc32, to_text
+    from stretto.train.checkpoint.metadata import CheckpointMetadata
+
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(b"a piece.")
+    chunk = {"offsets": [0], "sizes": [2], "file": "__0_0.distcp", "start": 0, "bytes": 8}
+    chunk["checksum"] = to_text(crc32(b"a piece."))
+    tensors = {"model.weight": {"shape": [2], "dtype": "float32", "chunks": [chunk]}}
+    about = {"format": 2, "step": 3, "torch": "", "optimizer": "sgd", "model": {}, "run": {}, "data": {}}
+    (folder / "metadata.json").write_bytes(CheckpointMetadata.model_validate(about | {"tensors": tensors}).to_bytes())
 
 
 def environment(source: Path) -> dict[str, str]:

@@ -16,10 +16,39 @@ from tests.cli.answers import ANSWERS, Answer, environment, plain, write_files
 
 HEAVY = {"torch", "triton", "matplotlib", "transformers"}
 SOURCE = Path(__file__).parents[2] / "src"
+# What commands import of what is not heavy; none of it may import what is.
+SHARED = (
+    "numpy.typing",
+    "pydantic.json_schema",
+    "pydantic.type_adapter",
+    "typer._adapters",
+    "typer._click.decorators",
+    "typer.rich_utils",
+    "rich.markdown",
+    "rich.table",
+    "email.message",
+    "importlib.readers",
+    "concurrent.futures.thread",
+    "defusedxml.ElementTree",
+    "stretto.cli",
+    "stretto.collectives.algorithms",
+    "stretto.planner.search",
+    "stretto.planner.experts.search",
+    "stretto.planner.pipeline.search",
+    "stretto.simulator.collectives",
+    "stretto.simulator.graph",
+    "stretto.simulator.network",
+    "stretto.train.checkpoint.torch_format",
+    "stretto.train.config",
+)
 
 FORK = """
 import json, os, sys
-import numpy, pydantic, rich.console  # once, not in each fork
+from importlib import import_module
+for name in {shared!r}:  # once, not in each fork
+    import_module(name)
+import gc
+gc.freeze()
 import stretto.cli
 from pathlib import Path
 
@@ -49,7 +78,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
     """Of each command line its exit status, what it imported of HEAVY, and its output."""
     folder = tmp_path_factory.mktemp("answers")
     write_files(folder)
-    program = FORK.format(heavy=sorted(HEAVY), commands=[answer.arguments for answer in ANSWERS])
+    program = FORK.format(heavy=sorted(HEAVY), shared=SHARED, commands=[answer.arguments for answer in ANSWERS])
     variables = environment(SOURCE) | {"STRETTO_CACHE": str(folder / "cache")}
     subprocess.run([sys.executable, "-c", program], cwd=folder, env=variables, check=True, stdin=subprocess.DEVNULL)
     found: dict[str, tuple[int, list[str], str]] = {}
@@ -70,10 +99,17 @@ def test_an_answer_comes_without_heavy_imports(answered: dict[str, Any], answer:
 
 def test_every_command_has_an_answer_in_the_table(answered: dict[str, Any]) -> None:
     """The words of `--help`, and of the groups' `--help`, that are commands."""
-    from stretto.cli import app, bench, cluster, collective, pipeline, simulate
+    from stretto.cli import app, bench, checkpoint, cluster, collective, pipeline, simulate
 
     names = {name_of(each) for each in app.registered_commands}
-    groups = {"bench": bench, "cluster": cluster, "collective": collective, "pipeline": pipeline, "simulate": simulate}
+    groups = {
+        "bench": bench,
+        "checkpoint": checkpoint,
+        "cluster": cluster,
+        "collective": collective,
+        "pipeline": pipeline,
+        "simulate": simulate,
+    }
     for prefix, group in groups.items():
         names |= {f"{prefix} {name_of(each)}" for each in group.registered_commands}
     asked = {" ".join(answer.arguments[:2]) for answer in ANSWERS} | {answer.arguments[0] for answer in ANSWERS}

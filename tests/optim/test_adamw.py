@@ -142,3 +142,32 @@ def step_by_kernel(seed, scale):
 def test_the_kernel_is_torchs_adamw(interpret, scale):
     print(f"seed {SEED}")
     interpret(1, step_by_kernel, SEED, scale)
+
+
+def skip_by_kernel(seed):
+    """Steps by the interpreted kernel of which some are skipped: those change nothing, and copies are current."""
+    torch.manual_seed(seed)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((70, 65), (3,))]
+    others = [nn.Parameter(one.detach().clone()) for one in ours]
+    one, other = (AdamW(parameters, lr=1e-2, writes_copies=True) for parameters in (ours, others))
+    for mine in (*ours, *others):
+        mine.stretto_copy = Copy()
+    with mock.patch.object(adamw, "_suits_kernel", return_value=True):
+        for skips in (True, False, True, False):
+            for mine, its in zip(ours, others, strict=True):
+                mine.grad = torch.full_like(mine, torch.nan) if skips else torch.randn_like(mine)
+                its.grad = mine.grad
+            one.step(scale=torch.tensor(torch.nan if skips else 0.5), skip=torch.tensor(skips))
+            if not skips:
+                other.step(scale=torch.tensor(0.5))
+            assert all(mine.stretto_copy.is_written for mine in ours)
+    for mine, its in zip(ours, others, strict=True):
+        assert torch.equal(mine, its)
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(one.state[mine][name], other.state[its][name]), name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_the_kernel_skips_steps(interpret):
+    print(f"seed {SEED}")
+    interpret(1, skip_by_kernel, SEED)

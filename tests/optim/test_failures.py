@@ -2,6 +2,7 @@
 """Optimizers after a failed wait for another rank: a step changes nothing on the device, and raises on the host."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from stretto.memory import PeerError, failures
 from stretto.optim import AdamW
 from stretto.optim.guard import guard
+from stretto.train.optimizer import ShardOptimizer
 
 CPU = torch.device("cpu")
 
@@ -106,3 +108,30 @@ def test_an_optimizer_that_fails_in_a_step_is_guarded_in_the_next(flag):
     optimizer.step()
     assert changed(before, contents(parameter, optimizer)) == ["parameter"]
     assert getattr(optimizer, "found_inf", None) is None
+
+
+@pytest.mark.parametrize("kind", ["stretto", "SGD", "momentum"])
+def test_a_fused_optimizer_skips_steps_as_a_tensor_says_also_the_first_one(kind):
+    """As on a GPU, where the host does not read the tensor: a run with skipped steps beside one without them."""
+    if kind == "stretto":
+        make_inner = lambda groups: AdamW(groups, lr=0.1)  # noqa: E731
+    else:
+        momentum = 0.9 if kind == "momentum" else 0.0
+        make_inner = lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=momentum, fused=True)  # noqa: E731
+    models = [torch.nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    one, other = (ShardOptimizer(model, make_inner, weight_decay=0.1) for model in models)
+    for optimizer in (one, other):
+        for group in optimizer.inner.param_groups:
+            group["fused"] = True
+    for skips in (True, False, False, True, False):
+        gradients = [torch.randn_like(p) for p in models[0].parameters()]
+        for model in models:
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = torch.full_like(gradient, torch.nan) if skips else gradient.clone()
+        with mock.patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("the host waited")):
+            one.step(0.1, skip=torch.tensor(skips))
+        if not skips:
+            other.step(0.1)
+    for mine, its in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine, its)

@@ -2,8 +2,10 @@
 """What ranks do in the tests of training and of checkpoints: functions of a module, so that a pool can import them."""
 
 import json
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from stretto.bench.flips import FlipsSetting, bench_flips
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
-from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint, training_state
+from stretto.train.checkpoint import metadata as metadata_module
 from stretto.train.checkpoint import storage as checkpoint_storage
 from stretto.train.checkpoint.integrity import seal
 from stretto.train.checkpoint.weights import import_safetensors
@@ -59,6 +64,31 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
 
 def train_quietly(config: TrainConfig) -> None:
     train(config, display="none")
+
+
+def train_and_listen(config: TrainConfig) -> list[str]:
+    """Train; returns what this rank has logged of checkpoints, and its error, if there was one, at the end."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("stretto.train.checkpoint")
+    logger.addHandler(handler)
+    try:
+        train(config, display="none")
+    except Exception as error:  # noqa: BLE001  (it is returned)
+        said.append(f"{type(error).__name__}: {error}")
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def flip_bit(file: Path, bit: int) -> None:
+    """Flip a bit of a file."""
+    with open(file, "r+b") as opened:
+        opened.seek(bit // 8)
+        (byte,) = opened.read(1)
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
 
 
 def train_and_stop(config: TrainConfig, step: int, rank: int) -> None:
@@ -193,3 +223,61 @@ def decay_only(grid: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0.5)
     return {name: (before[name], gather(parameter).detach()) for name, parameter in model.named_parameters()}
+
+
+def train_with_a_bad_index(config: TrainConfig, checkpoint: Path, rank: int) -> list[str]:
+    """`train_and_listen`, where one rank reads a flipped bit in the index of a checkpoint that is not in the file."""
+    read = metadata_module.read_bounded
+
+    def misread(path: Path, *args: Any) -> bytes:
+        text = read(path, *args)
+        if path == checkpoint / "metadata.json" and torch.distributed.get_rank() == rank:
+            return text[:500] + bytes([text[500] ^ 1]) + text[501:]
+        return text
+
+    with mock.patch.object(metadata_module, "read_bounded", misread):
+        return train_and_listen(config)
+
+
+def save_in_a_thread(out: Path, writers: int) -> None:
+    """Save in a thread, with a process group of its own and several writer threads, while this thread uses another."""
+    model, optimizer, _ = sharded(make_gpt, {"x": 2}, seed=1)
+    group = torch.distributed.new_group(backend="gloo")
+    description = {"step": 1, "torch": "", "optimizer": "adamw", "model": {}, "run": {}, "data": {}}
+    writer = checkpoint_storage.AtomicWriter(checkpoint_path(out, 1), description, thread_count=writers)
+    failed: list[BaseException] = []
+
+    def save_now() -> None:
+        try:
+            dcp.save(
+                training_state(model, optimizer),
+                storage_writer=writer,
+                planner=checkpoint_storage.StateSavePlanner(),
+                process_group=group,
+            )
+        except BaseException as error:  # noqa: BLE001  (it is raised below)
+            failed.append(error)
+
+    thread = threading.Thread(target=save_now)
+    thread.start()
+    for _ in range(20):
+        torch.distributed.all_reduce(torch.ones(1))
+    thread.join(60)
+    if failed or thread.is_alive():
+        raise AssertionError(f"the thread did not save: {failed}")
+
+
+def import_and_listen(grid: dict[str, int], file: Path) -> str:
+    """Import weights on a grid; returns the error's message, if there is one."""
+    model, _, _ = sharded(make_gpt, grid, seed=2)
+    try:
+        import_safetensors(model, file)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def flip_in_a_group(setting: FlipsSetting, out: Path) -> dict[str, Any]:
+    """The bench of flips, which makes a process group of its own."""
+    torch.distributed.destroy_process_group()
+    return bench_flips(setting, out)

@@ -21,7 +21,7 @@ def run_step(rows: int, micro_batch: int | None) -> tuple[list[str], float, floa
         calls.append(f"loss of {len(inputs)} from {int((tokens == inputs[0]).all(dim=1).nonzero()[0])}")
         return model(inputs, targets, num_targets=2 * rows * 16)
 
-    def update(lr: float | Tensor) -> Tensor:
+    def update(lr: float | Tensor, _: Tensor) -> Tensor:
         calls.append(f"update at {lr}")
         total = torch.stack([p.grad.to_local().sum() for p in optimizer.parameters.values()]).sum()
         optimizer.step(lr)
@@ -52,7 +52,7 @@ def test_micro_batches_add_up_to_the_whole_batch_and_send_gradients_once(ranks):
 
 
 def test_a_closed_executor_does_not_run_and_holds_nothing() -> None:
-    functions = StepFunctions(torch.nn.Identity(), lambda x: x.sum(), lambda lr: torch.zeros(()))
+    functions = StepFunctions(torch.nn.Identity(), lambda x: x.sum(), lambda lr, loss: torch.zeros(()))
     executor = AccumulatingExecutor(functions)
     executor.close()
     with pytest.raises(ValueError, match="was closed"):
@@ -67,14 +67,14 @@ def test_a_batch_that_is_not_split_may_have_tensors_of_any_length() -> None:
         seen.append((len(dense), len(indices)))
         return dense.sum() * torch.ones((), requires_grad=True)
 
-    executor = AccumulatingExecutor(StepFunctions(torch.nn.Identity(), compute_loss, lambda lr: torch.zeros(())))
+    executor = AccumulatingExecutor(StepFunctions(torch.nn.Identity(), compute_loss, lambda lr, loss: torch.zeros(())))
     executor.run((torch.zeros(3), torch.zeros(7)), 0.1)
     assert seen == [(3, 7)]
 
 
 def test_a_graph_takes_no_dropout_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.train.step_executor.CapturedStep", lambda step: step)
-    functions = StepFunctions(torch.nn.Identity(), lambda x: x.sum(), lambda lr: torch.zeros(()))
+    functions = StepFunctions(torch.nn.Identity(), lambda x: x.sum(), lambda lr, loss: torch.zeros(()))
     executor = build_executor(functions, cuda_graph=True)
     assert isinstance(executor, CudaGraphExecutor)
     with pytest.raises(ValueError, match="no dropout_seed"):

@@ -23,7 +23,7 @@ _PLOTS = {
     "offload-buckets.json": "training.plot:plot_buckets",
     "chunks.json": "training.plot:plot_chunks",
     "pipeline.json": "training.plot:plot_pipeline",
-    "faults.json": "faults.plot:plot_faults",
+    "faults.json": "faults.report:plot_faults",
     "messages.json": "messages.plot:plot_messages",
     "plan.json": "plan.plot:plot_plan",
     "collectives.json": "collectives.plot:plot_collectives",

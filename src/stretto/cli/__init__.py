@@ -10,12 +10,13 @@ import typer
 
 import stretto
 from stretto.cli.bench import app as bench
+from stretto.cli.checkpoint import app as checkpoint
+from stretto.cli.checkpoint import export
 from stretto.cli.cluster import app as cluster
 from stretto.cli.collective_simulate import app as collective
 from stretto.cli.console import Command, print_any_text
 from stretto.cli.demo import demo
 from stretto.cli.doctor import doctor
-from stretto.cli.export import export
 from stretto.cli.pipeline import app as pipeline
 from stretto.cli.plan import plan
 from stretto.cli.probe import probe
@@ -41,6 +42,7 @@ app.command()(probe)
 app.command()(doctor)
 app.command()(stress)
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(cluster, name="cluster")
 app.add_typer(collective, name="collective")
 app.add_typer(pipeline, name="pipeline")
@@ -49,7 +51,7 @@ simulate.command()(dlrm)
 simulate.command()(trace)
 simulate.command("export")(simulate_export)
 app.command()(export)
-for group in (app, bench, cluster, collective, pipeline, simulate):
+for group in (app, bench, checkpoint, cluster, collective, pipeline, simulate):
     for each in group.registered_commands:
         each.cls = Command
 

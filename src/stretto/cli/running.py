@@ -12,6 +12,7 @@ from stretto.report import remove_report
 from stretto.train.config import JobConfig, config_to_toml
 from stretto.train.data import write_atomically
 from stretto.train.launch import RankFailure, launch, remove_traces
+from stretto.train.launch.elastic import continues_job
 from stretto.train.launch.run_lock import command_lock
 from stretto.train.trainer import train
 
@@ -27,7 +28,10 @@ def run_training(config: JobConfig, *, as_json: bool) -> signal.Signals | None:
         stack.enter_context(refusing_bad_input(as_json=as_json))
         if is_first():
             stack.enter_context(command_lock(config.out))
-            _begin_folder(config)
+            if not continues_job(
+                config.out
+            ):  # the file is of the whole grid, and traces say why torchrun started again
+                _begin_folder(config)
         try:
             with stdout_on_stderr() if as_json else nullcontext():
                 return launch(train_silently if as_json else train, config)

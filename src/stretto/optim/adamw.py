@@ -50,10 +50,14 @@ class AdamW(torch.optim.AdamW):
         return super().__getstate__() | {"writes_copies": self.writes_copies}  # of a copied or pickled optimizer
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, skip: Tensor | None = None
+    ) -> Any:
         """Update the parameters by their gradients times `scale` (0-dim, on the parameters' device; None: 1).
 
-        Gradients may be left scaled or unscaled: drop them afterwards. Returns `closure`'s result.
+        Gradients may be left scaled or unscaled: drop them afterwards. Returns `closure`'s result. skip: bool, 0-dim,
+        on the parameters' device; where it is true, weights, moments and step counts stay as they are. On a GPU that is
+        decided on the device, and the host does not wait.
         """
         if closure is not None and scale is not None:
             raise ValueError("a closure makes new gradients, for which no scale is known: give one of the two")
@@ -65,16 +69,20 @@ class AdamW(torch.optim.AdamW):
         if parameters and all(_suits_kernel(t) for p in parameters for t in (p, p.grad)):
             scale = None if scale is None else scale.float()
             for group in self.param_groups:
-                self._update(group, scale)
+                self._update(group, scale, skip)
             return loss
+        if skip is not None and not all(group["fused"] for group in self.param_groups):
+            if bool(skip):
+                return loss
+            skip = None
         if scale is not None and parameters:
             gradients = [local(p.grad) for p in parameters]
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-        with skipping_after_failure(self):
+        with skipping_after_failure(self, skip):
             super().step()
         return loss
 
-    def _update(self, group: dict[str, Any], scale: Tensor | None) -> None:
+    def _update(self, group: dict[str, Any], scale: Tensor | None, skip: Tensor | None) -> None:
         from stretto.optim.adamw_kernel import launch  # imported here, since Triton comes with GPUs
 
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -91,6 +99,8 @@ class AdamW(torch.optim.AdamW):
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         failed = failures.find_flag(parameters[0].device)
+        if skip is not None:
+            failed = (skip.view(1) if failed is None else skip | (failed != 0)).int()
         if failed is None:
             torch._foreach_add_(steps, 1)
         else:  # a list, since for one tensor torch would read the number from the GPU, which captured steps must not

@@ -39,7 +39,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     """Update BLOCK numbers of a parameter, each read and written once. The arguments are those of `launch`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
-    # After a failed wait for another rank, gradients are wrong: update nothing.
+    # After a failed wait for another rank, or in a step that is skipped, gradients are wrong: update nothing.
     there = mask if failed is None else mask & (tl.load(failed) == 0)
     gradient = tl.load(moments.gradient + at, mask=there)
     if HAS_SCALE:
@@ -47,11 +47,11 @@ def _adamw(  # type: ignore[no-untyped-def]
     first = decays.beta1 * tl.load(moments.first + at, mask=there) + decays.rest1 * gradient
     second = decays.beta2 * tl.load(moments.second + at, mask=there) + decays.rest2 * gradient * gradient
     step_size, root_scale, keep = tl.load(corrections), tl.load(corrections + 1), tl.load(corrections + 2)
-    parameter = tl.load(moments.parameter + at, mask=there) * keep
-    parameter -= step_size * first / (tl.sqrt(second) * root_scale + decays.eps)
+    before = tl.load(moments.parameter + at, mask=mask)
+    parameter = before * keep - step_size * first / (tl.sqrt(second) * root_scale + decays.eps)
     tl.store(moments.parameter + at, parameter, mask=there)
-    if copies is not None:
-        tl.store(copies + at, parameter.to(copies.dtype.element_ty), mask=there)
+    if copies is not None:  # written in any case: the host counts the copy as current
+        tl.store(copies + at, tl.where(there, parameter, before).to(copies.dtype.element_ty), mask=mask)
     tl.store(moments.first + at, first, mask=there)
     tl.store(moments.second + at, second, mask=there)
 
@@ -70,8 +70,9 @@ def launch(
     """Update one parameter and its moments in place; parameter, gradient and moments are fp32 and contiguous.
 
     corrections: fp32 [3], lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and 1 - lr x decay. scale: fp32, 0-dim, or None.
-    failed: int32 [1] or None; while it is not 0, nothing is updated (`stretto.memory.failures`). copy: contiguous, gets
-    the new parameter in its own dtype; or None. options: a parameter group's betas and eps.
+    failed: int32 [1] or None; while it is not 0, nothing is updated (`stretto.memory.failures`, and steps that are
+    skipped). copy: contiguous, gets the parameter, updated or not, in its own dtype; or None. options: a parameter
+    group's betas and eps.
     """
     numbers = parameter.numel()
     if not numbers:

@@ -58,10 +58,15 @@ def guard(optimizer: Optimizer) -> Optimizer:
 
 
 @contextmanager
-def skipping_after_failure(optimizer: Any) -> Iterator[None]:
-    """Inside, a fused optimizer's step on CUDA parameters updates nothing once a wait for another rank has failed."""
-    before = getattr(optimizer, "found_inf", None)
-    _set_found_inf(optimizer, before)
+def skipping_after_failure(optimizer: Any, skip: Tensor | None = None) -> Iterator[None]:
+    """Inside, a fused optimizer's step on CUDA parameters updates nothing once a wait for another rank has failed.
+
+    Nor where `skip` (bool, 0-dim, on the device) is true; only fused optimizers take it.
+    """
+    before = found = getattr(optimizer, "found_inf", None)
+    if skip is not None:
+        found = optimizer.found_inf = skip.float() if found is None else torch.maximum(skip.float(), found)
+    _set_found_inf(optimizer, found)
     try:
         yield
     finally:

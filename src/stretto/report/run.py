@@ -27,9 +27,9 @@ EVALUATION = ("auc", "evaluation_loss", "perplexity")  # keys in the lines of st
 class RunRecord:
     """A run, as its folder describes it.
 
-    steps, losses, rates: of each step its number, loss, and tokens or samples per second. evaluations: the steps after
-    which there was an evaluation, with its results. routing: of a mixture of experts, the entries of each step's line.
-    summary: {} if the run was interrupted.
+    steps, losses, rates: of each step its number, loss (NaN of a skipped one), and tokens or samples per second.
+    evaluations: the steps after which there was an evaluation, with its results. routing: of a mixture of experts, the
+    entries of each step's line. summary: {} if the run was interrupted.
     """
 
     out: Path
@@ -46,6 +46,11 @@ class RunRecord:
         """The run's name in plots: its ranks and grid."""
         grid = self.config.grid
         return f"{grid.ranks} ranks, {name_grid(grid.sizes())}" if grid.ranks > 1 else "1 rank"
+
+    def finite_losses(self) -> tuple[list[int], list[float]]:
+        """The steps whose loss is a number, and their losses."""
+        known = [(step, loss) for step, loss in zip(self.steps, self.losses, strict=True) if math.isfinite(loss)]
+        return [step for step, _ in known], [loss for _, loss in known]
 
 
 def read_run(out: Path) -> RunRecord:
@@ -77,7 +82,7 @@ def largest_difference(run: RunRecord, other: RunRecord) -> float:
     """The largest difference between two runs' losses at a step that both have; NaN if they share no step."""
     others = dict(zip(other.steps, other.losses, strict=True))
     both = [abs(loss - others[step]) for step, loss in zip(run.steps, run.losses, strict=True) if step in others]
-    return max(both, default=math.nan)
+    return max(filter(math.isfinite, both), default=math.nan)
 
 
 def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> RunRecord:
@@ -116,7 +121,7 @@ def draw_loss(run: RunRecord, other: RunRecord | None = None) -> Path:
     """Draw a run's loss.png into its folder, beside another run's loss if there is one. Returns the picture's path."""
     from stretto.report.loss_plot import plot_loss
 
-    curves = {each.label: (each.steps, each.losses) for each in (run, other) if each}
+    curves = {each.label: each.finite_losses() for each in (run, other) if each}
     picture = run.out / LOSS_PLOT
     plot_loss(curves, picture, unit=run.config.unit[:-1])
     return picture

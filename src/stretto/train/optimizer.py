@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from stretto.optim import AdamW, RowWiseAdagrad
+from stretto.optim.guard import skipping_after_failure
 from stretto.parallel import ShardedTables
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.recsys.pooled_exchange import FusedUpdate
@@ -45,11 +46,12 @@ class ShardOptimizer:
         """The optimizer's name in configurations and checkpoints: "adamw" or "sgd"."""
         return type(self.inner).__name__.lower()
 
-    def step(self, lr: float | Tensor, scale: Tensor | None = None) -> None:
+    def step(self, lr: float | Tensor, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Update the parameters from their gradients times `scale`, at learning rate `lr`, and drop the gradients.
 
-        Both may be 0-dim tensors on the parameters' device. Raises ValueError if the model was converted after this
-        optimizer was made.
+        Both may be 0-dim tensors on the parameters' device. skip: bool, 0-dim, on the device; where it is true, nothing
+        but the gradients changes. Fused optimizers decide that on the device. Raises ValueError if the model was
+        converted after this optimizer was made.
         """
         for group in self.inner.param_groups:
             group["lr"] = lr
@@ -60,16 +62,37 @@ class ShardOptimizer:
                     "update the old numbers: make the optimizer afterwards"
                 )
             self._shards[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
+        if skip is not None and not self._is_fused():
+            if bool(skip):
+                self._drop_gradients()
+                return
+            skip = None
         if isinstance(self.inner, AdamW):
-            self.inner.step(scale=scale)
+            self.inner.step(scale=scale, skip=skip)
         else:
+            if skip is not None:
+                self._make_momenta()
             gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
             if scale is not None and gradients:
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-            self.inner.step()
+            with skipping_after_failure(self.inner, skip):
+                self.inner.step()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self.inner.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def _is_fused(self) -> bool:
+        return all(group.get("fused") for group in self.inner.param_groups)
+
+    def _make_momenta(self) -> None:
+        """Make SGD's momenta, of zeros: torch allocates them in the first step, and leaves them unset if it skips."""
+        for group in self.inner.param_groups:
+            for shard in group["params"] if group.get("momentum") else ():
+                if self.inner.state[shard].get("momentum_buffer") is None:
+                    self.inner.state[shard]["momentum_buffer"] = torch.zeros_like(shard, requires_grad=False)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter, by key: tensors sharded like the parameter, and 0-dim step counts."""
@@ -85,8 +108,7 @@ class ShardOptimizer:
         if shape:
             return torch.zeros_like(shard, requires_grad=False)
         # The count is on the host, unless a fused kernel reads it.
-        is_fused = any(group.get("fused") for group in self.inner.param_groups)
-        return torch.zeros((), dtype=dtype, device=shard.device if is_fused else "cpu")
+        return torch.zeros((), dtype=dtype, device=shard.device if self._is_fused() else "cpu")
 
 
 def build_optimizer(model: nn.Module, options: RunOptions, *, writes_copies: bool = False) -> ShardOptimizer:

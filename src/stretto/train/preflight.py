@@ -8,18 +8,23 @@ from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
 from stretto.train.dlrm.preflight import check_dlrm
 from stretto.train.gpt.preflight import check_gpt
-from stretto.train.launch import check_started_ranks, resolve_device
+from stretto.train.launch import resolve_device
+from stretto.train.launch.elastic import fit_started_ranks, resume_job
 from stretto.train.observe.metrics import METRICS_FILE, has_history, read_steps, require_loggers
 from stretto.train.path_checks import check_folder
+from stretto.train.smaller_grids import check_smaller_grids
 
 
 def preflight(config: AnyConfig) -> AnyConfig:
     """Check that a run can start. Returns the configuration with `device` decided.
 
+    In a rank that torchrun has started, that is on the grid for as many ranks as there are, and it resumes what the job
+    has trained before (`launch.elastic`).
+
     Raises ValueError with the option, its value, the rule, and what would do.
     """
-    check_started_ranks(config)
-    config = resolve_device(config)
+    whole = config
+    config = resume_job(resolve_device(fit_started_ranks(config)))
     check_folder(config.out)
     require_loggers(config.train)
     match config:
@@ -29,6 +34,7 @@ def preflight(config: AnyConfig) -> AnyConfig:
             metadata = check_dlrm(config)
         case _:
             raise TypeError(f"there is nothing to train a {type(config).__name__} with")
+    check_smaller_grids(whole.model_copy(update={"device": config.device}))
     if metadata is not None and has_history(config.out, metadata.step):
         deque(read_steps(config.out / METRICS_FILE), maxlen=0)  # raises for a line that cannot be kept
     return config

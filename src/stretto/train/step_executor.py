@@ -26,14 +26,14 @@ class StepFunctions:
     """What a step computes.
 
     compute_loss: takes the tensors of a micro-batch and returns its part of the step's loss, a 0-dim tensor with a
-    graph. update: takes the learning rate, updates the parameters from their gradients, drops the gradients, and
-    returns the gradient's norm, a 0-dim tensor. Neither may wait for the GPU. scale_loss: multiplies a loss before its
-    backward pass.
+    graph. update: takes the learning rate and the step's loss (0-dim, unscaled), updates the parameters from their
+    gradients, drops the gradients, and returns the gradient's norm, a 0-dim tensor. Neither may wait for the GPU.
+    scale_loss: multiplies a loss before its backward pass.
     """
 
     model: nn.Module
     compute_loss: Callable[..., Tensor]
-    update: Callable[[float | Tensor], Tensor]
+    update: Callable[[float | Tensor, Tensor], Tensor]
     scale_loss: Callable[[Tensor], Tensor] | None = None
 
 
@@ -87,7 +87,7 @@ class AccumulatingExecutor(StepExecutor):
                 loss = functions.compute_loss(*micro_batch)
                 (loss if functions.scale_loss is None else functions.scale_loss(loss)).backward()
             total += loss.detach()
-        return total, functions.update(lr)
+        return total, functions.update(lr, total)
 
     def close(self) -> None:
         self._functions = None  # they usually refer to the executor's owner: no cycle keeps the model in memory
@@ -123,7 +123,7 @@ class PipelineExecutor(StepExecutor):
             raise ValueError("this executor was closed")
         call = self._arguments(*batch)
         loss = self._pipeline.step(seed=dropout_seed, scale_loss=functions.scale_loss, **call)
-        return loss, functions.update(lr)
+        return loss, functions.update(lr, loss)
 
     def close(self) -> None:
         self._functions = None

@@ -69,6 +69,7 @@ class StoredOptimizer:
         dtype: torch.dtype = torch.bfloat16,
         options: StateOptions | None = None,
         loss_scale: LossScaleOptions | None = None,
+        skips_nonfinite: bool = False,
     ) -> None:
         self.name, self.dtype = name, dtype
         options = options or StateOptions("host")
@@ -105,6 +106,7 @@ class StoredOptimizer:
             communicator,
             clip=None if clip is None else lambda norm: clip_scale(norm, clip),
             loss_scale=self.loss_scale,
+            skips_nonfinite=skips_nonfinite,
         )
         self._take_over(model)
         self.store.prepare()
@@ -142,11 +144,12 @@ class StoredOptimizer:
             module._apply(convert, recurse=False)
         self._pointers = [local(parameter).data_ptr() for parameter in self.parameters.values()]
 
-    def step(self, lr: float | Tensor) -> Tensor:
+    def step(self, lr: float | Tensor, loss: Tensor | None = None) -> Tensor:
         """Update the parameters at learning rate `lr`, and drop the gradients. Returns the gradient's norm. Collective.
 
-        The norm is fp64, 0-dim, before clipping. Raises ValueError if the model was converted after this optimizer was
-        made.
+        The norm is fp64, 0-dim, before clipping. loss: 0-dim, the same on all ranks; with `skips_nonfinite`, nothing is
+        updated where it or the norm is not finite, as the device decides. Raises ValueError if the model was converted
+        after this optimizer was made.
         """
         for (name, parameter), pointer in zip(self.parameters.items(), self._pointers, strict=True):
             if local_shard(parameter).data_ptr() != pointer:
@@ -154,7 +157,7 @@ class StoredOptimizer:
                     f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
                     "update the old numbers: make the optimizer afterwards"
                 )
-        norm = self.store.step(lr)
+        norm = self.store.step(lr, loss)
         # Kernels of the store do not count versions, which tell that gathered weights are stale.
         torch.autograd.graph.increment_version(list(self.parameters.values()))
         return norm
@@ -188,6 +191,12 @@ class StoredOptimizer:
         """This rank's shard of a parameter's fp32 weight."""
         return self.store.weight(self._numbers[name])
 
+    def masters_on_device(self) -> dict[str, Tensor]:
+        """The fp32 weights that lie on the device beside the weights that are computed with, by name."""
+        store = self.store
+        has_any = self.options.location == "device" and MASTER in store.residence.arrays
+        return {name: self.weight(name) for name in self.parameters} if has_any else {}
+
     def state(self, name: str) -> dict[str, Any]:
         """The state of one parameter, by key: tensors like its shard, and 0-dim ones. Empty before its first step."""
         return self.store.state(self._numbers[name])
@@ -211,6 +220,7 @@ def build_store(
     *,
     clip: Callable[[Tensor], Tensor] | None = None,
     loss_scale: LossScale | None = None,
+    skips_nonfinite: bool = False,
 ) -> OptimizerStateStore:
     """The store of these parameters, with its state where `options` has it."""
     sizes = [parameter.shape.numel() for parameter in parameters]
@@ -243,6 +253,7 @@ def build_store(
         communicator,
         clip=clip,
         loss_scale=loss_scale,
+        skips_nonfinite=skips_nonfinite,
     )
 
 
@@ -335,6 +346,7 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> Stor
         dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[run.dtype],
         options=run.state,
         loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
+        skips_nonfinite=run.skips_nonfinite,
     )
 
 

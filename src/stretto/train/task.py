@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.parallel import Grid
@@ -36,9 +37,12 @@ class TrainTask(ABC):
         Collective. Does not wait for the device.
         """
 
-    def start(self) -> None:
-        """Load the weights that training starts from, where they are not random. Not called in a run that resumes."""
-        return
+    def start(self) -> Path | None:
+        """Load the weights that training starts from, where they are not random, and return the file that they are of.
+
+        Not called in a run that resumes.
+        """
+        return None
 
     @abstractmethod
     def resume(self, checkpoint: Path) -> int:
@@ -59,6 +63,22 @@ class TrainTask(ABC):
     @abstractmethod
     def num_parameters(self) -> int:
         """Count the parameters of the whole model."""
+
+    @abstractmethod
+    def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
+        """Read this rank's part of a step's batch once more, as arrays by name, with the numbers of its samples."""
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model's parameters that this rank has, by name."""
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """The parameters of which other ranks may hold the same shards: DTensors, or tensors that all ranks hold."""
+        return self.weights()
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """This rank's shards of fp32 weights beside those of `replicated`, by name, where they lie on the device."""
+        return {}
 
     def full_rate(self) -> float | None:
         """Tokens (or samples) per second if all ranks computed at their peak FLOP/s; None if that is unknown."""

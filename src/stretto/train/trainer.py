@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import torch.distributed as dist
 from stretto.axes import NAMES
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
-from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint.integrity import DamagedError
+from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.resuming import start_from_newest
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
@@ -26,14 +30,24 @@ from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
 from stretto.train.health import Heartbeat, beating, flight_recorder, note, phase
 from stretto.train.launch import resolve_device
+from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
-from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_loggers, write_summary
+from stretto.train.nonfinite import require_finite_start, save_batch
+from stretto.train.observe.metrics import (
+    SUMMARY_FILE,
+    CorruptionError,
+    DivergenceError,
+    MetricsLog,
+    require_loggers,
+    write_summary,
+)
 from stretto.train.observe.progress import Display, ProgressReporter, open_reporter
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
 from stretto.train.observe.tracing import StepTracer, steps_to_trace
 from stretto.train.optimizer import scheduled_rate
+from stretto.train.replicas import ReplicaCheck
 from stretto.train.task import TrainTask
 
 logger = logging.getLogger(__name__)
@@ -76,15 +90,9 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     """Run the whole training on a grid: resume, train all steps, and write the summary."""
     is_first = dist.get_rank() == 0
-    note("build")
-    resumed_from = find_checkpoint(config.out, config.train.resume)
-    task = _make_task(config, grid)
-    start = 0
-    note("load")
-    if resumed_from is None:
-        task.start()
-    else:
-        start = task.resume(resumed_from)
+    resumed_from, (task, start) = start_from_newest(
+        config.out, config.train.resume, lambda checkpoint: _start_task(config, grid, checkpoint)
+    )
     if start >= config.train.steps:
         if is_first:
             logger.warning(
@@ -110,6 +118,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                     options=config.model_dump(mode="json"),
                 )
             )
+            mark_begun(config.out, start)
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
@@ -123,6 +132,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             )
         )
         task.before_update = saver.wait_on_device
+        replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
         ranks = grid.size("world")
         recorder = StepRecorder(
             config.items_a_step,
@@ -132,6 +142,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             ranks=ranks,
             full_rate=task.full_rate(),
             skips_overflows=task.skips_overflows,
+            skips_nonfinite=config.train.on_nonfinite == "skip",
+            on_nonfinite=partial(_look_at_nonfinite, task, replicas),
         )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
@@ -143,18 +155,39 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         if Heartbeat.running is not None:
             Heartbeat.running.begin_steps(grid.device.type)
         try:
-            bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer)
+            bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)
         except DivergenceError as error:
             last = start if recorder.last is None else recorder.last.step
             with suppress(OSError):  # the divergence comes first
                 saver.wait()  # every rank has diverged: the checkpoint that is being written may be the one to name
             raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
+        except CorruptionError as error:
+            with suppress(OSError):
+                saver.wait()  # the checkpoint that is being written was verified
+            raise CorruptionError(f"{error}; {_where_it_was_verified(config)}", error.ranks) from None
         peak_memory = _peak_memory(grid)
         if is_first:
             about = {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent}
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             expected = {} if predicted is None else {"predicted": predicted}
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
+            if recorder.last is not None and recorder.last.step == config.train.steps:
+                mark_ended(config.out)
+
+
+def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple[TrainTask, int]:
+    """Build the task, and load a checkpoint, if there is one. Returns the task, and the step after which it starts."""
+    note("build")
+    task = _make_task(config, grid)
+    note("load")
+    try:
+        start, weights_file = (0, task.start()) if checkpoint is None else (task.resume(checkpoint), checkpoint)
+        if weights_file is not None:
+            require_finite_start(task, weights_file)
+    except DamagedError:
+        task.close()
+        raise
+    return task, start
 
 
 def _make_task(config: JobConfig, grid: Grid) -> TrainTask:
@@ -186,7 +219,7 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
     device = task.grid.device
     return {
         "steps": recorder.last.step,
-        "loss": recorder.last.loss,
+        "loss": recorder.last.as_line()["loss"],
         **recorder.last.evaluation,
         "seconds": recorder.seconds(),
         f"{task.config.unit}_per_second": recorder.rate(),
@@ -213,8 +246,12 @@ def _train_steps(
     recorder: StepRecorder,
     reporter: ProgressReporter,
     tracer: StepTracer,
+    replicas: ReplicaCheck | None,
 ) -> dict[str, int]:
-    """Run all steps after `start`, with checkpoints. Returns the bytes that a rank sends in a step, by axis."""
+    """Run all steps after `start`, with checkpoints. Returns the bytes that a rank sends in a step, by axis.
+
+    Weights are verified before they are saved, so that no checkpoint is newer than the last step that was verified.
+    """
     options = task.config.train
     # The second step's bytes are counted: the first one also sends what is sent only once.
     counted = min(start + 2, options.steps)
@@ -238,7 +275,10 @@ def _train_steps(
             stop.request()  # all ranks end after the same step, in `save`
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
-        if is_due or is_stopping or step == options.steps:
+        saves = is_due or is_stopping or step == options.steps
+        if replicas is not None and (saves or step % (options.verify_steps or 1) == 0):
+            replicas.check(step)
+        if saves:
             recorder.flush()
             note("save", step)
             last = recorder.last
@@ -251,6 +291,23 @@ def _train_steps(
             break
     tracer.finish()
     return bytes_sent
+
+
+def _look_at_nonfinite(task: TrainTask, replicas: ReplicaCheck | None, step: int) -> str:
+    """Save the batch of a step that is not finite. If that comes from one rank's weights, raise CorruptionError."""
+    where = save_batch(task, step)
+    if replicas is not None:
+        replicas.check(step)
+    return where
+
+
+def _where_it_was_verified(config: JobConfig) -> str:
+    """Say whether the newest checkpoint holds weights that were compared before they were saved."""
+    newest = newest_checkpoint(config.out)
+    if newest is None:
+        return "there is no checkpoint of verified weights"
+    was_verified = read_metadata(newest).run.get("train", {}).get("verify_steps") is not None
+    return f"the weights of {newest} were {'' if was_verified else 'not '}verified before they were saved"
 
 
 def _how_to_continue(config: JobConfig, last: int, resumed_from: Path | None, start: int) -> str:

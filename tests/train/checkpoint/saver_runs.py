@@ -77,7 +77,8 @@ def change_while_it_is_written(out: Path, grid: dict[str, int], is_async: AsyncS
         changed.set()
     load_checkpoint(checkpoint_path(out, 1), model, optimizer)
     after = whole(model)
-    return {name: float((after[name] - values).abs().max()) for name, values in before.items()}
+    differences = {name: float((after[name] - values).abs().max()) for name, values in before.items()}
+    return differences | {"memory of copies": saver.staging.num_bytes}
 
 
 def save_three_times(out: Path) -> list[str]:

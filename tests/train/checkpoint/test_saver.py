@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def test_a_checkpoint_has_the_state_of_its_step_whatever_follows(
 ) -> None:
     grid = {"data": 2, "x": 2}
     for differences in ranks(4).run(saver_runs.change_while_it_is_written, tmp_path, grid, is_async):
+        assert bool(differences.pop("memory of copies")) == is_async
         assert differences
         assert set(differences.values()) == {0.0}
 
@@ -49,13 +51,16 @@ def test_a_save_returns_before_it_is_written_and_waits_for_the_one_before(ranks:
 
 
 def test_several_writers_and_ranks_write_each_tensor_once(ranks: MakeRanks, tmp_path: Path) -> None:
-    ranks(2).run(saver_runs.change_while_it_is_written, tmp_path, {"data": 2}, True)
+    found = ranks(2).run(saver_runs.change_while_it_is_written, tmp_path, {"data": 2}, True)
     path = checkpoint_path(tmp_path, 1)
     files = sorted(file.name for file in path.glob("*.distcp"))
     assert files == ["__0_0.distcp", "__0_10.distcp", "__1_0.distcp", "__1_10.distcp"]
     entries = read_metadata(path).tensors
     assert all(read_tensor(path, entry).shape == entry.shape for entry in entries.values())
     assert all(len(entry.chunks) == 1 for entry in entries.values())
+    memory = [differences.pop("memory of copies") for differences in found]
+    assert sum(memory) == sum(prod(entry.shape) * entry.itemsize for entry in entries.values())
+    assert max(memory) < 0.6 * sum(memory)
 
 
 def test_the_rank_with_the_fewest_bytes_writes_a_box_that_several_hold() -> None:
@@ -153,6 +158,12 @@ def test_a_disk_that_fills_up_ends_all_ranks_after_one_step_and_leaves_nothing(
     assert len(runs.metrics_of(out)) < 10
     # The fourth step's may be written before the fifth step, or fail.
     assert [name for name in names(out) if name != "step-00000004"] == (["step-00000002"] if step > 1 else [])
+
+
+def test_a_save_that_has_failed_ends_the_run_before_the_next_one(ranks: MakeRanks, tmp_path: Path) -> None:
+    config = runs.configure(tmp_path / "run", "ranks=2", "grid.data=2", "train.steps=100", "train.checkpoint_every=40")
+    assert {kind for kind, _ in ranks(2).run(saver_runs.train_until_full, config, 1, 1)} == {"NoSpaceError"}
+    assert 40 <= len(runs.metrics_of(tmp_path / "run")) < 80
 
 
 # --- ends

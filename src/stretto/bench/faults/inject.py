@@ -21,7 +21,7 @@ from typing import Any
 from stretto.bench.faults.plan import Fault, Job, message_of
 from stretto.bench.faults.sockets import descriptors_to_peer
 from stretto.train.checkpoint.folders import checkpoints_by_step
-from stretto.train.checkpoint.storage import AtomicWriter
+from stretto.train.checkpoint.writing import CheckpointWriter
 from stretto.train.config.options import JobConfig
 from stretto.train.data import Sampler
 from stretto.train.gpt.task import GPTTask
@@ -67,8 +67,8 @@ class Injector:
             (GPTTask, "_arguments", "forward"),
             (GPTTask, "_update", "update"),
             (GPTTask, "evaluate", "evaluate"),
-            (AtomicWriter, "write_data", "save"),
-            (AtomicWriter, "finish", "commit"),
+            (CheckpointWriter, "write_data", "save"),
+            (CheckpointWriter, "finish", "commit"),
         ):
             setattr(owner, name, self._reaching(place, getattr(owner, name)))
         GPTTask.step = self._counting(GPTTask.step)  # type: ignore[method-assign]

@@ -5,13 +5,17 @@
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.faults.plan import Fault, Job, message_of
+from stretto.bench.faults.plan import START_LIMIT, STARTING, STEPPING, Fault, Job, message_of
 from stretto.bench.faults.settings import KINDS
 
+IN_STEP = ("data", "forward", "update", "evaluate")
+"""Places at which a rank is in its step. A thread may still write the checkpoint of an earlier one."""
 LOSS_TOLERANCE = 1e-6
 """The largest difference of a loss from the undisturbed run's."""
 
@@ -52,7 +56,11 @@ def judge(
         until = min((line["time"] for line in fired.values() if line["number"] > fault.number), default=float("inf"))
         own = [naming for naming in namings if happened["time"] < naming.time <= until]
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
-        problems = [*_judge_naming(fault, happened, own, limit)]
+        allowed = max(limit, START_LIMIT) if fault.place in STARTING else limit
+        problems = [*_judge_naming(fault, happened, own, allowed)]
+        if fault.kind in ("stop", "loop") and fault.place in STEPPING:
+            folders = [stall["files"] for stall in recorded["stalls"] if happened["time"] < stall["time"] <= until]
+            problems += _judge_evidence(folders[-1] if folders else [], math.prod(job.grid.values()))
         if gave_up:
             problems.append("the job hung and was killed by this bench")
         if any(naming.has_ended for naming in own):
@@ -123,9 +131,18 @@ def _judge_naming(fault: Fault, happened: Mapping[str, Any], namings: Sequence[N
         yield f"its kind was not named: {first.kind}, {first.text.splitlines()[0]}"
     if not is_rank_named(fault, first):
         yield f"rank {fault.rank} failed, and rank {first.rank} was named: {first.text.splitlines()[0]}"
+    if fault.kind in ("stop", "loop") and fault.place in IN_STEP and not is_place_named(happened["step"], first):
+        yield f"host and step {happened['step']} were not named: {first.text.splitlines()[0]}"
     others = [naming for naming in namings[1:] if not naming.has_ended]
     if others:
         yield f"{len(others)} more failures were named, and nothing had happened: {others[0].text.splitlines()[0]}"
+
+
+def _judge_evidence(files: Sequence[str], ranks: int) -> Iterator[str]:
+    """What is missing among the files of a stall: the report, and each rank's stack."""
+    wanted = ["report.txt", *(f"rank-{rank}-stack.txt" for rank in range(ranks))]
+    if missing := [name for name in wanted if name not in files]:
+        yield f"out/stalls/ lacks {', '.join(missing)}"
 
 
 def is_kind_named(fault: Fault, naming: Naming) -> bool:
@@ -147,14 +164,25 @@ def is_kind_named(fault: Fault, naming: Naming) -> bool:
     raise ValueError(f"there is no fault of kind {fault.kind!r}")
 
 
+def is_place_named(step: int, naming: Naming) -> bool:
+    """Whether the host was named, and the step, or the one before, which a rank may not have left yet."""
+    found = re.search(r"\bstep (\d+)", naming.text)
+    return "host " in naming.text and found is not None and int(found[1]) in (step - 1, step)
+
+
 def is_rank_named(fault: Fault, naming: Naming) -> bool:
     """Whether the right rank was named: both ends of a connection; of a full disk, which all ranks write to, any."""
     if fault.kind == "disk":
         return True
     if fault.kind == "connection":
-        words = naming.text.replace(",", " ").split()
-        return all(str(rank) in words for rank in (fault.rank, fault.peer))
+        return _ranks_of(naming.text) == {fault.rank, fault.peer}
     return naming.rank == fault.rank
+
+
+def _ranks_of(text: str) -> set[int]:
+    """The ranks of which the first clause of a message says something: "ranks 1 and 2 lost their connection: ..."."""
+    lists = re.findall(r"\branks? (\d+(?:(?:, | and | and rank )\d+)*)", text.partition(": ")[0])
+    return {int(number) for found in lists for number in re.findall(r"\d+", found)}
 
 
 def _describe_restart(

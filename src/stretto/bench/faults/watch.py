@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one job with faults, and records what it says and does: `python -m stretto.bench.faults.watch FOLDER`.
 
-It is started in a mount namespace of its own (`isolated`): the job's disk, /dev/shm and folder for temporary files are
+It is started in a mount namespace of its own (`isolation`): the job's disk, /dev/shm and folder for temporary files are
 no one else's. It starts the training command again as often as it ends before the last step, which a command that
 restarts by itself never does. What was recorded goes to recorded.json.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,29 @@ MOST_COMMANDS = 30  # of a job: more would not get it any further
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. "
 
 
-def isolated(command: list[str]) -> list[str]:
-    """The command that runs another one in a mount namespace of its own, in which it may mount file systems."""
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", *user, "--mount", "--", *command]
+@cache
+def isolation() -> tuple[str, ...]:
+    """The beginning of commands that run in a mount namespace of their own, in which they may mount file systems.
+
+    Raises ValueError where this user may not have one.
+    """
+    why = ""
+    for options in ((), ("--user", "--map-root-user")):  # root needs no user namespace, and may not be allowed one
+        command = ("unshare", *options, "--mount", "--")
+        try:
+            tried = subprocess.run(
+                [*command, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, text=True
+            )
+        except FileNotFoundError:
+            why = "there is no command unshare"
+            break
+        if not tried.returncode:
+            return command
+        why = tried.stderr.strip()
+    raise ValueError(
+        "each job gets a disk and /dev/shm of its own, for which processes must be root's, or be allowed to make user "
+        f"namespaces: {why}"
+    )
 
 
 def write_job(folder: Path, job: Job, timeout: float) -> None:
@@ -92,6 +112,25 @@ class _Lines:
         return False
 
 
+class _Journal(_Lines):
+    """The lines of restarts.jsonl, which is replaced when one is added, or changed: each as it was last."""
+
+    _seen: tuple[int, int] | None = None
+
+    def poll(self) -> bool:
+        """Read the file if it was replaced; whether there are new lines."""
+        with suppress(FileNotFoundError):
+            status = self._path.stat()
+            if self._seen != (status.st_ino, status.st_mtime_ns):
+                self._seen = (status.st_ino, status.st_mtime_ns)
+                now, before = time.monotonic(), len(self.lines)
+                times = [at for at, _ in self.lines]
+                lines = self._path.read_text(encoding="utf-8").splitlines()
+                self.lines = list(zip([*times, *[now] * (len(lines) - before)], lines, strict=True))
+                return len(lines) > before
+        return False
+
+
 class Watcher:
     """Runs the commands of one job under observation."""
 
@@ -101,7 +140,7 @@ class Watcher:
         self._config = json.loads((folder / CONFIG_FILE).read_text())
         self._out = Path(self._config["out"])
         self._screen = _Lines(folder / "screen.txt")
-        self._restarts = _Lines(self._out / "restarts.jsonl")
+        self._restarts = _Journal(self._out / "restarts.jsonl")
         self._events = _Lines(folder / EVENTS_FILE)
         self._ended = _Lines(folder / ENDED_FILE)
         self._seen: set[int] = set()  # processes of ranks
@@ -127,6 +166,7 @@ class Watcher:
             "stale": self._stale,
             "fired": [json.loads(path.read_text()) for path in sorted(self._folder.glob("fired-*.json"))],
             "metrics": _read_losses(self._out / "metrics.jsonl"),
+            "stalls": self._list_stalls(),
             "left": self._list_leftovers(),
         }
 
@@ -228,6 +268,17 @@ class Watcher:
                 with suppress(OSError):
                     state = status.read_text().split("State:", 1)[1].split("\n", 1)[0].strip()
                     file.write(f"process {process}, rank {environment.get('RANK')}: {state}\n")
+
+    def _list_stalls(self) -> list[dict[str, Any]]:
+        """The folders of evidence on ranks that were stuck: when each was made, and its files that are not empty."""
+        offset = time.monotonic() - time.time()
+        return [
+            {
+                "time": folder.stat().st_mtime + offset,
+                "files": sorted(path.name for path in folder.iterdir() if path.stat().st_size),
+            }
+            for folder in sorted((self._out / "stalls").glob("*/"))
+        ]
 
     def _list_leftovers(self) -> dict[str, list[str]]:
         """What the job has left behind: processes, files in /dev/shm, temporary and partial files."""

@@ -12,6 +12,7 @@ from stretto.bench.collectives.settings import AblationsSetting, BackendSetting,
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.experts.settings import ExpertsSetting, MoeLayersSetting
 from stretto.bench.faults.settings import FaultsSetting
+from stretto.bench.flips import FlipsSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
@@ -20,6 +21,7 @@ from stretto.bench.plan.settings import (
     SchedulesSetting,
     read_predictions,
 )
+from stretto.bench.saves.settings import SavesSetting
 from stretto.bench.training.settings import (
     BlocksSetting,
     ChunksSetting,
@@ -213,6 +215,17 @@ def offload(setting: OffloadSetting, out: Path) -> Any:
     return bench_offload(setting, out)
 
 
+@bench_command("saves", SavesSetting, needs=Needs.ONE_GPU)
+def saves(setting: SavesSetting, out: Path) -> Any:
+    """What a checkpoint adds to a step, its copy beside the host link, its writers; with --kills N, kill -9 meanwhile.
+
+    --kills runs on processes of the CPU alone, and needs no GPU.
+    """
+    from stretto.bench.saves.run import bench_saves
+
+    return bench_saves(setting, out)
+
+
 @bench_command("recompute", RecomputeSetting)
 def recompute(setting: RecomputeSetting, out: Path) -> Any:
     """Recomputation that sends activations again, and that keeps them, over slow links between processes of the CPU."""
@@ -375,3 +388,11 @@ def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
     from stretto.bench.messages.run import bench_messages
 
     return bench_messages(ranks, setting, out)
+
+
+@bench_command("flips", FlipsSetting)
+def flips(setting: FlipsSetting, out: Path) -> Any:
+    """Flip random bits of checkpoints and exported weights, one at a time: each is to be found, by name (no GPU)."""
+    from stretto.bench.flips import bench_flips
+
+    return bench_flips(setting, out)

@@ -8,9 +8,9 @@ A step, of which only the first two lines happen in the backward pass:
     `finish`     the backward pass has ended: the all-reduces of all other chunks start
     `step`       for each chunk: wait for its all-reduce; for each of its buckets: fetch, update, return the state
 
-Without clipping and loss scaling, a chunk's buckets are updated as soon as its own all-reduce is done, while those of
-later chunks travel (Singh, section 3.3.3). Clipping and the check for overflows need the norm of all gradients first:
-then states are fetched while gradients are summed, and the updates wait (`StepOrder`).
+Without clipping, loss scaling and skips, a chunk's buckets are updated as soon as its own all-reduce is done, while
+those of later chunks travel (Singh, section 3.3.3). Clipping and the check for overflows or NaN need the norm of all
+gradients: then states are fetched while gradients are summed, and the updates wait (`StepOrder`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -98,13 +98,14 @@ class OptimizerStateStore:
         *,
         clip: Callable[[Tensor], Tensor] | None = None,
         loss_scale: LossScale | None = None,
+        skips_nonfinite: bool = False,
     ) -> None:
         self.parameters, self.layout = tuple(parameters), layout
         self.device = device
         self.weights = torch.zeros(layout.size, dtype=dtypes[0], device=device)
         self.gradients = torch.empty(0, dtype=dtypes[1], device=device)
         self.update, self.residence, self.communicator = update, residence, communicator
-        self.clip, self.loss_scale = clip, loss_scale
+        self.clip, self.loss_scale, self.skips_nonfinite = clip, loss_scale, skips_nonfinite
         self.histories = [0] * len(self.parameters)
         self._history: dict[int, History] = {0: History()}
         decays = {layout.places[index].segment: own.weight_decay for index, own in enumerate(self.parameters)}
@@ -118,7 +119,8 @@ class OptimizerStateStore:
     @property
     def step_order(self) -> StepOrder:
         """In which order buckets are updated."""
-        return StepOrder.CHUNK_BY_CHUNK if self.clip is self.loss_scale is None else StepOrder.AFTER_NORM
+        needs_norm = self.clip is not None or self.loss_scale is not None or self.skips_nonfinite
+        return StepOrder.AFTER_NORM if needs_norm else StepOrder.CHUNK_BY_CHUNK
 
     def prepare(self) -> None:
         """Allocate gradients, and what the weights have not needed so far."""
@@ -184,11 +186,12 @@ class OptimizerStateStore:
     # The step.
 
     @torch.no_grad()
-    def step(self, lr: float | Tensor) -> Tensor:
+    def step(self, lr: float | Tensor, loss: Tensor | None = None) -> Tensor:
         """Update all parameters that have a gradient, at learning rate `lr`. Returns the gradient's global 2-norm.
 
-        The norm is fp64, 0-dim, on the device, before clipping; that of an overflow is not finite. Collective. It does
-        nothing if no parameter has a gradient. RuntimeError before `finish`, after gradients have been added.
+        The norm is fp64, 0-dim, on the device, before clipping; that of an overflow is not finite. loss: 0-dim, the
+        same on all ranks; with `skips_nonfinite`, nothing is updated where it or the norm is not finite. Collective. It
+        does nothing if no parameter has a gradient. RuntimeError before `finish`, after gradients have been added.
         """
         if self._step.present and not self._step.started:
             raise RuntimeError(
@@ -226,6 +229,8 @@ class OptimizerStateStore:
                 is_overflow = ~norm.isfinite()
                 skip += is_overflow
                 self.loss_scale.update(is_overflow)
+            if self.skips_nonfinite:
+                skip += ~norm.isfinite() if loss is None else ~(norm.isfinite() & loss.isfinite())
             self._begin_update(lr, scale, skip)
             for bucket in buckets:
                 self._update(bucket)

@@ -5,16 +5,20 @@ A mixture of experts has one tensor for each expert and projection in its file, 
 transformers' model. A rank reads the experts and the rows and columns that it holds, and nothing else.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stretto.pretrained import FP8_BLOCK
+from stretto.train.checkpoint.safetensors_checksums import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _FP8 = "F8_E4M3"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # those that Stretto writes
+_BYTES_AT_ONCE = 1 << 26
 
 
 class FileTensor(Protocol):
@@ -48,6 +52,31 @@ class PlainTensor:
 
     def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
         values.copy_(self.read(offsets, values.shape))
+
+
+@dataclass(frozen=True)
+class CheckedTensor(PlainTensor):
+    """A tensor of a file that has checksums: the blocks that are read are checked. stored: where its bytes are."""
+
+    stored: StoredTensor
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> "Tensor":
+        import torch
+
+        dtype = getattr(torch, _DTYPES[self.stored.dtype])
+        shape = self.stored.shape or (1,)
+        # Rows at a time, so that a rank that reads a few columns of each takes little memory.
+        row = math.prod(shape[1:]) * dtype.itemsize
+        values = torch.empty(tuple(sizes) or (1,), dtype=dtype)
+        first = offsets[0] if offsets else 0
+        at_once = max(1, _BYTES_AT_ONCE // max(1, row))
+        box = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
+        for begin in range(0, len(values), at_once) if values.numel() else ():
+            end = min(begin + at_once, len(values))
+            content = self.stored.read((first + begin) * row, (first + end) * row)
+            rows = torch.frombuffer(content, dtype=dtype).view(end - begin, *shape[1:])
+            values[begin:end] = rows[(slice(None), *box)]
+        return values.view(tuple(sizes))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,18 @@ import logging
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 
+from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.torch_format import read_index
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
+# What this process and those that it starts have said of checkpoints: they inherit it. Checksums of the texts.
+_SAID = "STRETTO_SAID_OF_CHECKPOINTS"
 
 
 def checkpoint_path(out: Path, step: int) -> Path:
@@ -53,25 +57,53 @@ def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
 def newest_checkpoint(out: Path, *, before: Path | None = None) -> Path | None:
     """Find the newest complete checkpoint of the run in `out`, older than `before` if that is given, or None.
 
-    Incomplete checkpoints are reported and skipped.
+    Incomplete checkpoints are reported and skipped; each is reported once by a command, whichever of its processes
+    finds it.
     """
     for path in reversed(checkpoints_by_step(out)):
         if before is not None and step_of(path) >= step_of(before):
             continue
         if fault := _fault(path):
-            logger.warning("passing over a checkpoint that cannot be used: %s", fault)
+            warn_once(f"passing over a checkpoint that cannot be used: {fault}")
         else:
             return path
     return None
 
 
+def checkpoint_before(path: Path) -> Path | None:
+    """Find the newest complete checkpoint of the same run that is older than the one at `path`, or None."""
+    if not is_checkpoint_name(path.name) or path.parent.name != "checkpoints":
+        return None
+    return newest_checkpoint(path.parent.parent, before=path)
+
+
+def advise_checkpoint_before(before: Path | None) -> str:
+    """Say what to do about a damaged checkpoint, of which `before` is the one before."""
+    if before is None:
+        return "there is no checkpoint before it; train.resume='none' starts anew, and sets it aside"
+    return f"the checkpoint before it is {before}: continue with --set train.resume={before}"
+
+
+def warn_once(text: str) -> None:
+    """Log a warning about a checkpoint, on rank 0, unless this process or one that has started it has logged it."""
+    key, said = f"{zlib.crc32(text.encode(errors='surrogateescape')):08x}", os.environ.get(_SAID, "").split()
+    if key not in said and os.environ.get("RANK", "0") == "0":
+        logger.warning("%s", text)
+        os.environ[_SAID] = " ".join([*said, key])
+
+
 def resolve_checkpoint(folder: Path) -> Path:
     """Find the checkpoint that a folder means: itself, or the newest complete one if it is a run's folder.
 
-    Raises ValueError when there is none.
+    Raises ValueError when there is none. Of a damaged checkpoint, the error names the one before.
     """
     if not (folder / "checkpoints").is_dir():
-        read_index(folder)
+        try:
+            read_index(folder)
+        except DamagedError as error:
+            if (before := checkpoint_before(folder)) is None:
+                raise
+            raise DamagedError(f"{error}; {advise_checkpoint_before(before)}") from error
         return folder
     if (newest := newest_checkpoint(folder)) is None:
         raise ValueError(f"the run in {folder} has no complete checkpoint")
@@ -100,7 +132,7 @@ def prepare_folder(out: Path, step: int) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete what interrupted processes left half-written or half-deleted. While no process writes a checkpoint."""
+    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing."""
     for leftover in (out / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover)
 

@@ -92,6 +92,16 @@ def crc32_beside(data: Buffer, threads: int | None = None) -> Iterator["_Pending
         yield _PendingChecksum(parts, [stop - start for start, stop in pairwise(bounds)])
 
 
+def crc32_of_blocks(data: Buffer, block: int) -> list[int]:
+    """The CRC-32 of each block of so many bytes, of which the last may have fewer."""
+    view = memoryview(data).cast("B")
+    blocks = [view[start : start + block] for start in range(0, len(view), block)]
+    if len(view) < THREADED_BYTES:
+        return [zlib.crc32(each) for each in blocks]
+    with ThreadPoolExecutor(_threads_of_rank(), thread_name_prefix="stretto-crc32") as pool:
+        return list(pool.map(zlib.crc32, blocks))
+
+
 class _PendingChecksum:
     def __init__(self, parts: Sequence["Future[int]"], lengths: Sequence[int], known: int | None = None) -> None:
         self._parts, self._lengths, self._known = parts, lengths, known

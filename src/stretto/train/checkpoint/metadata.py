@@ -180,7 +180,7 @@ def parse_metadata(file: Path, text: bytes) -> CheckpointMetadata:
 
 
 def check_files(path: Path, metadata: CheckpointMetadata) -> None:
-    """Compare each shard file's length with what the index says is in it. Raises ValueError."""
+    """Compare each shard file's length with what the index says is in it. Raises DamagedError."""
     needed: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for entry in metadata.tensors.values():
@@ -190,13 +190,13 @@ def check_files(path: Path, metadata: CheckpointMetadata) -> None:
     for name, size in sorted(needed.items()):
         file = path / name
         if not file.is_file():
-            raise ValueError(f"the checkpoint {path} is missing its file {name}")
+            raise DamagedError(f"the checkpoint {path} is missing its file {name}")
         if file.stat().st_size < size:
-            raise ValueError(
+            raise DamagedError(
                 f"the checkpoint's file {file} is truncated: {file.stat().st_size} bytes of {size} are there"
             )
         if total[name] > size:  # otherwise a small file could demand any amount of memory
-            raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
+            raise DamagedError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
 
 
 def check_description(

@@ -19,14 +19,14 @@ MOST_BYTES_AHEAD = 1 << 28  # of pieces that are read and not used yet, unless o
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A piece of a tensor: the tensor's name, for messages, and where its bytes are."""
 
     tensor: str | None
     place: StoredBox
 
 
-def read_piece(folder: Path, piece: Piece, threads: int | None = None) -> memoryview:
+def read_piece(folder: Path, piece: StoredPiece, threads: int | None = None) -> memoryview:
     """Read a piece's bytes. Raises DamagedError, which names file, tensor and bytes, if they are not what was written.
 
     threads: for the checksum; None for as many as this rank may use.
@@ -39,7 +39,7 @@ def read_piece(folder: Path, piece: Piece, threads: int | None = None) -> memory
     return content
 
 
-def check_piece(piece: Piece, content: memoryview, threads: int | None = None) -> tuple[Damage | None, Checked]:
+def check_piece(piece: StoredPiece, content: memoryview, threads: int | None = None) -> tuple[Damage | None, Checked]:
     """Check a piece's bytes. Returns what is damaged, if anything is, and how much could be checked."""
     place = piece.place
     start, stop = place.start, place.start + place.bytes
@@ -54,11 +54,12 @@ def check_piece(piece: Piece, content: memoryview, threads: int | None = None) -
     checked, fault = check_container(content, threads)
     if fault is None:
         return None, checked
-    where = start + fault.start, start + fault.stop
-    return Damage(place.file, piece.tensor, *where, fault.reason, fault.expected, fault.found), checked
+    # A damaged header may show elsewhere in the container, so all of the piece is named.
+    reason = f"{fault.reason} (bytes {start + fault.start} to {start + fault.stop})"
+    return Damage(place.file, piece.tensor, start, stop, reason, fault.expected, fault.found), checked
 
 
-def read_ahead(folder: Path, pieces: Sequence[Piece]) -> Iterator[memoryview]:
+def read_ahead(folder: Path, pieces: Sequence[StoredPiece]) -> Iterator[memoryview]:
     """Read pieces as `read_piece` does, in this order, while their user works on those before."""
     waiting: deque[tuple[int, Future[memoryview]]] = deque()
     with ThreadPoolExecutor(READERS, thread_name_prefix="stretto-read") as pool:

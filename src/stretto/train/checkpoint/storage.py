@@ -61,7 +61,7 @@ from stretto.train.checkpoint.metadata import (
     StoredFile,
     TensorEntry,
 )
-from stretto.train.checkpoint.pieces import Piece, read_ahead, read_piece
+from stretto.train.checkpoint.pieces import StoredPiece, read_ahead, read_piece
 from stretto.train.health import advance
 
 INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
@@ -291,7 +291,7 @@ class SafeReader(FileSystemReader):
             index = item.storage_index
             wanted.setdefault((index.fqn, tuple(index.offset or ())), []).append(item)
         pieces = [
-            Piece(name, chunk)
+            StoredPiece(name, chunk)
             for name, entry in self._index.tensors.items()
             for chunk in entry.chunks
             if (name, chunk.offsets) in wanted
@@ -315,7 +315,7 @@ def read_tensor(path: Path, entry: TensorEntry, name: str | None = None) -> Tens
     """
     whole = torch.empty(entry.shape, dtype=entry.torch_dtype)
     for chunk in entry.chunks:
-        piece = Piece(name, chunk)
+        piece = StoredPiece(name, chunk)
         try:
             content = read_piece(path, piece)
         except DamagedError as error:
@@ -326,7 +326,7 @@ def read_tensor(path: Path, entry: TensorEntry, name: str | None = None) -> Tens
     return whole
 
 
-def _load(path: Path, piece: Piece, entry: TensorEntry, content: memoryview) -> Tensor:
+def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryview) -> Tensor:
     """Make a piece's tensor of its bytes. Raises DamagedError if they are of something else."""
     place = piece.place
     tensor = "" if piece.tensor is None else f"{piece.tensor}, "

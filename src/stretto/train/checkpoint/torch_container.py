@@ -71,11 +71,13 @@ def check_container(content: memoryview, threads: int | None = None) -> tuple[Ch
 
 
 def _is_of_torch(content: memoryview) -> bool:
-    """Whether two of three places that torch alone writes so are as it does: one may be damaged."""
+    """Whether two of four places that torch alone writes so are as it does: one may be damaged, or the end cut off."""
     head = content[: len(_HEAD)] == _HEAD
+    name_end = 30 + int.from_bytes(content[26:28], "little")
+    padding = content[name_end : name_end + 2] == b"FB"
     end = content[-_END:][: len(_END_HEAD)] == _END_HEAD
     rest = content[-42:-38] == b"PK\6\7" and content[-22:-18] == b"PK\5\6"
-    return head + end + rest >= 2
+    return head + padding + end + rest >= 2
 
 
 def _check_records(content: memoryview) -> ContainerFault | None:
@@ -96,6 +98,8 @@ def _check_records(content: memoryview) -> ContainerFault | None:
 
 def _read_directory(content: memoryview) -> Iterator[_ZipRecord]:
     """Read names, CRCs and sizes of the records from the central directory."""
+    if len(content) < _END:
+        raise _FaultError(0, len(content), "its zip container is cut short")
     count, _, size, start = struct.unpack_from("<QQQQ", content, len(content) - _END + 24)
     stop = len(content) - _END
     if start + size != stop or count > min(size // 46, _MOST_RECORDS):

@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,19 @@ from pydantic import ValidationError
 
 from stretto.cluster import read_bounded
 from stretto.suggestions import did_you_mean
+from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import (
     MAX_METADATA_BYTES,
     METADATA_FILE,
     WITHOUT_CHECKSUMS,
     CheckpointMetadata,
+    StoredBox,
     TensorEntry,
     check_files,
     persistent_buffers,
     read_metadata,
 )
+from stretto.train.checkpoint.pieces import StoredPiece
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +84,38 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def read_pieces(path: Path) -> list[StoredPiece]:
+    """List all that a folder's index says is in its files: pieces of tensors, and objects. Raises DamagedError.
+
+    An index that contradicts itself is damaged: pieces that do not add up to a tensor, or of which one has no place.
+    """
+    file = path / INDEX_FILE
+    content = read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index")
+    try:
+        index = _IndexUnpickler(io.BytesIO(content)).load()
+        places = {(key.fqn, tuple(key.offset or ())): place for key, place in index.storage_data.items()}
+        pieces = []
+        for name, entry in index.state_dict_metadata.items():
+            if hasattr(entry, "chunks"):
+                chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+                boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+                if sum(prod(sizes) for _, sizes in boxes) != prod(entry.size):
+                    raise DamagedError(f"{file} is damaged: the pieces of {name} do not add up to its shape")
+            else:
+                boxes = [((), ())]
+            for offsets, sizes in boxes:
+                place = places[name, offsets]
+                box = StoredBox(
+                    offsets=offsets, sizes=sizes, file=place.relative_path, start=place.offset, bytes=place.length
+                )
+                pieces.append(StoredPiece(name, box))
+    except DamagedError:
+        raise
+    except Exception as error:  # whatever a damaged pickle may raise
+        raise DamagedError(f"{file} is no index of torch.distributed.checkpoint: {error}") from error
+    return pieces
+
+
 @dataclass(frozen=True)
 class _Names:
     """What the names of a folder's tensors mean: those of weights, and of the optimizer's state, to Stretto's names."""
@@ -102,10 +138,10 @@ def _read_torch_index(path: Path) -> CheckpointMetadata:
     except ValueError:
         raise
     except Exception as error:  # whatever a damaged pickle may raise
-        raise ValueError(f"{path / INDEX_FILE} is no index of torch.distributed.checkpoint: {error}") from error
+        raise DamagedError(f"{path / INDEX_FILE} is no index of torch.distributed.checkpoint: {error}") from error
     for name, entry in tensors.items():
         if fault := entry.fault():
-            raise ValueError(f"{path / INDEX_FILE} is damaged: {name} {fault}")
+            raise DamagedError(f"{path / INDEX_FILE} is damaged: {name} {fault}")
     metadata = CheckpointMetadata(
         format=WITHOUT_CHECKSUMS,
         step=0,

@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
-from stretto.train.checkpoint.file_tensors import FileTensor, PlainTensor, stack, with_scales
+from stretto.train.checkpoint.file_tensors import CheckedTensor, FileTensor, PlainTensor, stack, with_scales
 from stretto.train.checkpoint.folders import resolve_checkpoint
 from stretto.train.checkpoint.hugging_face_names import match_names
 from stretto.train.checkpoint.metadata import TensorEntry, first_difference, persistent_buffers, saved_tensors
+from stretto.train.checkpoint.safetensors_checksums import (
+    StoredTensor,
+    digits_of,
+    make_header,
+    read_header,
+    require_sealed_index,
+    seal_index,
+)
 from stretto.train.checkpoint.torch_format import read_index
 
 if TYPE_CHECKING:
@@ -107,7 +115,7 @@ def _write_files(path: Path, file: Path, weights: Mapping[str, _Weight], max_fil
     index = file.with_name(f"{file.name}.index.json")
     weight_map = {tensor: name for name, part in zip(files, parts, strict=True) for tensor in part}
     total = sum(weight.num_bytes for weight in weights.values())
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    index.write_bytes(seal_index({"metadata": {"total_size": total}, "weight_map": weight_map}))
     return [*(file.with_name(name) for name in files), index]
 
 
@@ -181,8 +189,9 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
     block of 128 x 128 is dequantized. Persistent buffers are filled too. Layers that predict further tokens
     (`num_nextn_predict_layers`), which transformers' model does not have, are dropped with a warning.
 
-    Raises ValueError, before anything is changed, for a file that is not safetensors, and for the first parameter that
-    is missing, unexpected or of another shape.
+    Of files that Stretto has written, what is read is checked. Raises DamagedError, with the parameters filled in part,
+    where it is not what was written; and ValueError, before anything is changed, for a file that is not safetensors,
+    and for the first parameter that is missing, unexpected or of another shape.
     """
     import torch
 
@@ -211,12 +220,13 @@ def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Fi
 
     with ExitStack() as files:
         opened: dict[str, PlainTensor] = {}
-        for part in _files_of(file):
+        for part in files_of_index(file):
             try:
+                stored = read_header(part)
                 content = files.enter_context(safe_open(part, framework="pt", device="cpu"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{part} cannot be read as safetensors: {error}") from error
-            opened |= {name: PlainTensor(content.get_slice(name)) for name in content.keys()}  # noqa: SIM118
+            opened |= {name: _tensor_of(content.get_slice(name), stored[name]) for name in content.keys()}  # noqa: SIM118
         try:
             tensors = with_scales(opened)
             names = match_names(model, tensors)
@@ -233,6 +243,10 @@ def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Fi
             raise ValueError(f"{file} is of another model: {difference}")
         _warn_of_differences(file, names.dropped, [name for name in buffers if name not in found])
         yield sources
+
+
+def _tensor_of(opened: Any, stored: StoredTensor) -> PlainTensor:
+    return PlainTensor(opened) if stored.checksums is None else CheckedTensor(opened, stored)
 
 
 def _warn_of_differences(file: Path, dropped: Sequence[str], missing: Sequence[str]) -> None:
@@ -262,7 +276,7 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
 
     file = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
     names: dict[str, PlainTensor] = {}
-    for part in [] if file is None else _files_of(file):
+    for part in [] if file is None else files_of_index(file):
         with safe_open(part, framework="pt", device="cpu") as opened:
             names |= {name: PlainTensor(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
     if all(name in own for name in names):
@@ -286,12 +300,14 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
     return weights, bool(matched.dropped)
 
 
-def _files_of(file: Path) -> list[Path]:
+def files_of_index(file: Path) -> list[Path]:
+    """List the safetensors files of an index, or the one file that is none. Raises ValueError."""
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
     if file.suffix != ".json":
         return [file]
     text = read_bounded(file, MAX_INDEX_BYTES, "an index of safetensors files")
+    require_sealed_index(file, text)
     try:
         weight_map = json.loads(text)["weight_map"]
         names = sorted({Path(str(name)).name for name in weight_map.values()})
@@ -316,24 +332,26 @@ def _split(weights: Mapping[str, _Weight], max_bytes: int | None) -> Sequence[Ma
 def _write_file(checkpoint: Path, file: Path, weights: Mapping[str, _Weight]) -> None:
     """Write one safetensors file: the length of the header, the header, then each tensor's bytes in order.
 
-    The library's own writer needs all tensors in memory at once.
+    The library's own writer needs all tensors in memory at once, and writes no checksums.
     """
     import torch
 
     from stretto.train.checkpoint.storage import read_tensor
 
-    header = json.dumps({"__metadata__": {"format": "pt"}} | dict(_header(weights))).encode()
-    header += b" " * (-len(header) % 8)  # aligns the tensors' bytes
+    entries, checksums = dict(_header(weights)), dict[str, str]()
     unfinished = file.with_name(f".{file.name}.writing")
     with open(unfinished, "wb") as out:
-        out.write(len(header).to_bytes(8, "little"))
-        out.write(header)
+        out.write(make_header(entries, None))
         last, whole = None, torch.empty(0)
-        for weight in weights.values():
+        for name, weight in weights.items():
             if weight.entry is not last:  # parts of one tensor follow each other
                 last, whole = weight.entry, read_tensor(checkpoint, weight.entry, weight.name)
             tensor = weight.of(whole).to(getattr(torch, weight.dtype))
-            out.write(tensor.flatten().view(torch.uint8).numpy().data)
+            content = tensor.flatten().view(torch.uint8).numpy().data
+            out.write(content)
+            checksums[name] = digits_of(content)
+        out.seek(0)
+        out.write(make_header(entries, checksums))
         out.flush()
         os.fsync(out.fileno())
     os.replace(unfinished, file)

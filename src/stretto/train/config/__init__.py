@@ -13,6 +13,7 @@ from stretto.train.config.loading import (
     job_from_json,
     load_config,
     make_config,
+    on_grid,
     options_by_key,
 )
 from stretto.train.config.model import ModelConfig
@@ -31,5 +32,6 @@ __all__ = [
     "job_from_json",
     "load_config",
     "make_config",
+    "on_grid",
     "options_by_key",
 ]

@@ -158,6 +158,11 @@ def _contradictions(config: DLRMTrainConfig) -> list[str]:
             f"train.batch is {run.batch}, but ranks = {config.ranks} must divide it; "
             f"the nearest batch that would do is {nearest_multiple(run.batch, config.ranks)}"
         )
+    if run.on_nonfinite == "skip":
+        problems.append(
+            "train.on_nonfinite is 'skip', but a DLRM's tables are updated in the backward pass, before it is known "
+            "that a step is to be skipped; train.on_nonfinite='stop' would do"
+        )
     if data.format == "criteo" and not data.path:
         problems.append("data.path is missing: name Criteo's files, or take data.format='synthetic'")
     for name in ("path", "evaluation_path"):

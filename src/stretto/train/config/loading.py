@@ -16,7 +16,7 @@ from stretto.suggestions import did_you_mean, did_you_mean_file
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.messages import describe_problems
-from stretto.train.config.options import JobConfig, Section
+from stretto.train.config.options import AnyConfig, GridConfig, JobConfig, Section
 
 KINDS: dict[str, type[JobConfig]] = {"gpt": TrainConfig, "dlrm": DLRMTrainConfig}  # by `model.kind`
 MAX_FILE_BYTES = 1 << 20
@@ -90,6 +90,20 @@ def job_from_json(text: str) -> JobConfig:
     """Read the configuration that `model_dump_json` wrote."""
     values = json.loads(text)
     return KINDS[values["model"].get("kind", "gpt")].model_validate_json(text)
+
+
+def on_grid(config: AnyConfig, grid: GridConfig) -> AnyConfig:
+    """The same run on another grid, and on as many ranks. Raises ValueError for options that contradict that grid."""
+    values = config.model_dump(mode="json")
+    if isinstance(config, DLRMTrainConfig):
+        if grid != GridConfig(data=grid.ranks):
+            raise ValueError(f"a DLRM has the axis data alone; data={grid.ranks} would do")
+    else:
+        values["grid"] = grid.model_dump()
+    try:
+        return type(config).model_validate_json(json.dumps(values | {"ranks": grid.ranks}))
+    except ValidationError as error:
+        raise ValueError("; ".join(describe_problems(error, options_by_key(type(config))))) from None
 
 
 def config_to_toml(config: JobConfig) -> str:

@@ -6,10 +6,11 @@ mistake in a file is reported at once. `train.preflight` checks what needs the d
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from stretto.axes import (
     AXES,
@@ -25,6 +26,8 @@ from stretto.axes import (
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
 MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
 MAX_STEPS = 1 << 53  # larger whole numbers are not exact in floating point
+MAX_GRIDS = 64
+MAX_RESTARTS = 1 << 20
 # Bounds of a model's shape: far above any model that was ever trained, and low enough that checking a configuration
 # takes seconds.
 MAX_LAYERS = 1 << 12
@@ -117,6 +120,55 @@ else:
     )
 
 
+def grid_from_text(text: str) -> GridConfig:
+    """Read a grid as it is written in `train.grids`: "data=2 x=2". Raises ValueError."""
+    sizes: dict[str, Any] = {}
+    for part in text.replace(",", " ").split():
+        axis, separator, size = part.partition("=")
+        if not separator or axis in sizes:
+            raise ValueError(f"train.grids has {text!r}, but a grid is written as 'data=2 x=2'")
+        sizes[axis] = int(size) if size.isdecimal() else size
+    return _grid_of(sizes)
+
+
+def _grid_of(sizes: Mapping[str, Any]) -> GridConfig:
+    if not sizes:
+        raise ValueError("train.grids has an empty grid, but a grid is written as 'data=2 x=2'")
+    try:
+        return GridConfig(**sizes)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        axis, value = ".".join(map(str, detail["loc"])), detail["input"]
+        rule = "is no axis" if detail["type"] == "extra_forbidden" else f"is {value!r}: {detail['msg']}"
+        shown = " ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"train.grids has the grid {shown!r}, where {axis} {rule}; 'data=2 x=2' would do") from None
+
+
+def _grids_from_any(value: Any) -> Any:
+    """Read tables and texts as texts of one form, "data=2 x=2", which TOML, JSON and `--set` hold alike."""
+    if value is None or value in ("none", "auto"):
+        return None if value == "none" else value
+    items = value if isinstance(value, list) else [value]
+    if len(items) > MAX_GRIDS:
+        raise ValueError(f"train.grids has {len(items)} grids, but may have at most {MAX_GRIDS}")
+    grids = []
+    for item in items:
+        match item:
+            case str():
+                grids.append(grid_from_text(item))
+            case Mapping():
+                grids.append(_grid_of(item))
+            case _:
+                raise ValueError(
+                    f"train.grids has {item!r}, but must be 'auto' or a list of grids such as {{data = 2, x = 2}} or "
+                    "'data=2 x=2'"
+                )
+    return [str(grid) for grid in grids]
+
+
+Grids = Annotated[Literal["auto"] | list[str] | None, BeforeValidator(_grids_from_any)]
+
+
 class RunOptions(Section):
     """The options of `[train]` that every kind of model has."""
 
@@ -172,8 +224,30 @@ class RunOptions(Section):
     )  # fmt: skip
     log_every: int = option(10, "steps between log lines where the output is not a terminal", unit="steps", ge=1)
     timeout: float = option(
-        600.0, "how long the other ranks wait for a rank that is late, for example because it compiles or saves, "
-        "before the run fails", unit="seconds", ge=1, le=MAX_TIMEOUT,
+        600.0, "how long a rank may make no progress while others wait for it, for example because it compiles or "
+        "saves, before the run ends and names it; the time limit of all process groups", unit="seconds", ge=1,
+        le=MAX_TIMEOUT,
+    )  # fmt: skip
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "stop", "what a step whose loss or gradient norm is not finite does: `stop` ends the run; `skip` changes no "
+        "weight and no optimizer state on any rank, and training goes on. Both save the step's batch",
+    )  # fmt: skip
+    verify_steps: Annotated[int | None, CanBeNone] = option(
+        None, "how often the ranks that hold the same weights compare a hash of them, which finds silent corruption "
+        "and names the rank ([silent-corruption.md](silent-corruption.md)); also before each checkpoint",
+        unit="steps", ge=1,
+    )  # fmt: skip
+    max_restarts: int = option(
+        0, "how often in a row, without a new checkpoint in between, the ranks are started again after one has failed, "
+        "from the newest checkpoint ([restarts.md](restarts.md))", unit="restarts", ge=0, le=MAX_RESTARTS,
+    )  # fmt: skip
+    grids: Grids = option(
+        None, "grids for fewer ranks, which a restart may take: a list of tables, `[{data = 2, x = 2}, {x = 2}]`, or "
+        'of texts, `["data=2 x=2", "x=2"]`; `auto` takes the one that the planner predicts to be the fastest',
+    )  # fmt: skip
+    retry_after: float = option(
+        600.0, "how long a restarted run trains on a smaller grid before it tries all ranks again; twice as long each "
+        "time that the same rank fails again", unit="seconds", ge=0, le=MAX_TIMEOUT,
     )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
@@ -181,6 +255,14 @@ class RunOptions(Section):
         None, "also log to this project of Weights & Biases (pip install 'stretto[wandb]'); WANDB_MODE=offline writes "
         "to the run's folder alone",
     )  # fmt: skip
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
+
+        With `verify_steps` also in a run that ends with it: an update by NaN would destroy what the ranks compare.
+        """
+        return self.on_nonfinite == "skip" or self.verify_steps is not None
 
 
 class JobConfig(Section):

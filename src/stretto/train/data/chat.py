@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stretto.train.data.cache import cached_file
 from stretto.train.data.dataset import IGNORED_TARGET, SequenceDataset
-from stretto.train.data.files import reading
+from stretto.train.data.files import cut_short, file_size, reading
 from stretto.train.data.stream import Segment, TokenStream
 from stretto.train.data.text import cache_key, load_model_tokenizer, open_bytes, vocab_of
 
@@ -53,8 +53,8 @@ def open_chat(files: Sequence[Path], folder: Path, *, seq_len: int) -> "ChatData
     def write_ids(output: BinaryIO) -> None:
         logger.info("tokenizing %d bytes of conversations with %s, once", text.tokens, folder)
         lengths, firsts = [], []
-        for file in files:
-            for ids, is_target in _conversations(file, tokenizer, marks_assistant):
+        for segment in text.segments:
+            for ids, is_target in _conversations(segment, tokenizer, marks_assistant):
                 output.write((ids | np.where(is_target, _IS_TARGET, np.uint32(0))).tobytes())
                 lengths.append(len(ids))
                 # The first id is never a target, for there is nothing before it.
@@ -81,12 +81,9 @@ class ChatDataset(SequenceDataset):
     def __init__(self, cached: Path, *, seq_len: int, vocab_size: int, marks_assistant: bool) -> None:
         """cached: the file that `open_chat` writes. vocab_size: every id is below it."""
         self.seq_len, self.vocab_size = seq_len, vocab_size
-        with reading(cached), cached.open("rb") as file:
-            file.seek(-8, 2)
-            (count,) = np.frombuffer(file.read(8), dtype="<i8")
-            file.seek(-8 - 16 * int(count), 2)
-            lengths, firsts = np.frombuffer(file.read(16 * int(count)), dtype="<i8").reshape(2, -1)
-        self._stream = TokenStream([Segment(cached, "<u4", cached.stat().st_size // 4)])
+        lengths, firsts = _read_table(cached)
+        count = len(lengths)
+        self._stream = TokenStream([Segment(cached, "<u4", file_size(cached) // 4)])
         starts = np.cumsum(lengths) - lengths
         is_used = firsts <= np.minimum(seq_len, lengths - 1)
         if not is_used.any():
@@ -128,6 +125,25 @@ class ChatDataset(SequenceDataset):
         return self._stream.read(start, start + int(self._lengths[index]))
 
 
+def _read_table(cached: Path) -> NDArray[np.int64]:
+    """Read each conversation's length and first target, int64 [2, conversations], from the end of `open_chat`'s file.
+
+    Raises ValueError for a file that cannot be whole: the sizes of its parts must add up to its own.
+    """
+    size = file_size(cached)
+    with reading(cached), cached.open("rb") as file:
+        file.seek(max(0, size - 8))
+        count = int.from_bytes(file.read(8), "little")
+        if 8 + 16 * count <= size:
+            file.seek(size - 8 - 16 * count)
+            read = file.read(16 * count)
+            if len(read) == 16 * count:
+                table = np.frombuffer(read, dtype="<i8").reshape(2, -1)
+                if 4 * int(table[0].sum()) + 8 + 16 * count == size:
+                    return table
+    raise ValueError(f"{cached}: is cut short or damaged: delete it, and it is written again")
+
+
 def _notes(count: int, cut: int, is_used: NDArray[np.bool_], seq_len: int) -> Iterator[str]:
     if left_out := count - int(is_used.sum()):
         yield (
@@ -138,11 +154,18 @@ def _notes(count: int, cut: int, is_used: NDArray[np.bool_], seq_len: int) -> It
 
 
 def _conversations(
-    file: Path, tokenizer: "PreTrainedTokenizerBase", marks_assistant: bool
+    segment: Segment, tokenizer: "PreTrainedTokenizerBase", marks_assistant: bool
 ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
-    """Yield the ids of each conversation of a file, and which of them are targets."""
+    """Yield the ids of each conversation of a file, and which of them are targets.
+
+    Raises ValueError if the file does not have the size any more that it had when it was opened.
+    """
+    file, size = segment.path, 0
     with reading(file), file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            size += len(line)
+            if size < segment.tokens and not line.endswith(b"\n"):
+                raise cut_short(file, size, segment.tokens)
             if not line.strip():
                 continue
             where = f"{file}: line {number}"
@@ -156,6 +179,8 @@ def _conversations(
             ids = np.array(found["input_ids"], dtype=np.uint32)
             mask = found["assistant_masks"] if marks_assistant else np.ones(len(ids))
             yield ids, np.array(mask, dtype=bool)
+    if size != segment.tokens:
+        raise cut_short(file, size, segment.tokens)
 
 
 def _parse(line: bytes, where: str) -> tuple[list[dict[str, Any]], list[Any] | None]:

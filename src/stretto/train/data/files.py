@@ -48,6 +48,47 @@ def reading(path: Path) -> Iterator[None]:
         raise ValueError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
 
 
+class DataFile:
+    """An open file of known size, read by position.
+
+    A memory map would end the process by SIGBUS where the file has been cut short since, or give zeros up to the end of
+    its last page. This raises. ValueError if the file does not have `size` bytes when it is opened.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        with reading(path):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            found = os.fstat(self._descriptor).st_size
+        if found != size:
+            raise ValueError(f"{path}: has {found} bytes, and had {size} when it was opened")
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Read `count` bytes at `offset`. Raises ValueError, with both sizes, if the file has been cut short."""
+        parts = []
+        with reading(self.path):
+            while count:
+                part = os.pread(self._descriptor, count, offset)  # may return less, of large reads
+                if not part:
+                    raise cut_short(self.path, os.fstat(self._descriptor).st_size, self.size)
+                parts.append(part)
+                offset, count = offset + len(part), count - len(part)
+        return b"".join(parts)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
+def cut_short(path: Path, size: int, expected: int) -> ValueError:
+    """The error for a file that has `size` bytes now, or gave so many, and had `expected` when it was opened."""
+    how = "was cut short" if size < expected else "has changed"
+    return ValueError(
+        f"{path}: {how} while it was read: it has {size} bytes, and had {expected} when it was opened; put the whole "
+        "file back, and resume"
+    )
+
+
 def find_files(paths: Sequence[str], format: str) -> tuple[str, list[Path]]:
     """Find the data files that `paths` mean, in order, and their format.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of token ids in one or many memory-mapped files, read by position."""
+"""A stream of token ids in one or many files, read by position."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.train.config.options import MAX_VOCAB
-from stretto.train.data.files import reading
+from stretto.train.data.files import DataFile
 
 # The sample that represents a whole stream of any size: 256 blocks of 16 Ki tokens.
 SAMPLE_BLOCKS = 256
 BLOCK_TOKENS = 1 << 14
-# Linux allows a process 65530 maps by default, and a folder of text may have more files than that.
-MAX_OPEN_MAPS = 256
+# Linux allows a process 1024 open files by default, and a folder of text may have more files than that.
+MAX_OPEN_FILES = 256
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Segment:
 
 
 class TokenStream:
-    """The concatenated ids of all segments. A file is mapped when it is first read."""
+    """The concatenated ids of all segments. A file is opened when it is first read."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self.segments = tuple(segments)
         self._ends = np.cumsum([segment.tokens for segment in self.segments], dtype=np.int64)
-        self._maps: dict[int, NDArray[np.integer]] = {}
+        self._files: dict[int, DataFile] = {}
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[tuple[Segment, ...]]]:
-        # A pickled map would copy its file's whole content to the other process.
+        # An open file cannot be pickled.
         return TokenStream, (self.segments,)
 
     @property
@@ -47,12 +47,18 @@ class TokenStream:
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Read ids [start, stop) as int64 [stop - start]. Raises ValueError if a file's size has changed."""
+        """Read ids [start, stop) as int64 [stop - start].
+
+        Raises ValueError, with both sizes, if a file's size has changed before it was read, or it is cut short then.
+        """
         ids = np.empty(stop - start, dtype=np.int64)
         position = start
         while position < stop:
             index, offset = self._locate(position)
-            part = self._map(index)[offset : offset + stop - position]
+            segment = self.segments[index]
+            dtype, count = np.dtype(segment.dtype), min(stop - position, segment.tokens - offset)
+            read = self._file(index).read(offset * dtype.itemsize, count * dtype.itemsize)
+            part = np.frombuffer(read, dtype)
             ids[position - start : position - start + len(part)] = part
             position += len(part)
         return ids
@@ -96,18 +102,10 @@ class TokenStream:
         index = int(np.searchsorted(self._ends, position, side="right"))
         return index, position - int(self._ends[index]) + self.segments[index].tokens
 
-    def _map(self, index: int) -> NDArray[np.integer]:
-        if index not in self._maps:
-            if len(self._maps) == MAX_OPEN_MAPS:
-                del self._maps[next(iter(self._maps))]
-            self._maps[index] = _map_segment(self.segments[index])
-        return self._maps[index]
-
-
-def _map_segment(segment: Segment) -> NDArray[np.integer]:
-    with reading(segment.path):
-        size = segment.path.stat().st_size
-        expected = segment.tokens * np.dtype(segment.dtype).itemsize
-        if size != expected:
-            raise ValueError(f"{segment.path}: has {size} bytes, and had {expected} when it was opened")
-        return np.memmap(segment.path, dtype=segment.dtype, mode="r", shape=(segment.tokens,))
+    def _file(self, index: int) -> DataFile:
+        if index not in self._files:
+            if len(self._files) == MAX_OPEN_FILES:
+                del self._files[next(iter(self._files))]
+            segment = self.segments[index]
+            self._files[index] = DataFile(segment.path, segment.tokens * np.dtype(segment.dtype).itemsize)
+        return self._files[index]

@@ -15,7 +15,7 @@ import numpy as np
 
 from stretto.cluster import read_bounded
 from stretto.train.data.cache import cached_file
-from stretto.train.data.files import file_size, read_head, reading
+from stretto.train.data.files import cut_short, file_size, read_head, reading
 from stretto.train.data.stream import Segment, TokenStream
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenSt
 
     def write_ids(output: BinaryIO) -> None:
         logger.info("tokenizing %d bytes of text with %s, once", text.tokens, tokenizer_path)
-        for file in files:
-            pieces = _decoded_pieces(file)
+        for segment in text.segments:
+            pieces = _decoded_pieces(segment.path, segment.tokens)
             while batch := list(islice(pieces, PIECES_AT_ONCE)):
                 for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
                     output.write(np.array(encoding.ids, dtype=dtype).tobytes())
@@ -151,8 +151,11 @@ def cache_key(text: TokenStream, tokenizer: bytes) -> str:
     return key.hexdigest()
 
 
-def _decoded_pieces(path: Path) -> Iterator[str]:
-    """Yield the text in pieces of about PIECE_BYTES. Raises ValueError with the position of an invalid UTF-8 byte."""
+def _decoded_pieces(path: Path, size: int) -> Iterator[str]:
+    """Yield the text in pieces of about PIECE_BYTES. Raises ValueError with the position of an invalid UTF-8 byte.
+
+    Also if the file does not give `size` bytes: its ids would be cached as those of the whole file.
+    """
     position = 0
     with reading(path), path.open("rb") as file:
         text = file.read(PIECE_BYTES)
@@ -161,6 +164,8 @@ def _decoded_pieces(path: Path) -> Iterator[str]:
             yield _decode(text[:cut], path, position)
             position += cut
             text = text[cut:] + following
+        if position + len(text) != size:
+            raise cut_short(path, position + len(text), size)
         yield _decode(text, path, position)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.train.data.files import file_size, read_head, reading
+from stretto.train.data.files import cut_short, file_size, read_head, reading
 from stretto.train.data.stream import Segment, TokenStream
 
 TOKEN_DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
@@ -93,6 +93,11 @@ class _MegatronIndex:
     sequences: int
     documents: int
 
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes."""
+        return MEGATRON_HEADER.size + self.sequences * (4 + 8) + self.documents * 8
+
     def check_sequences(self, data_size: int) -> int:
         """Find the end of the last sequence in bytes. Raises ValueError unless all are contiguous in `data_size`."""
         itemsize = np.dtype(self.dtype).itemsize
@@ -138,6 +143,8 @@ class _MegatronIndex:
         """Read `count` entries at `offset` bytes after the header."""
         with reading(self.path):
             entries = np.fromfile(self.path, dtype=dtype, count=count, offset=MEGATRON_HEADER.size + offset)
+        if len(entries) < count:
+            raise cut_short(self.path, file_size(self.path), self.size)
         return entries.astype(np.int64)
 
 

@@ -33,7 +33,7 @@ def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
         check_outside_data(config.out, paths or [])
     model = config.model.to_dlrm()
     open_clicks(config)
-    _check_fits(config, model)
+    check_memory(config, model)
     checkpoint = find_checkpoint(config.out, config.train.resume)
     metadata = None if checkpoint is None else check_dlrm_checkpoint(checkpoint, config)
 
@@ -111,7 +111,7 @@ def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMeta
     return metadata
 
 
-def _check_fits(config: DLRMTrainConfig, model: DLRMConfig) -> None:
+def check_memory(config: DLRMTrainConfig, model: DLRMConfig) -> None:
     """Raise ValueError if the tables do not fit into this machine's memory.
 
     Only for CPUs: a GPU reports at once what it cannot hold.

@@ -115,6 +115,16 @@ class DLRMTask(TrainTask):
             "batch": options.batch,
         }
 
+    def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
+        return {"samples": self._rows(step)} | vars(self._read_step(step))
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All of the MLPs, which every rank has, and this rank's tables."""
+        return dict(self.mlps.named_parameters()) | self.tables
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        return dict(self.mlps.named_parameters())
+
     def num_parameters(self) -> int:
         return sum(size.numbers for size in self.placement.tables) + sum(p.numel() for p in self.mlps.parameters())
 
@@ -130,7 +140,7 @@ class DLRMTask(TrainTask):
         """This rank's part of the mean loss over the global batch."""
         return self.model(dense, indices, offsets, labels=labels, num_samples=self.config.train.batch)
 
-    def _update(self, lr: float | Tensor) -> Tensor:
+    def _update(self, lr: float | Tensor, loss: Tensor) -> Tensor:
         gradients = [parameter.grad for parameter in self.mlps.parameters() if parameter.grad is not None]
         grad_norm = torch.stack(torch._foreach_norm(gradients, 2)).double().square().sum().sqrt()
         self.optimizer.step(lr)
@@ -148,8 +158,11 @@ class DLRMTask(TrainTask):
 
     def _read_step(self, step: int) -> ClickBatch:
         """Read this rank's samples of a step's batch."""
+        return self.data.training.read(self._rows(step))
+
+    def _rows(self, step: int) -> NDArray[np.int64]:
         rows = rank_rows(self.config.train.batch, self.grid.coordinate("data"), self.grid.size("data"))
-        return self.data.training.read(self.sampler.indices(step - 1)[rows])
+        return self.sampler.indices(step - 1)[rows]
 
     def _to_device(self, batch: ClickBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Copy a batch to the device and return dense, indices, offsets, labels.

@@ -35,10 +35,12 @@ _LENGTHS = ("max_position_embeddings", "n_positions")  # entries of a config.jso
 class ModelSource(ABC):
     """A language model before it is built.
 
-    Attribute: `starts_from_seed`, whether training starts from random weights, and not from those of `load_weights`.
+    Attributes: `starts_from_seed`, whether training starts from random weights, and not from those of `load_weights`;
+    `weights_file`, the file of these.
     """
 
     starts_from_seed = True
+    weights_file: Path | None = None
 
     @abstractmethod
     def architecture(self, seq_len: int) -> "Architecture | None":
@@ -126,7 +128,7 @@ class FolderSource(ModelSource):
         if not self.folder.is_dir():
             raise ValueError(f"model.path is {folder!r}, but there is no such folder{did_you_mean_file(self.folder)}")
         self.config = _read_config(self.folder)
-        self.weights_file = _find_weights(self.folder)
+        self.weights_file: Path = _find_weights(self.folder)
         self._without_dropout = without_dropout
         if refusal := refusal_of_attention_dropout({} if without_dropout else self.config):
             raise ValueError(f"{self.folder}: {refusal}, or set model.dropout=0")

@@ -18,6 +18,7 @@ from stretto.cluster.local_ranks import count_ranks_here
 from stretto.models import GPTConfig
 from stretto.planner import predict
 from stretto.planner.architecture import Architecture
+from stretto.planner.grid_plan import GridPlan
 from stretto.planner.grids import why_impossible
 from stretto.planner.optimizer_state import least_on_device, most_parameters, number_bytes, state_on_host
 from stretto.planner.pipeline.memory import most_local_parameters
@@ -45,26 +46,15 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     dataset = open_data(config)
     open_held_out(config, dataset)
     source = build_source(config, dataset, folder)
-    _check_fits_machine(config, source)
-    _check_grid(config, source)
-    if (architecture := source.architecture(config.train.seq_len)) is not None:
-        check_state_fits(config, architecture, gpu_memory_of_cluster(config))
+    check_placement(config, source)
     predict_run(config, source)
     checkpoint = find_checkpoint(config.out, config.train.resume)
     metadata = None if checkpoint is None else read_index(checkpoint)
     if checkpoint is not None and metadata is not None:
         check_description(checkpoint, metadata, source.description(), config.train.optimizer)
 
-    from stretto.parallel import validate
-    from stretto.parallel.recomputation import check_blocks
-
     model = source.build()
-    validate(model, config.grid.sizes())
-    if config.execution.recomputation.is_on:
-        check_blocks(model, config.execution.recompute)
-    if architecture is None:
-        count = sum(parameter.numel() for parameter in model.parameters())
-        check_state_fits(config, count, gpu_memory_of_cluster(config))
+    check_built(config, source, model)
     if folder is not None:
         from stretto.train.checkpoint.weights import check_safetensors
 
@@ -75,6 +65,27 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
 
         check_shapes(checkpoint, fit_to_model(checkpoint, metadata, model), model)
     return metadata
+
+
+def check_placement(config: TrainConfig, source: ModelSource) -> None:
+    """Check, without torch, that the model can be on the run's grid and fits into memory. Raises ValueError."""
+    _check_fits_machine(config, source)
+    _check_grid(config, source)
+    if (architecture := source.architecture(config.train.seq_len)) is not None:
+        check_state_fits(config, architecture, gpu_memory_of_cluster(config))
+
+
+def check_built(config: TrainConfig, source: ModelSource, model: "nn.Module") -> None:
+    """Check that the model, which `source` has built, can be on the run's grid. Raises ValueError."""
+    from stretto.parallel import validate
+    from stretto.parallel.recomputation import check_blocks
+
+    validate(model, config.grid.sizes())
+    if config.execution.recomputation.is_on:
+        check_blocks(model, config.execution.recompute)
+    if source.architecture(config.train.seq_len) is None:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        check_state_fits(config, count, gpu_memory_of_cluster(config))
 
 
 def open_folder(config: TrainConfig) -> FolderSource | None:
@@ -199,6 +210,12 @@ def predict_run(config: TrainConfig, source: ModelSource) -> dict[str, Any] | No
     """
     if config.cluster is None:
         return None
+    plan = plan_of_run(config, source, Cluster.find(config.cluster))
+    return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
+
+
+def plan_of_run(config: TrainConfig, source: ModelSource, cluster: Cluster) -> GridPlan:
+    """What the planner predicts of a run on a cluster. Raises ValueError as `predict_run`."""
     run = config.train
     architecture = source.architecture(run.seq_len)
     if architecture is None:
@@ -206,9 +223,9 @@ def predict_run(config: TrainConfig, source: ModelSource) -> dict[str, Any] | No
             f"cluster is {config.cluster!r}, but the planner does not know the blocks of this model, so that nothing "
             "can be predicted; cluster=none would do"
         )
-    plan = predict(
+    return predict(
         architecture,
-        Cluster.find(config.cluster),
+        cluster,
         grid=config.grid.sizes(),
         batch=run.batch,
         seq_len=run.seq_len,
@@ -220,7 +237,6 @@ def predict_run(config: TrainConfig, source: ModelSource) -> dict[str, Any] | No
         clips=run.clip is not None,
         **_schedule_of(config),
     )
-    return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
 
 
 def _schedule_of(config: TrainConfig) -> PredictKeywords:

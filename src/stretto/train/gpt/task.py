@@ -112,10 +112,11 @@ class GPTTask(TrainTask):
             extra_warm_up=options.extra_warm_up,
         )
 
-    def start(self) -> None:
+    def start(self) -> Path | None:
         self.source.load_weights(self.model)
         if self.keeps_state_apart:
             self._take_over()
+        return self.source.weights_file
 
     def resume(self, checkpoint: Path) -> int:
         check_description(checkpoint, read_index(checkpoint), self.source.description(), None)
@@ -208,6 +209,17 @@ class GPTTask(TrainTask):
             "seq_len": options.seq_len,
         } | ({} if self.sampler.dataset_length == len(self.dataset) else {"sequences": self.sampler.dataset_length})
 
+    def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
+        sequences = self._rows(step)
+        inputs, targets = zip(*map(self.dataset.read, sequences), strict=True)
+        return {"sequences": sequences, "tokens": np.stack(inputs), "targets": np.stack(targets)}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def masters(self) -> Mapping[str, Tensor]:
+        return self.optimizer.masters_on_device() if isinstance(self.optimizer, StoredOptimizer) else {}
+
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in whole_model(self.model).parameters())
 
@@ -239,23 +251,37 @@ class GPTTask(TrainTask):
         options = self.config.train
         return options.batch * options.seq_len if num_targets is None else num_targets[0]
 
-    def _update(self, lr: float | Tensor) -> Tensor:
+    def _update(self, lr: float | Tensor, loss: Tensor) -> Tensor:
         self.before_update()
-        clip = self.config.train.clip
+        clip, skip = self.config.train.clip, None
         if isinstance(self.optimizer, StoredOptimizer):
-            grad_norm = self.optimizer.step(lr)
+            grad_norm = self.optimizer.step(lr, loss)
+            skip = self._skip(grad_norm, loss)
         else:
             assert self.optimizer is not None
             grad_norm = gradient_norm(self.model.parameters(), self.grid)
-            self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip))
+            skip = self._skip(grad_norm, loss)
+            self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip), skip)
         if self._routers:
-            self._routing = self._update_routers()
+            self._routing = self._update_routers(skip)
         return grad_norm
 
-    def _update_routers(self) -> Tensor:
+    def _skip(self, grad_norm: Tensor, loss: Tensor) -> Tensor | None:
+        """Whether the step changes nothing, bool, 0-dim, on the device; the same on all ranks, as its arguments are."""
+        if not self.config.train.skips_nonfinite:
+            return None
+        return ~(grad_norm.isfinite() & loss.isfinite())
+
+    def _update_routers(self, skip: Tensor | None) -> Tensor:
         """Update the routers' biases, and collect what all of them did, also those of other pipeline stages."""
         numbers = torch.zeros(len(self._routers), NUMBERS_OF_ROUTER, dtype=torch.float64, device=self.grid.device)
-        if (statistics := update_biases(self.model)) is not None:
+        biases = [router.expert_bias for _, router in routers(self.model) if router.expert_bias is not None]
+        before = [] if skip is None else [bias.clone() for bias in biases]
+        statistics = update_biases(self.model)
+        if skip is not None:
+            for bias, old in zip(biases, before, strict=True):
+                bias.copy_(torch.where(skip, old, bias))
+        if statistics is not None:
             for name, row in zip(statistics.names, pack(statistics), strict=True):
                 numbers[self._routers.index(name)] = row
         if self.grid.size("pipe") > 1:
@@ -279,13 +305,16 @@ class GPTTask(TrainTask):
         each row, so that each micro-batch has it.
         """
         note("data", step)
-        indices = self.sampler.indices(step - 1)
-        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
-        tokens, targets = self._read(self.dataset, indices[rows])
+        tokens, targets = self._read(self.dataset, self._rows(step))
         if not self.dataset.has_ignored_targets:
             return tokens, targets
-        count = np.int64(self.dataset.num_targets(indices))
+        count = np.int64(self.dataset.num_targets(self.sampler.indices(step - 1)))
         return tokens, targets, self._to_device(np.full(len(tokens), count))
+
+    def _rows(self, step: int) -> NDArray[np.int64]:
+        """The numbers of this rank's sequences in a step's batch."""
+        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
+        return self.sampler.indices(step - 1)[rows]
 
     def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Read inputs and targets of sequences to the device, int64 [rows, seq_len] each."""

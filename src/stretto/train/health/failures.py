@@ -7,6 +7,7 @@ The line that an error is judged by begins with its class: "RuntimeError: ... Co
 import json
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,14 +26,16 @@ TIME_LIMIT = (
     "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
 )  # fmt: skip
 
-Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "invalid"]
+Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "corrupted", "invalid"]
 """How a rank failed.
 
 raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
 silent: no heartbeat arrives, since it is stopped, lost, or holds Python's interpreter lock. stalled: it makes no
 progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
-invalid: ValueError, so that the same run would fail again.
+corrupted: CorruptionError, replicas of a weight differ. invalid: ValueError, so that the same run would fail again.
 """
+
+_KINDS: Mapping[str, Kind] = {"DivergenceError": "diverged", "CorruptionError": "corrupted", "ValueError": "invalid"}
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,7 @@ def kind_of(reason: str) -> Kind:
     """The kind of failure that an exception is."""
     if _has_any(LOST_PEER, reason):
         return "lost connection"
-    name = reason.partition(":")[0]
-    return "diverged" if name == "DivergenceError" else "invalid" if name == "ValueError" else "raised"
+    return _KINDS.get(reason.partition(":")[0], "raised")
 
 
 def is_consequence(reason: str) -> bool:
@@ -93,5 +95,6 @@ def describe_signal(number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    hint = ", as when memory runs out" if number == signal.SIGKILL else ""
+    hints = {signal.SIGKILL: ", as when memory runs out", signal.SIGBUS: ", as when a mapped file is cut short"}
+    hint = next((text for each, text in hints.items() if each == number), "")
     return f"it was killed by {name}{hint}"

@@ -71,12 +71,13 @@ class Heartbeat:
             progress.share()
             cls.running = cls(timeout, out)
             cls.running._thread.start()
-            # A thread that calls into C++ while the interpreter shuts down would abort the process.
+            # A thread that comes back from C++ while the interpreter is finalized would abort the process.
             atexit.register(cls.running.stop)
         return cls.running
 
     def stop(self) -> None:
-        """Write a last heartbeat, which says that this rank is done, and end the thread. May be called twice."""
+        """Write a last heartbeat, which says that this rank is done, and end the thread."""
+        atexit.unregister(self.stop)
         self._stopped.set()
         if self._sampler is not None:
             self._sampler.stop()

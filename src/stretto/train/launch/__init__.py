@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING
 
 from stretto.lazy import attach
-from stretto.train.launch.devices import check_started_ranks, resolve_device
+from stretto.train.launch.devices import resolve_device
 
 if TYPE_CHECKING:
     from stretto.train.launch.launcher import (
@@ -19,7 +19,6 @@ __all__ = [
     "RankFailure",
     "allocator_environment",
     "changed_environment",
-    "check_started_ranks",
     "launch",
     "remove_traces",
     "resolve_device",

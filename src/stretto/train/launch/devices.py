@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides on which devices a run's ranks are, before any is started, and without torch where there is no GPU."""
 
-import os
-
 from stretto.cluster.detection import count_gpus
-from stretto.cluster.local_ranks import count_ranks_here, is_rank
+from stretto.cluster.local_ranks import count_ranks_here
 from stretto.train.config.gpt import TrainConfig
-from stretto.train.config.options import AnyConfig, JobConfig
-from stretto.train.config.rules import nearest_grid
-
-
-def check_started_ranks(config: JobConfig) -> None:
-    """Raise ValueError when torchrun started another number of ranks than `config.ranks`."""
-    if is_rank() and (started := int(os.environ["WORLD_SIZE"])) != config.ranks:
-        grid = f", and a grid such as {nearest_grid(config.grid, started)}" if isinstance(config, TrainConfig) else ""
-        raise ValueError(f"ranks is {config.ranks}, but torchrun started {started}; ranks={started} would do{grid}")
+from stretto.train.config.options import AnyConfig
 
 
 def resolve_device(config: AnyConfig) -> AnyConfig:

@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -32,20 +33,22 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
-from stretto.train.checkpoint.folders import remove_leftovers
+from stretto.train.checkpoint.integrity import DamagedCheckpointError
 from stretto.train.config.options import JobConfig
 from stretto.train.health.failures import Failure, kind_of
-from stretto.train.launch.devices import check_started_ranks
+from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
+from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
+from stretto.train.launch.restarts import FailedAttempt, run_with_restarts
 from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
-from stretto.train.observe.metrics import DivergenceError
+from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
 
 Entry = Callable[[JobConfig], None]
 
 
-class RankFailure(RuntimeError):
+class RankFailure(FailedAttempt):
     """A rank failed. `kind`: how (`health.failures.Kind`). `reason`: its signal, its exception, or where it is stuck.
 
     `checkpoint`: the newest complete one that can be loaded.
@@ -53,6 +56,7 @@ class RankFailure(RuntimeError):
 
     def __init__(self, failure: Failure, config: JobConfig, trace_file: Path | None) -> None:
         self.rank, self.kind, self.reason = failure.rank, failure.kind, failure.reason
+        self.failed_at = failure.order[1]
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
@@ -60,7 +64,11 @@ class RankFailure(RuntimeError):
             ("rank ", "ranks ", "pairs of ranks ")
         )
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
-        if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # its message says how to continue
+        if failure.reason.startswith(f"{CorruptionError.__name__}: "):  # every rank raises it, and it names the rank
+            lines = [failure.reason.partition(": ")[2]]
+            self.rank = int(lines[0].split()[1].rstrip(","))
+        # These messages say how to continue.
+        if not failure.reason.startswith((f"{DivergenceError.__name__}: ", f"{DamagedCheckpointError.__name__}: ")):
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
         if trace_file is not None:
             lines.append(f"the rank's traceback is in {trace_file}")
@@ -74,11 +82,21 @@ def launch(entry: Entry, config: JobConfig, timeouts: StopTimeouts | None = None
     RankFailure within seconds after a rank (this process, too) has failed, and ValueError if torchrun started another
     number of ranks than `config.ranks`. Leaves no process behind, and no file except those of `entry` and the traceback
     of a failed rank in `config.out`.
+
+    With `train.max_restarts`, ranks that have failed are started again (`launch.restarts`); RankFailure is then raised
+    for the last failure only. Ranks of torchrun go on where those of the same job were (`launch.elastic`).
     """
-    check_started_ranks(config)
-    if is_rank() or config.ranks == 1:
+    if is_rank():
+        return _run_here(entry, resume_job(fit_started_ranks(config)))
+    if config.ranks == 1 and not config.train.max_restarts:
         return _run_here(entry, config)
-    return _run_ranks(entry, config, timeouts or StopTimeouts())
+    timeouts = timeouts or StopTimeouts()
+    try:
+        if config.train.max_restarts:
+            return run_with_restarts(partial(_run_ranks, entry, timeouts=timeouts), config, timeouts)
+        return _run_ranks(entry, config, timeouts=timeouts)
+    finally:
+        remove_mark(config.out)
 
 
 def remove_traces(out: Path) -> None:
@@ -135,13 +153,26 @@ def _signals_received() -> Iterator[list[signal.Signals]]:
             received += [number for number in map(signal.Signals, pipe.read()) if number in STOP_SIGNALS]
 
 
-def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signal.Signals | None:
-    """Start a process for each rank with torchrun's agent, and wait for them under a supervisor."""
+def _run_ranks(
+    entry: Entry,
+    config: JobConfig,
+    job: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    wants_stop: Callable[[], bool] = lambda: False,
+    *,
+    timeouts: StopTimeouts,
+) -> signal.Signals | None:
+    """Start a process for each rank with torchrun's agent, and wait for them under a supervisor.
+
+    job: an id, the same for each attempt of a run. environment: more of it. wants_stop: asked several times a second
+    whether the ranks are to stop as if a signal had come.
+    """
     supervisor = Supervisor(timeouts, RankWatch(config.out, config.ranks, config.train.timeout))
+    segments = list_segments()
     with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(config.model_dump_json(), encoding="utf-8")
-        handler = _rendezvous()
+        handler = _rendezvous(job or uuid.uuid4().hex)
         spec = WorkerSpec(
             role="rank",
             local_world_size=config.ranks,
@@ -151,14 +182,15 @@ def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signa
             max_restarts=0,
             monitor_interval=0.1,
         )
-        with _quiet_agent(), changed_environment(_rank_environment(config.ranks)), supervisor.handling_signals():
+        variables = _rank_environment(config.ranks) | {ATTEMPT: "0"} | dict(environment or {})
+        with _quiet_agent(), changed_environment(variables), supervisor.handling_signals():
             try:
-                _Agent(spec, DefaultLogsSpecs(log_dir=folder), supervisor).run()
+                _Agent(spec, DefaultLogsSpecs(log_dir=folder), supervisor, wants_stop).run()
             finally:
                 supervisor.kill()
                 handler.shutdown()
-                with suppress(OSError):  # the ranks are gone: a checkpoint that they were writing stays incomplete
-                    remove_leftovers(config.out)
+                remove_orphans(segments)
+                remove_partial_files(config.out)
     if supervisor.failures:
         raise _explain(supervisor.failures[0], config)
     return supervisor.stop_signal
@@ -171,9 +203,15 @@ class _Agent(LocalElasticAgent):
     signal arrives while they start, or a second signal while they stop.
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: DefaultLogsSpecs,
+        supervisor: Supervisor,
+        wants_stop: Callable[[], bool],
+    ) -> None:
         super().__init__(spec, logs_specs)
-        self._supervisor = supervisor
+        self._supervisor, self._wants_stop = supervisor, wants_stop
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         workers = super()._start_workers(worker_group)
@@ -186,6 +224,8 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._supervisor.check()
+        if self._wants_stop():
+            self._supervisor.request_stop()
         if self._supervisor.has_running_ranks():
             # torch's own check, a moment later, would end all ranks if one had failed in between.
             return RunResult(state=WorkerState.HEALTHY)
@@ -195,13 +235,13 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def _rendezvous() -> RendezvousHandler:
+def _rendezvous(job: str) -> RendezvousHandler:
     """Make the ranks' rendezvous: a store in this process, on a free port."""
     return get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
             endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
+            run_id=job,
             min_nodes=1,
             max_nodes=1,
             local_addr="localhost",

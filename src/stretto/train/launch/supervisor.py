@@ -65,6 +65,7 @@ class Supervisor:
         self._stop_signal: signal.Signals | None = None
         self._stop_requested = 0.0
         self._is_second_request = False
+        self._is_asked = False
         self._has_forwarded = False
         self.failures: list[Failure] = []
 
@@ -72,6 +73,11 @@ class Supervisor:
     def stop_signal(self) -> signal.Signals | None:
         """The first signal that asked this process to stop."""
         return self._stop_signal
+
+    def request_stop(self) -> None:
+        """Ask the ranks to stop, with the next `check`, as if a signal had come; `stop_signal` does not tell of it."""
+        if not self._is_asked and self._stop_signal is None:
+            self._is_asked, self._stop_requested = True, time.monotonic()
 
     def add(self, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
         self._ranks[rank] = _RankProcess(process, error_file)
@@ -86,13 +92,10 @@ class Supervisor:
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
             self.kill()
-        elif self._stop_signal is not None and not self._has_forwarded:
+        elif self._is_stopping and not self._has_forwarded:
             self._has_forwarded = True
             self._signal_all(signal.SIGTERM)
-        elif self._is_second_request:
-            self._stop_at_once()
-        elif self._stop_signal is not None and time.monotonic() - self._stop_requested > self._timeouts.stop:
-            logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
+        elif self._is_second_request or (self._is_stopping and self._seconds_of_stop() > self._timeouts.stop):
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
             self.failures = [Failure.of_stall(stall)]
@@ -108,7 +111,18 @@ class Supervisor:
     def _running_ranks(self) -> list[int]:
         return [number for number, rank in self._ranks.items() if rank.is_running()]
 
+    @property
+    def _is_stopping(self) -> bool:
+        return self._is_asked or self._stop_signal is not None
+
+    def _seconds_of_stop(self) -> float:
+        """Seconds since the ranks were asked to stop."""
+        return time.monotonic() - self._stop_requested
+
     def _stop_at_once(self) -> None:
+        running = self._running_ranks()
+        if running and self.watch is not None:
+            logger.warning("%s", self.watch.describe_unstopped(running, self._seconds_of_stop()))
         self.kill()
         self._ranks = {}  # ranks killed on request have not failed
 

@@ -6,8 +6,9 @@ They go to TensorBoard and Weights & Biases too, if asked, by the same names.
 
 import importlib.util
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,22 +21,34 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+_TAIL_BYTES = 1 << 18  # of a metrics.jsonl, which hold many steps
 
 
 class DivergenceError(ArithmeticError):
     """The loss, the gradient's norm or a weight is no longer a finite number."""
 
 
+class CorruptionError(RuntimeError):
+    """Ranks that must hold the same weights hold others. `ranks`: those that differ from the majority, or all."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CorruptionError, (str(self), self.ranks)
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """The metrics of one optimizer step.
 
-    loss: the mean over the global batch's tokens (or samples). grad_norm: before clipping; None
-    of a step that was skipped since gradients overflowed (fp16). seconds: the step's
-    duration. rate: tokens or samples per second of the whole job. seen: tokens or samples that the model has been
-    trained on so far. unit: which of the two they count. ranks: of the job. mfu: model FLOPs utilization, from 0 to 1;
-    None on CPUs, and where the model's FLOPs or the GPU's peak are unknown. evaluation: measured on held-out samples
-    after the step, if it was due. experts: of a mixture of experts, what its routers did.
+    loss: the mean over the global batch's tokens (or samples). grad_norm: before clipping; None if it is not finite.
+    skipped: the step has changed nothing, since its loss or its norm is not finite. seconds: the step's duration. rate:
+    tokens or samples per second of the whole job. seen: tokens or samples that the model has been trained on so far.
+    unit: which of the two they count. ranks: of the job. mfu: model FLOPs utilization, from 0 to 1; None on CPUs, and
+    where the model's FLOPs or the GPU's peak are unknown. evaluation: measured on held-out samples after the step, if
+    it was due. experts: of a mixture of experts, what its routers did.
     """
 
     step: int
@@ -50,12 +63,13 @@ class StepMetrics:
     mfu: float | None = None
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
     experts: "ExpertMetrics | None" = None
+    skipped: bool = False
 
     def as_line(self) -> dict[str, Any]:
         """The step as an object of metrics.jsonl."""
         return {
             "step": self.step,
-            "loss": self.loss,
+            "loss": self.loss if math.isfinite(self.loss) else None,  # JSON has no NaN
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             f"{self.unit}_per_second": self.rate,
@@ -63,6 +77,7 @@ class StepMetrics:
             **({} if self.mfu is None else {"mfu": self.mfu}),
             "seconds": self.seconds,
             self.unit: self.seen,
+            **({"skipped": True} if self.skipped else {}),
             **({} if self.experts is None else self.experts.as_line()),
             **self.evaluation,
         }
@@ -157,7 +172,8 @@ def write_summary(out: Path, summary: dict[str, Any]) -> None:
 def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the lines of a metrics.jsonl and their contents. A truncated last line, left by a kill, is skipped.
 
-    Raises ValueError with the number of any other line that is not a step.
+    The loss of a skipped step is NaN if it was not finite. Raises ValueError with the number of any other line that is
+    not a step.
     """
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
@@ -168,6 +184,8 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if number == len(lines):
                 return
             raise ValueError(f"{path}: line {number} is damaged: {error}; mend or delete the file") from error
+        if isinstance(values, dict) and values.get("skipped") is True and values.get("loss") is None:
+            values["loss"] = math.nan
         is_of_samples = isinstance(values, dict) and "samples_per_second" in values
         rate = "samples_per_second" if is_of_samples else "tokens_per_second"
         for key, kind in (("step", int), ("loss", float), (rate, float)):
@@ -175,6 +193,24 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if isinstance(value, bool) or not isinstance(value, int | kind):
                 raise ValueError(f"{path}: line {number} is no step: it has no number {key!r}; mend or delete the file")
         yield text, values
+
+
+def last_step(out: Path) -> int | None:
+    """The last step in the metrics.jsonl of `out`, read from the file's end; None if there is none."""
+    try:
+        with open(out / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            step = json.loads(line)["step"] if line.endswith(b"\n") else None  # a step is being written
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if isinstance(step, int):
+            return step
+    return None
 
 
 def _open_tensorboard(out: Path, start: int) -> Any:

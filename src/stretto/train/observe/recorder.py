@@ -15,8 +15,9 @@ from stretto.train.observe.experts import NUMBERS_OF_ROUTER, ExpertMetrics
 from stretto.train.observe.metrics import DivergenceError, MetricsLog, StepMetrics
 from stretto.train.observe.progress import ProgressReporter
 
-# Steps in a row that may overflow: each halves the loss scale, and the largest one is 1 after 24.
-MOST_OVERFLOWS = 32
+# Steps in a row that may change nothing. An overflow halves the loss scale, and the largest one is 1 after 24. A loss
+# that is not finite for so many batches in a row does not come from the data: the weights are spoiled.
+MOST_SKIPPED = 32
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class StepRecorder:
     they are read at once. Every rank reads its own numbers, and all raise DivergenceError for the same step.
 
     full_rate: tokens or samples per second if all ranks computed at their peak FLOP/s, which the utilization is a part
-    of; None if it is unknown. skips_overflows: steps whose norm is not finite change nothing, and training goes on.
+    of; None if it is unknown. skips_overflows: steps whose norm alone is not finite change nothing, and training goes
+    on, as the loss scale adapts. skips_nonfinite: so do steps whose loss or norm is not finite; a line on the screen
+    says so. on_nonfinite: called on all ranks with a step whose loss or norm is not finite; what it returns ends the
+    message.
     """
 
     def __init__(
@@ -50,11 +54,14 @@ class StepRecorder:
         ranks: int = 1,
         full_rate: float | None = None,
         skips_overflows: bool = False,
+        skips_nonfinite: bool = False,
+        on_nonfinite: Callable[[int], str] = lambda step: "",
     ) -> None:
         self._items_a_step, self._unit = items_a_step, unit
         self._ranks, self._full_rate = ranks, full_rate
         self._log, self._reporter = log, reporter
-        self._skips_overflows, self._overflows = skips_overflows, 0
+        self._skips_overflows, self._skips_nonfinite, self._skipped = skips_overflows, skips_nonfinite, 0
+        self._on_nonfinite = on_nonfinite
         self._waiting: list[_Launched] = []
         self._durations: list[float] = []
         self._mark: torch.cuda.Event | None = None
@@ -132,20 +139,12 @@ class StepRecorder:
             seconds = launched.began.elapsed_time(launched.arrival) / 1e3
         loss, grad_norm = launched.numbers[:2].tolist()
         routing = launched.numbers[2:].view(-1, NUMBERS_OF_ROUTER).tolist()
-        is_overflow = self._skips_overflows and not math.isfinite(grad_norm)
-        for name, value in (("loss", loss), ("gradient's norm", grad_norm)):
-            if not math.isfinite(value) and not (is_overflow and name != "loss"):
-                raise DivergenceError(f"the {name} is {value} in step {launched.step}")
-        self._overflows = self._overflows + 1 if is_overflow else 0
-        if self._overflows > MOST_OVERFLOWS:
-            raise DivergenceError(
-                f"gradients have overflowed in {self._overflows} steps in a row, of which the last is {launched.step}"
-            )
+        is_skipped = self._judge(launched.step, loss, grad_norm)
         self._durations.append(seconds)
         return StepMetrics(
             step=launched.step,
             loss=loss,
-            grad_norm=None if is_overflow else grad_norm,
+            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             lr=launched.lr,
             rate=self._items_a_step / seconds,
             seconds=seconds,
@@ -154,7 +153,27 @@ class StepRecorder:
             ranks=self._ranks,
             mfu=None if self._full_rate is None else self._items_a_step / seconds / self._full_rate,
             experts=ExpertMetrics.of(routing) if routing else None,
+            skipped=is_skipped,
         )
+
+    def _judge(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Whether the step has changed nothing. Raises DivergenceError if the run ends with it."""
+        bad = [(name, value) for name, value in (("loss", loss), ("gradient's norm", grad_norm))]
+        bad = [(name, value) for name, value in bad if not math.isfinite(value)]
+        if not bad:
+            self._skipped = 0
+            return False
+        self._skipped += 1
+        is_overflow = self._skips_overflows and math.isfinite(loss)
+        if not is_overflow:
+            (name, value), where = bad[0], self._on_nonfinite(step)
+            if not self._skips_nonfinite:
+                raise DivergenceError(f"the {name} is {value} in step {step}{where}")
+            self._reporter.print_message(f"step {step} is skipped: the {name} is {value}{where}")
+        if self._skipped > MOST_SKIPPED:
+            what = "gradients have overflowed" if is_overflow else "the loss or the gradient's norm was not finite"
+            raise DivergenceError(f"{what} in {self._skipped} steps in a row, of which the last is {step}")
+        return True
 
     def _publish(self, metrics: StepMetrics) -> None:
         self.last = metrics

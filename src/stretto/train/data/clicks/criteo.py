@@ -6,6 +6,7 @@ The text is parsed once into a cached file of fixed-size records, which a shuffl
 
 import gzip
 import hashlib
+import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from stretto.train.data.cache import cached_file
 from stretto.train.data.clicks.batch import ClickBatch, make_bags
-from stretto.train.data.files import file_size, find_files, reading
+from stretto.train.data.files import cut_short, file_size, find_files, reading
 from stretto.train.data.hashing import key_of, mix
 
 NUMBERS, CATEGORIES = 13, 26
@@ -49,12 +50,18 @@ class CriteoClicks:
         self._rows, self._pooling = tuple(rows), tuple(pooling)
         _, files = find_files([path] if isinstance(path, str) else path, "text")
         records = cached_file(f"clicks/{_key_of(files)}.records", lambda file: _write_records(files, file))
-        self._records = np.memmap(records, dtype=RECORD, mode="r")
+        self._path, self._size = records, file_size(records)
+        if self._size % RECORD.itemsize:
+            raise ValueError(f"{records}: is cut short or damaged: delete it, and it is written again")
+        with reading(records), records.open("rb") as file:
+            # A batch has samples from everywhere, which a map reads several times as fast as a call for each sample.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._records = np.frombuffer(self._map, dtype=RECORD)
 
     @property
     def fingerprint(self) -> str:
         """A hexadecimal hash of the number of samples, a bounded sample of them, and the tables."""
-        sample = self._records[np.linspace(0, len(self) - 1, num=min(len(self), 1000), dtype=np.int64)]
+        sample = self._take(np.linspace(0, len(self) - 1, num=min(len(self), 1000), dtype=np.int64))
         digest = hashlib.blake2b(repr((len(self), self._rows, self._pooling)).encode(), digest_size=16)
         digest.update(sample.tobytes())
         return digest.hexdigest()
@@ -63,8 +70,8 @@ class CriteoClicks:
         return len(self._records)
 
     def read(self, samples: NDArray[np.int64]) -> ClickBatch:
-        """Read samples by their numbers in [0, len)."""
-        records = self._records[samples]
+        """Read samples by their numbers in [0, len). Raises ValueError if the cached records were cut short."""
+        records = self._take(samples)
         dense = np.log1p(np.maximum(records["numbers"], 0).astype(np.float32))
         first = np.empty((CATEGORIES, len(samples)), dtype=np.int64)
         for table, rows in enumerate(self._rows):
@@ -74,6 +81,20 @@ class CriteoClicks:
             first[table] = np.where(is_absent, 0, 1 + hashed % np.uint64(rows - 1)) if rows > 1 else 0
         indices, offsets = make_bags(first, self._rows, self._pooling)
         return ClickBatch(dense, records["label"].astype(np.float32), indices, offsets)
+
+    def _take(self, samples: NDArray[np.int64]) -> NDArray[np.void]:
+        """Read records. Their file is looked at before and after it: a map has zeros where a page was cut short.
+
+        Where whole pages are cut off between the two looks, the process is ended by SIGBUS.
+        """
+        self._require_whole()
+        records = self._records[samples]
+        self._require_whole()
+        return records
+
+    def _require_whole(self) -> None:
+        if (size := self._map.size()) < self._size:
+            raise cut_short(self._path, size, self._size)
 
 
 def _key_of(files: Sequence[Path]) -> str:
@@ -88,9 +109,8 @@ def _key_of(files: Sequence[Path]) -> str:
 
 def _write_records(files: Sequence[Path], output: BinaryIO) -> None:
     for file in files:
-        file_size(file)  # refuses an empty file
         line = 1
-        for piece in _pieces(file):
+        for piece in _pieces(file, file_size(file)):
             records = parse_lines(piece, file, line)
             output.write(records.tobytes())
             line += len(records)
@@ -98,8 +118,11 @@ def _write_records(files: Sequence[Path], output: BinaryIO) -> None:
             raise ValueError(f"{file}: holds no line")
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    """Yield the file's lines, about PIECE_BYTES at once, decompressed if the file is gzipped."""
+def _pieces(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the file's lines, about PIECE_BYTES at once, decompressed if the file is gzipped.
+
+    Raises ValueError if the file does not give `size` bytes.
+    """
     with reading(path), path.open("rb") as file:
         is_packed = file.read(len(GZIP)) == GZIP
         file.seek(0)
@@ -115,6 +138,8 @@ def _pieces(path: Path) -> Iterator[bytes]:
                 rest += piece[cut:]
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: is cut short or damaged after line {lines}: {error}") from error
+        if len(rest) <= PIECE_BYTES and (read := file.tell()) != size:
+            raise cut_short(path, read, size)
         if rest:  # the last line, or a line that is too long, which the parser refuses
             yield rest + b"\n"
 

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifies checkpoints and exported models on the disk: reads all their bytes, and compares them with checksums.
+
+Of what has no checksum it says so. Needs no torch, unless a folder has torch's index alone.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from stretto.cluster import read_bounded
+from stretto.suggestions import did_you_mean_file
+from stretto.train.checkpoint.folders import checkpoints_by_step
+from stretto.train.checkpoint.integrity import Damage, DamagedError, file_checksum, read_range
+from stretto.train.checkpoint.metadata import (
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    WITHOUT_CHECKSUMS,
+    CheckpointMetadata,
+    parse_metadata,
+)
+from stretto.train.checkpoint.pieces import READERS, StoredPiece, check_piece
+from stretto.train.checkpoint.safetensors_checksums import BLOCK, StoredTensor, read_header
+from stretto.train.checkpoint.torch_container import Checked
+from stretto.train.checkpoint.torch_format import INDEX_FILE, is_torch_checkpoint, read_pieces
+from stretto.train.checkpoint.weights import files_of_index
+
+_BLOCKS_AT_ONCE = 16
+_WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
+
+
+@dataclass
+class VerificationResult:
+    """What was found at `path`. kind: what it is; bytes: how many were compared with a checksum.
+
+    damages: what is not as it was written. unverified: what nothing could be compared with, in words.
+    """
+
+    path: Path
+    kind: str
+    bytes: int = 0
+    tensors: int = 0
+    damages: list[Damage] = field(default_factory=list)
+    unverified: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """A line on what was found, and one on each damage and on what could not be verified."""
+        verdict = "DAMAGED" if self.damages else "whole" if self.bytes else "not verified"
+        lines = [f"{self.path}: {verdict} ({self.kind}, {self.tensors} tensors, {self.bytes:,} bytes verified)"]
+        lines += [f"  damaged: {damage}" for damage in self.damages]
+        lines += [f"  not verified: {text}" for text in self.unverified]
+        return "\n".join(lines)
+
+
+def verify(path: Path) -> list[VerificationResult]:
+    """Verify a checkpoint, all checkpoints of a run, a folder of torch's, or safetensors files.
+
+    Raises ValueError if there is none of these at `path`.
+    """
+    if path.is_dir():
+        if (path / "checkpoints").is_dir():
+            found = [_verify_checkpoint(each) for each in checkpoints_by_step(path)]
+            if not found:
+                raise ValueError(f"the run in {path} has no checkpoint")
+            return found
+        if is_torch_checkpoint(path):
+            return [_verify_torch_folder(path)]
+        if (path / METADATA_FILE).is_file() or (path / INDEX_FILE).is_file():
+            return [_verify_checkpoint(path)]
+        if index := next((path / name for name in _WEIGHTS if (path / name).is_file()), None):
+            return [_verify_weights(path, index)]
+        if files := sorted(path.glob("*.safetensors")):
+            return [_verify_files(path, files)]
+        raise ValueError(f"{path} has no checkpoint, no run and no safetensors file")
+    if not path.is_file():
+        raise ValueError(f"there is nothing at {path}{did_you_mean_file(path)}")
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return [_verify_weights(path, path)]
+    raise ValueError(f"{path} is no checkpoint's folder and no safetensors file")
+
+
+def _verify_checkpoint(path: Path) -> VerificationResult:
+    """Verify a checkpoint of Stretto's: index, other files, and all pieces of the shard files."""
+    file = path / METADATA_FILE
+    if not file.is_file():
+        damage = Damage(METADATA_FILE, None, 0, 0, "it is missing: the checkpoint is not complete")
+        return VerificationResult(path, "checkpoint", damages=[damage])
+    try:
+        metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
+    except ValueError as error:
+        return VerificationResult(
+            path, "checkpoint", damages=[Damage(file.name, None, 0, file.stat().st_size, str(error))]
+        )
+    result = VerificationResult(path, f"format {metadata.format}, step {metadata.step}", tensors=len(metadata.tensors))
+    pieces = [StoredPiece(name, chunk) for name, entry in metadata.tensors.items() for chunk in entry.chunks]
+    if metadata.format == WITHOUT_CHECKSUMS:
+        result.unverified.append(f"{METADATA_FILE} and {INDEX_FILE}, of which format 1 has no checksums")
+        _compare_indices(result, metadata)
+    else:
+        result.bytes += file.stat().st_size
+    for name, stored in metadata.files.items():
+        _verify_file(result, name, stored.bytes, stored.checksum)
+    _verify_pieces(result, pieces)
+    known = {METADATA_FILE, INDEX_FILE, *(piece.place.file for piece in pieces)}
+    _list_unknown(result, known)
+    return result
+
+
+def _verify_torch_folder(path: Path) -> VerificationResult:
+    """Verify what torch.distributed.checkpoint has written, by the CRCs in the containers of its files."""
+    result = VerificationResult(path, "folder of torch.distributed.checkpoint")
+    try:
+        pieces = read_pieces(path)
+    except DamagedError as error:
+        size = (path / INDEX_FILE).stat().st_size
+        result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
+        return result
+    result.tensors = len({piece.tensor for piece in pieces})
+    result.unverified.append(f"{INDEX_FILE}, of which torch writes no checksum")
+    _verify_pieces(result, pieces)
+    _list_unknown(result, {INDEX_FILE, *(piece.place.file for piece in pieces)})
+    return result
+
+
+def _compare_indices(result: VerificationResult, metadata: CheckpointMetadata) -> None:
+    """Compare the two indices of a checkpoint of format 1, which say the same of each piece."""
+    if not (result.path / INDEX_FILE).is_file():
+        return
+    try:
+        others = {(each.tensor or "", each.place.offsets): each.place for each in read_pieces(result.path)}
+    except DamagedError as error:
+        size = (result.path / INDEX_FILE).stat().st_size
+        result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
+        return
+    own = {(name, chunk.offsets): chunk for name, entry in metadata.tensors.items() for chunk in entry.chunks}
+    for name, offsets in sorted({key for key in own.keys() | others.keys() if own.get(key) != others.get(key)}):
+        files = f"{METADATA_FILE} and {INDEX_FILE}"
+        result.damages.append(Damage(files, name, 0, 0, f"they differ in the piece at {list(offsets)}"))
+
+
+def _verify_file(result: VerificationResult, name: str, size: int, checksum: str) -> None:
+    file = result.path / name
+    there = file.stat().st_size if file.is_file() else None
+    if there != size:
+        found = "it is missing" if there is None else f"it has {there} bytes of {size}"
+        result.damages.append(Damage(name, None, 0, size, found))
+    elif (found := file_checksum(file)) != checksum:
+        result.damages.append(Damage(name, None, 0, size, "the checksum differs", checksum, found))
+    else:
+        result.bytes += size
+
+
+def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) -> None:
+    """Verify pieces, several at a time, and that the files have nothing else."""
+    by_file: defaultdict[str, list[StoredPiece]] = defaultdict(list)
+    for piece in pieces:
+        by_file[piece.place.file].append(piece)
+    unchecked: Counter[Checked] = Counter()
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, those in sorted(by_file.items()):
+            those.sort(key=lambda piece: piece.place.start)
+            file = result.path / name
+            if not file.is_file():
+                stop = max(piece.place.start + piece.place.bytes for piece in those)
+                result.damages.append(Damage(name, None, 0, stop, "the file is missing"))
+                continue
+            result.damages += _find_gaps(name, those, file.stat().st_size)
+            for piece, (damage, checked) in zip(those, pool.map(partial(_verify_piece, file), those), strict=True):
+                unchecked[checked] += 1
+                if damage is not None:
+                    result.damages.append(damage)
+                elif checked is not Checked.NOTHING:
+                    result.bytes += piece.place.bytes
+    if count := unchecked[Checked.NOTHING]:
+        result.unverified.append(f"the numbers of {count} pieces, which were written without CRCs")
+    if count := unchecked[Checked.RECORDS]:
+        result.unverified.append(f"headers in the containers of {count} pieces, which torch has not written")
+
+
+def _verify_piece(file: Path, piece: StoredPiece) -> tuple[Damage | None, Checked]:
+    place = piece.place
+    if place.start + place.bytes > (size := file.stat().st_size):  # nothing is allocated for a size that is wrong
+        end = Damage(place.file, piece.tensor, place.start, place.start + place.bytes, f"the file ends at byte {size}")
+        return end, Checked.ALL
+    with open(file, "rb", buffering=0) as opened:
+        return check_piece(piece, read_range(opened, place.start, place.bytes), threads=1)
+
+
+def _find_gaps(name: str, pieces: Sequence[StoredPiece], size: int) -> Iterator[Damage]:
+    """Find bytes of a file that no piece has, and pieces that overlap; these are in order."""
+    at = 0
+    for piece in pieces:
+        if piece.place.start > at:
+            yield Damage(name, None, at, piece.place.start, "the index has no piece there")
+        if piece.place.start < at:
+            yield Damage(name, piece.tensor, piece.place.start, at, "two pieces overlap")
+        at = max(at, piece.place.start + piece.place.bytes)
+    if at < size:
+        yield Damage(name, None, at, size, "the index has no piece there")
+
+
+def _list_unknown(result: VerificationResult, known: set[str]) -> None:
+    unknown = sorted(file.name for file in result.path.iterdir() if file.name not in known)
+    result.unverified += [f"{name}, which the index does not have" for name in unknown]
+
+
+def _verify_weights(path: Path, file: Path) -> VerificationResult:
+    """Verify a safetensors file, or those of an index."""
+    try:
+        return _verify_files(path, files_of_index(file), is_sealed=file.suffix == ".json")
+    except DamagedError as error:
+        damage = Damage(file.name, None, 0, file.stat().st_size, str(error))
+        return VerificationResult(path, "safetensors", damages=[damage])
+
+
+def _verify_files(path: Path, files: Sequence[Path], *, is_sealed: bool = False) -> VerificationResult:
+    result = VerificationResult(path, f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}")
+    for file in files:
+        if not file.is_file():
+            result.damages.append(Damage(file.name, None, 0, 0, "the file is missing"))
+            continue
+        size = file.stat().st_size
+        try:
+            tensors = sorted(read_header(file).values(), key=lambda each: each.start)
+        except DamagedError as error:
+            result.damages.append(Damage(file.name, None, 0, size, str(error)))
+            continue
+        result.tensors += len(tensors)
+        if any(tensor.checksums is None for tensor in tensors):
+            result.unverified.append(f"{file.name}, which has no checksums: another program has written it")
+            continue
+        damages = [*_find_gaps_between(tensors, size), *filter(None, map(_verify_tensor, tensors))]
+        result.damages += damages
+        result.bytes += 0 if damages else size
+    return result
+
+
+def _find_gaps_between(tensors: Sequence[StoredTensor], size: int) -> Iterator[Damage]:
+    """Find bytes behind a file's header that no tensor has."""
+    for tensor, following in zip(tensors, [*(each.start for each in tensors[1:]), size], strict=True):
+        if tensor.stop != following:
+            low, high = sorted((tensor.stop, following))
+            reason = f"the file ends at byte {size}" if high > size else "the header has no tensor there"
+            yield Damage(tensor.file.name, tensor.name, low, high, reason)
+
+
+def _verify_tensor(tensor: StoredTensor) -> Damage | None:
+    step = _BLOCKS_AT_ONCE * BLOCK
+    with open(tensor.file, "rb", buffering=0) as file:
+        for begin in range(0, tensor.stop - tensor.start, step):
+            length = min(step, tensor.stop - tensor.start - begin)
+            content = read_range(file, tensor.start + begin, length)
+            if len(content) < length:
+                reason = "the file ends before"
+                return Damage(tensor.file.name, tensor.name, tensor.start + begin, tensor.stop, reason)
+            if damage := tensor.check(content, begin):
+                return damage
+    return None

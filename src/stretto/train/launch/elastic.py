@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets a job go on after its ranks were started again, by Stretto's launcher or by torchrun's agents.
+
+torchrun starts all ranks anew when one fails (`--max-restarts`) or when a node comes or goes (`--nnodes=1:2`), maybe
+with another WORLD_SIZE. The configuration then takes the first grid of that size, its own or one of `train.grids`.
+
+Rank 0 leaves a mark in the run's folder once training begins: the job's id (TORCHELASTIC_RUN_ID) and the step after
+which it began. A rank that finds its own job's mark resumes the newest checkpoint after that step; older checkpoints
+are of an earlier run. TORCHELASTIC_RESTART_COUNT cannot tell alone: torchrun does not count nodes that come or go, and
+a node that is new counts from 0.
+"""
+
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from stretto.cluster.local_ranks import is_rank
+from stretto.train.checkpoint.folders import newest_checkpoint
+from stretto.train.config.gpt import TrainConfig
+from stretto.train.config.options import AnyConfig
+from stretto.train.config.rules import nearest_grid
+
+logger = logging.getLogger(__name__)
+
+MARK = ".job.json"
+JOB = "TORCHELASTIC_RUN_ID"
+ATTEMPT = "STRETTO_ATTEMPT"  # in the ranks of Stretto's launcher: how often they were started before
+NO_ID = "none"  # torchrun's, without --rdzv-id: not one job's alone
+
+
+def fit_started_ranks(config: AnyConfig) -> AnyConfig:
+    """The configuration on the grid for as many ranks as torchrun has started: its own, or one of `train.grids`.
+
+    Raises ValueError if there is none for that number. Returns it as it is in a process that is no rank.
+    """
+    if not is_rank() or (started := int(os.environ["WORLD_SIZE"])) == config.ranks:
+        return config
+    if config.train.grids is not None:
+        from stretto.train.smaller_grids import choose_grid_of  # it may have to open the data
+
+        if (chosen := choose_grid_of(config, started)) is not None:
+            return cast(AnyConfig, chosen.config)  # a copy of `config`
+    grid = f", and a grid such as {nearest_grid(config.grid, started)}" if isinstance(config, TrainConfig) else ""
+    named = "" if config.train.grids is None else ", for which train.grids has no grid"
+    raise ValueError(f"ranks is {config.ranks}, but torchrun started {started}{named}; ranks={started} would do{grid}")
+
+
+def resume_job(config: AnyConfig) -> AnyConfig:
+    """The configuration that resumes the newest checkpoint of this job, if torchrun has started its ranks before."""
+    if continues_job(config.out) and own_checkpoint(config.out, newest_checkpoint(config.out)) is not None:
+        return resume_from(config, "latest")
+    return config
+
+
+def resume_from(config: AnyConfig, resume: str | None) -> AnyConfig:
+    """The configuration with another `train.resume`."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"resume": resume})})
+
+
+def continues_job(out: Path) -> bool:
+    """Whether an earlier start of this process's job has trained in the run's folder."""
+    job = os.environ.get(JOB)
+    if not is_rank() or job is None or (mark := _read_mark(out)) is None or mark["job"] != job:
+        return False
+    return job != NO_ID or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def mark_begun(out: Path, start: int) -> None:
+    """Leave the job's mark: it trains in this folder, from after step `start` on. For rank 0, once for each start."""
+    job = os.environ.get(JOB)
+    if job is None or continues_job(out):
+        return
+    try:
+        (out / MARK).write_text(json.dumps({"job": job, "start": start}), encoding="utf-8")
+    except OSError as error:  # a full disk
+        logger.warning("%s cannot be written (%s): a restart will begin as this start did", out / MARK, error.strerror)
+
+
+def mark_ended(out: Path) -> None:
+    """Delete the mark of torchrun's job, which has trained all steps. Stretto's launcher deletes its own."""
+    if ATTEMPT not in os.environ:
+        remove_mark(out)
+
+
+def remove_mark(out: Path) -> None:
+    """Delete the mark of a job that has ended."""
+    with suppress(OSError):
+        (out / MARK).unlink(missing_ok=True)
+
+
+def step_of_start(out: Path, job: str | None = None) -> int | None:
+    """The step after which the job began to train; None if it has not, or if the mark is not that of `job`."""
+    mark = _read_mark(out)
+    return None if mark is None or job not in (None, mark["job"]) else int(mark["start"])
+
+
+def own_checkpoint(out: Path, checkpoint: Path | None, job: str | None = None) -> Path | None:
+    """The checkpoint, if the marked job has written it and not an earlier run."""
+    start = step_of_start(out, job)
+    return checkpoint if checkpoint is not None and start is not None and step_of(checkpoint) > start else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint of a run, by its folder's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _read_mark(out: Path) -> dict[str, Any] | None:
+    try:
+        mark = json.loads((out / MARK).read_text(encoding="utf-8"))
+        return mark if isinstance(mark["job"], str) and isinstance(mark["start"], int) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

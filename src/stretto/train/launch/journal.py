@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps `out/restarts.jsonl`, a line for each failure of a run, and reads from metrics.jsonl how far the ranks are."""
+
+import json
+import logging
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from stretto.train.data import write_atomically
+from stretto.train.observe.metrics import METRICS_FILE
+
+RESTARTS_FILE = "restarts.jsonl"
+_TAIL = 1 << 16  # bytes; a line of metrics.jsonl is shorter
+
+logger = logging.getLogger(__name__)
+
+
+class StepWatch:
+    """Sees when the ranks of an attempt have trained a step after step `after`, by metrics.jsonl.
+
+    Each attempt replaces the file when it begins, without the lines of steps after the one from which it goes on.
+    """
+
+    def __init__(self, out: Path, after: int) -> None:
+        self._out, self._after = out, after
+        self._before = _state(out)
+
+    def has_trained(self) -> bool:
+        """Whether this attempt has written a step."""
+        last = last_step(self._out)
+        return last is not None and last > self._after and _state(self._out) != self._before
+
+
+def last_step(out: Path) -> int | None:
+    """The last step in the run's metrics.jsonl, or None. A line that is cut short does not count."""
+    try:
+        with open(out / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(line)["step"])
+    return None
+
+
+class Journal:
+    """Appends failures to restarts.jsonl. Each line is written when a failure is known, and again when steps follow."""
+
+    def __init__(self, out: Path) -> None:
+        self._file = out / RESTARTS_FILE
+        self._earlier: list[str] | None = None  # lines of earlier runs in this folder
+        self._failures: list[dict[str, Any]] = []
+        self._failed_at: float | None = None  # of the last failure, until a step follows it
+
+    @property
+    def restarts(self) -> int:
+        """How many failures a restart has followed."""
+        return sum(failure["restarted"] for failure in self._failures)
+
+    @property
+    def awaits_training(self) -> bool:
+        return self._failed_at is not None
+
+    def add(self, failed_at: float, values: dict[str, Any], *, restarted: bool) -> None:
+        """Write a failure that happened at `failed_at` (seconds since the epoch) and is known since now."""
+        now = time.time()
+        self._failures.append(
+            {"time": datetime.fromtimestamp(failed_at, UTC).isoformat(timespec="milliseconds")}
+            | values
+            | {"restarted": restarted, "seconds_until_named": round(max(0.0, now - failed_at), 3)}
+            | {"seconds_until_training": None}
+        )
+        self._failed_at = failed_at if restarted else None
+        self._write()
+
+    def note_training(self) -> float:
+        """Note that a step has followed the last failure. Returns the seconds since the failure."""
+        assert self._failed_at is not None
+        seconds = max(0.0, time.time() - self._failed_at)
+        self._failures[-1]["seconds_until_training"] = round(seconds, 3)
+        self._failed_at = None
+        self._write()
+        return seconds
+
+    def _write(self) -> None:
+        """Replace the file. A disk that is full must not end a run that could go on."""
+        try:
+            if self._earlier is None:
+                known = self._file.read_text(encoding="utf-8") if self._file.is_file() else ""
+                self._earlier = [line for line in known.splitlines() if line.strip()]
+            lines = [*self._earlier, *map(json.dumps, self._failures)]
+            text = "".join(f"{line}\n" for line in lines)
+            write_atomically(self._file, lambda file: file.write(text.encode()))
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._file, error.strerror or error)
+
+
+def _state(out: Path) -> tuple[int, int, int] | None:
+    """What tells whether the file was written since."""
+    try:
+        status = (out / METRICS_FILE).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm.
+
+NCCL's and torch's segments have names there. Stretto's own have none (`stretto.memory`): they are gone with the last
+process that has them mapped.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from stretto.train.checkpoint.folders import remove_leftovers
+from stretto.train.launch.run_lock import training_lock
+from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path("/dev/shm")
+PATTERNS = ("nccl-*", "torch_*", "sem.mp-*", "cuda.shm.*", "nvshmem*")
+
+
+def remove_partial_files(out: Path) -> None:
+    """Delete the half-written files of a run whose ranks have ended, unless another run trains in its folder."""
+    if not out.is_dir():
+        return
+    with suppress(ValueError, OSError), training_lock(out):  # ValueError: the lock is another's
+        remove_leftovers(out)
+        for name in (METRICS_FILE, SUMMARY_FILE):
+            (out / f".{name}.writing").unlink(missing_ok=True)
+
+
+def list_segments(folder: Path = FOLDER) -> set[str]:
+    """The names of this user's segments of the kinds that ranks make."""
+    found = set()
+    for pattern in PATTERNS:
+        for path in folder.glob(pattern):
+            with suppress(OSError):  # it has gone meanwhile
+                if path.stat().st_uid == os.getuid():
+                    found.add(path.name)
+    return found
+
+
+def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
+    """Delete the segments that were not there before and that no process has open or mapped. Returns their names.
+
+    Another job of this user may have made segments meanwhile: its processes have them, so that they stay.
+    """
+    new = list_segments(folder) - before
+    if not new:
+        return set()
+    orphans = new - set(_names_in_use(folder))
+    for name in orphans:
+        with suppress(OSError):
+            (folder / name).unlink()
+            logger.info("removed %s, which a killed rank had left", folder / name)
+    return orphans
+
+
+def _names_in_use(folder: Path) -> Iterator[str]:
+    """The names of all files in the folder that a process of this user has mapped or open."""
+    prefix = f"{folder.resolve()}/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or it has ended
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                path = line.partition(prefix)[2]
+                if path:
+                    yield path.removesuffix(" (deleted)")
+        with suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    target = os.readlink(descriptor)
+                    if target.startswith(prefix):
+                        yield target.removeprefix(prefix).removesuffix(" (deleted)")

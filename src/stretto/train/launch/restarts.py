@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a run's ranks again after one has failed: `run_with_restarts`, the loop around the launcher's attempts.
+
+Each attempt trains from the newest checkpoint that the run has written, on the largest grid that the slots allow. The
+loop ends when an attempt has trained all steps or was stopped by a signal, when a failure would come back at once
+(diverged, refused by a check), or after `train.max_restarts` restarts in a row without a new checkpoint.
+"""
+
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Protocol
+
+from stretto.train.checkpoint.folders import newest_checkpoint
+from stretto.train.config.options import JobConfig
+from stretto.train.launch.devices import resolve_device
+from stretto.train.launch.elastic import ATTEMPT, own_checkpoint, resume_from, step_of, step_of_start
+from stretto.train.launch.journal import Journal, StepWatch, last_step
+from stretto.train.launch.slots import Slot, Slots, environment_of
+from stretto.train.launch.supervisor import StopTimeouts, Supervisor
+from stretto.train.observe.progress import print_line
+from stretto.train.smaller_grids import ChosenGrid, choose_grid
+
+MOST_PAUSE = 60.0  # seconds
+PAUSE_POLL = 0.05
+WATCH = 0.5  # seconds between looks at the run's folder and at slots that may be tried again
+# A checkpoint that cannot be resumed: a failure that comes back, unless there is an older one.
+_REFUSES_CHECKPOINT = ("DamagedError: ", "DamagedCheckpointError: ")
+
+
+class FailedAttempt(RuntimeError):
+    """What the loop knows of a `RankFailure`, which the launcher raises."""
+
+    rank: int
+    kind: str  # as `health.failures.Kind`
+    reason: str
+    checkpoint: Path | None
+    failed_at: float  # time.time()
+
+
+class RunAttempt(Protocol):
+    """Starts the ranks once and waits for them. Raises a FailedAttempt; returns the signal that stopped them, if any.
+
+    environment: for the ranks. wants_stop: asked several times a second; once it is true, the ranks are asked to stop.
+    """
+
+    def __call__(
+        self, config: JobConfig, job: str, environment: dict[str, str], wants_stop: Callable[[], bool]
+    ) -> Signals | None: ...
+
+
+def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
+    """Whether the same run would fail in the same way at once, so that it is not started again.
+
+    A damaged checkpoint is no such failure, if the one before it can be resumed. newest: the newest checkpoint.
+    """
+    has_older = failure.checkpoint is not None and failure.checkpoint != newest
+    is_refused = failure.kind == "invalid" or failure.reason.startswith(_REFUSES_CHECKPOINT)
+    return failure.kind == "diverged" or (is_refused and not has_older)
+
+
+def is_one_ranks(failure: FailedAttempt) -> bool:
+    """Whether one rank has failed: not a connection between two, nor one of several replicas, nobody knows which."""
+    return failure.kind != "lost connection" and not str(failure).startswith("ranks ")
+
+
+@dataclass
+class _Attempt:
+    """One start of the ranks. resumed: the step after which it trains; None of a run that has no checkpoint yet."""
+
+    config: JobConfig
+    slots: list[Slot]
+    resumed: int | None
+
+
+class Restarts:
+    """The loop's state. `run` is called once."""
+
+    def __init__(self, run_attempt: RunAttempt, config: JobConfig, timeouts: StopTimeouts, slots: Slots) -> None:
+        self._run_attempt, self._config, self._slots = run_attempt, config, slots
+        self._job = uuid.uuid4().hex
+        self._between = Supervisor(timeouts)  # without ranks: it records signals between two attempts
+        self._journal = Journal(config.out)
+        self._failures = 0  # in a row, without a new checkpoint
+        self._is_growing = False  # the ranks were asked to stop, to go on with more of them
+        self._asked: _Question | None = None
+        self._last_look = 0.0
+        self._grids: dict[int, ChosenGrid | None] = {}
+        if config.train.grids == "auto":  # while all GPUs answer, which may be asked for their memory
+            for ranks in range(1, config.ranks):
+                self._choose(ranks)
+
+    def run(self) -> Signals | None:
+        """Run attempts until one ends the run. Raises the last attempt's failure."""
+        attempt, number = _Attempt(self._config, self._slots.take(self._config.ranks), None), 0
+        with self._between.handling_signals():
+            while True:
+                try:
+                    stopped_by = self._run_once(attempt, number)
+                except FailedAttempt as failure:
+                    attempt = self._plan_after(failure, attempt)
+                else:
+                    if stopped_by is not None or not self._is_growing or self._is_finished():
+                        return stopped_by
+                    attempt = self._plan_growth(attempt)
+                if (stopped_by := self._between.stop_signal) is not None:
+                    return stopped_by
+                number += 1
+
+    def _run_once(self, attempt: _Attempt, number: int) -> Signals | None:
+        self._is_growing, self._asked = False, None
+        start = step_of_start(self._config.out, self._job)
+        steps = StepWatch(self._config.out, attempt.resumed or start or 0)
+        environment = environment_of(attempt.slots) | {ATTEMPT: str(number)}
+        try:
+            return self._run_attempt(attempt.config, self._job, environment, lambda: self._wants_stop(attempt, steps))
+        finally:
+            self._look_at_steps(steps)
+
+    # --- while the ranks run
+
+    def _wants_stop(self, attempt: _Attempt, steps: StepWatch) -> bool:
+        """Look whether steps are trained again, and whether more ranks may be tried."""
+        now = time.monotonic()
+        if self._is_growing or now - self._last_look < min(WATCH, max(self._config.train.retry_after / 4, 0.05)):
+            return self._is_growing
+        self._last_look = now
+        self._look_at_steps(steps)
+        if attempt.config.ranks < self._config.ranks:
+            self._is_growing = self._can_grow(attempt, steps)
+        return self._is_growing
+
+    def _look_at_steps(self, steps: StepWatch) -> None:
+        if self._journal.awaits_training and steps.has_trained():
+            seconds = self._journal.note_training()
+            print_line(f"training again {seconds:.1f} s after the failure")
+
+    def _can_grow(self, attempt: _Attempt, steps: StepWatch) -> bool:
+        """Whether slots that were set aside for long enough answer, and allow a larger grid. Does not wait for them."""
+        if not steps.has_trained():
+            return False  # first the smaller grid must be seen to work
+        if self._asked is None:
+            due = self._slots.due()
+            if due and self._allows_more(attempt, len(due)):
+                self._asked = _Question(self._slots, due)
+            return False
+        if not self._asked.is_answered():
+            return False
+        answering, self._asked = self._asked.answer, None
+        if not self._allows_more(attempt, len(answering)):
+            return False
+        self._slots.readmit(answering)
+        return True
+
+    def _allows_more(self, attempt: _Attempt, slots: int) -> bool:
+        """Whether there is a larger grid than the attempt's if so many slots come back."""
+        chosen = self._choose(len(self._slots.usable()) + slots)
+        return chosen is not None and chosen.config.ranks > attempt.config.ranks
+
+    # --- between two attempts
+
+    def _own_checkpoint(self) -> Path | None:
+        return own_checkpoint(self._config.out, newest_checkpoint(self._config.out), self._job)
+
+    def _is_finished(self) -> bool:
+        """Whether the ranks had trained all steps when they were asked to stop."""
+        newest = newest_checkpoint(self._config.out)
+        return newest is not None and step_of(newest) >= self._config.train.steps
+
+    def _plan_growth(self, attempt: _Attempt) -> _Attempt:
+        """The next attempt after the ranks have stopped so that more can train."""
+        following, why = self._next(self._own_checkpoint())
+        print_line(
+            f"grid: from {_named(attempt)} to {_named(following)} after step {following.resumed or 0} ({why}), to try "
+            "all ranks again"
+        )
+        return following
+
+    def _plan_after(self, failure: FailedAttempt, attempt: _Attempt) -> _Attempt:
+        """The next attempt after a failure, once the pause before it is over. Raises the failure if there is none."""
+        checkpoint = own_checkpoint(self._config.out, failure.checkpoint, self._job)
+        if checkpoint is not None and (attempt.resumed is None or step_of(checkpoint) > attempt.resumed):
+            self._failures = 0
+            self._slots.forget_failures()
+        self._failures += 1
+        slot = attempt.slots[failure.rank] if failure.rank < len(attempt.slots) else None
+        start = step_of_start(self._config.out, self._job)
+        reached = None if start is None else max(start, last_step(self._config.out) or 0)
+        known = {
+            "kind": failure.kind,
+            "rank": failure.rank,
+            "slot": None if slot is None else slot.number,
+            "host": getattr(failure, "host", None) or platform.node(),
+            "reason": failure.reason,
+            "step_reached": reached,
+        }
+        aside: list[Slot] = []
+        if (why_not := self._why_final(failure)) is None:
+            aside = self._set_aside(failure, slot, attempt)
+            if self._choose(len(self._slots.usable())) is None:
+                why_not = f"{_listed(aside)} does not answer, and train.grids has no grid for fewer ranks"
+        if why_not is not None:
+            self._journal.add(failure.failed_at, known, restarted=False)
+            print_line(f"no restart: {why_not}")
+            raise failure
+        following, why = self._next(checkpoint)
+        resumed = following.resumed or start or 0
+        lost = None if reached is None else max(0, reached - resumed)
+        known |= {"step_resumed": resumed, "steps_lost": lost, "grid": dict(following.config.grid.sizes())}
+        self._journal.add(failure.failed_at, known, restarted=True)
+        pause = 0.0 if self._failures == 1 else min(2.0 ** (self._failures - 2), MOST_PAUSE)
+        print_line(
+            f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
+            + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")
+            + f"it goes on {_from(following, start)} on {_named(following)}"
+            + (f" ({why})" if following.config.ranks != attempt.config.ranks else "")
+            + (f"; {_listed(aside)} is set aside" if aside else "")
+            + (f"; in {pause:g} s" if pause else "")
+        )
+        self._wait(pause)
+        return following
+
+    def _why_final(self, failure: FailedAttempt) -> str | None:
+        """Why no restart follows a failure; None if one does."""
+        if comes_back(failure, newest_checkpoint(self._config.out)):
+            return "the same run would fail again"
+        if self._failures > (most := self._config.train.max_restarts):
+            times = f"{self._failures} failures" if self._failures > 1 else "1 failure"
+            return f"{times} in a row without a new checkpoint, and train.max_restarts is {most}"
+        return None
+
+    def _set_aside(self, failure: FailedAttempt, slot: Slot | None, attempt: _Attempt) -> list[Slot]:
+        """Set aside slots that fail again and again or whose GPU does not answer. Returns them.
+
+        A lost connection may be either end's fault, so that no slot is blamed. Where no grid is left, slots whose GPU
+        answers are not set aside: the whole grid is tried again.
+        """
+        aside = self._slots.probe(attempt.slots)
+        if slot is not None and slot not in aside and is_one_ranks(failure) and self._slots.blame(slot):
+            aside.append(slot)
+        if self._choose(len(self._slots.usable())) is None:
+            self._slots.readmit_all()
+        return [slot for slot in aside if slot.set_aside_at is not None]
+
+    def _next(self, checkpoint: Path | None) -> tuple[_Attempt, str]:
+        """The attempt from a checkpoint that this run has written (None: as it began), on the slots that are left."""
+        chosen = self._choose(len(self._slots.usable()))
+        assert chosen is not None  # the callers have looked
+        resume, resumed = self._config.train.resume, None
+        if checkpoint is not None:
+            newest = newest_checkpoint(self._config.out)
+            # "latest" lets the ranks agree on an older checkpoint, if they find that this one is damaged.
+            resume, resumed = "latest" if checkpoint == newest else str(checkpoint), step_of(checkpoint)
+        return _Attempt(resume_from(chosen.config, resume), self._slots.take(chosen.config.ranks), resumed), chosen.why
+
+    def _choose(self, slots: int) -> ChosenGrid | None:
+        """The largest grid for so many slots."""
+        if slots not in self._grids:
+            self._grids[slots] = choose_grid(self._config, slots)
+        return self._grids[slots]
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, or until a signal comes."""
+        deadline = time.monotonic() + seconds
+        while self._between.stop_signal is None and time.monotonic() < deadline:
+            time.sleep(PAUSE_POLL)
+
+
+class _Question:
+    """Asks in a thread which slots answer, since a GPU may take a minute not to."""
+
+    def __init__(self, slots: Slots, due: list[Slot]) -> None:
+        self.answer: list[Slot] = []
+        self._thread = threading.Thread(target=self._ask, args=(slots, due), daemon=True)
+        self._thread.start()
+
+    def _ask(self, slots: Slots, due: list[Slot]) -> None:
+        self.answer = slots.answering(due)
+
+    def is_answered(self) -> bool:
+        return not self._thread.is_alive()
+
+
+def run_with_restarts(run_attempt: RunAttempt, config: JobConfig, timeouts: StopTimeouts) -> Signals | None:
+    """Run attempts until the run has ended. Returns the signal that stopped it, if one did.
+
+    Raises the last attempt's failure. Appends a line to `out/restarts.jsonl` for each failure.
+    """
+    slots = Slots.of_run(config.ranks, resolve_device(config).device, config.train.retry_after)
+    return Restarts(run_attempt, config, timeouts, slots).run()
+
+
+def _named(attempt: _Attempt) -> str:
+    ranks = attempt.config.ranks
+    on = "" if attempt.slots[0].gpu is None else f", GPUs {', '.join(str(slot.gpu) for slot in attempt.slots)}"
+    return f"{ranks} rank{'' if ranks == 1 else 's'} ({attempt.config.grid}{on})"
+
+
+def _from(attempt: _Attempt, start: int | None) -> str:
+    if attempt.resumed is not None:
+        return f"after step {attempt.resumed}"
+    return f"after step {start}, as it began," if start else "from the start"
+
+
+def _listed(slots: list[Slot]) -> str:
+    return " and ".join(map(str, slots))
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{' is' if number == 1 else 's are'}"

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the weights that several ranks hold, to find silent corruption of a rank's memory or arithmetic.
+
+Ranks that hold the same shard of a parameter have computed it from the same numbers, summed by collectives that give
+all of them the same bits, so their shards are equal bit by bit (docs/silent-corruption.md). A check costs one pass over
+the weights on their device, and one all-gather of 8 bytes for each kind of shard that a rank holds.
+"""
+
+import hashlib
+import logging
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stretto.parallel.comm.collectives import gather_rows
+from stretto.parallel.layout import layout_of, place_on
+from stretto.train.bit_hash import hash_bits, multipliers
+from stretto.train.observe.metrics import CorruptionError
+from stretto.train.optimizer import local_shard
+from stretto.train.task import TrainTask
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Parameters of which the same ranks hold the same shards. key: equal on those ranks, and on no others."""
+
+    key: str
+    names: tuple[str, ...]
+
+
+class ReplicaCheck:
+    """Compares hashes of the weights that more than one rank holds. Collective, also when it is made.
+
+    Each parameter is compared over all ranks that hold the same shard: along every axis that does not cut it. Warns,
+    on rank 0, if no parameter is held twice.
+    """
+
+    def __init__(self, task: TrainTask) -> None:
+        self._task = task
+        self._device = task.grid.device
+        self._shards = _group(task.replicated())
+        keys: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(keys, [shards.key for shards in self._shards])
+        self._width = max(map(len, keys))
+        # The ranks that hold the same shards, and where each of them has their hash in what it sends.
+        holders: dict[str, dict[int, int]] = defaultdict(dict)
+        for rank, own in enumerate(keys):
+            for number, key in enumerate(own):
+                holders[key][rank] = number
+        self._holders = {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
+        self._verified: int | None = None
+        if not self._holders and dist.get_rank() == 0:
+            logger.warning("train.verify_steps has nothing to compare: on this grid no two ranks hold the same weights")
+
+    def check(self, step: int) -> None:
+        """Raise CorruptionError, on all ranks, if weights that must be equal differ after `step`.
+
+        It names the ranks that differ from the majority; all of them where there is none, as with two replicas.
+        """
+        if not self._holders:
+            return
+        hashes = self._hash()
+        totals = torch.zeros(self._width, dtype=torch.int64, device=self._device)
+        for number, own in enumerate(hashes):
+            factors = multipliers(0, len(own)).to(own.device)
+            totals[number] = (own * factors).sum()
+        world = self._task.grid.group("world")
+        found = gather_rows(totals, self._width * world.size(), world).view(-1, self._width).tolist()
+        differing = [
+            key
+            for key, ranks in self._holders.items()
+            if len({found[rank][number] for rank, number in ranks.items()}) > 1
+        ]
+        if differing:
+            raise self._describe(step, differing, hashes)
+        self._verified = step
+
+    def _hash(self) -> list[Tensor]:
+        """The hashes of the parameters of each of `_shards`, int64 [parameters], on the device."""
+        weights, masters = self._task.replicated(), self._task.masters()
+        hashes = []
+        for shards in self._shards:
+            own = hash_bits([local_shard(weights[name]) for name in shards.names])
+            if masters:  # a flipped bit of either changes the sum, as one of the two is multiplied by 3
+                own = own + 3 * hash_bits([masters.get(name, own[:0]) for name in shards.names])
+            hashes.append(own)
+        return hashes
+
+    def _describe(self, step: int, differing: Sequence[str], hashes: Sequence[Tensor]) -> CorruptionError:
+        """Find the parameters and the ranks. Collective."""
+        own = {
+            shards.key: list(zip(shards.names, values.tolist(), strict=True))
+            for shards, values in zip(self._shards, hashes, strict=True)
+            if shards.key in differing
+        }
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (socket.gethostname(), own))
+        votes = [
+            _Vote(name, {rank: told[rank][1][key][number][1] for rank in self._holders[key]})
+            for key in differing
+            for number, name in enumerate(_names(told[next(iter(self._holders[key]))][1][key]))
+        ]
+        votes = [vote for vote in votes if vote.differs]
+        culprits = sorted({rank for vote in votes for rank in vote.minority})
+        # Two replicas have no majority, but one of them may have been outvoted for another parameter.
+        open_votes = [vote for vote in votes if not vote.minority and not set(culprits) & vote.hashes.keys()]
+        culprits = sorted({*culprits, *(rank for vote in open_votes for rank in vote.hashes)})
+        names = list(dict.fromkeys(vote.name for vote in votes))
+        others = sorted({rank for vote in votes for rank in vote.hashes} - set(culprits))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        who = _ranks(culprits, [told[rank][0] for rank in culprits])
+        than = f"other weights than {_ranks(others)}" if others else "different weights, and either may be right"
+        since = "when training began" if self._verified is None else f"at step {self._verified}"
+        return CorruptionError(
+            f"{who} {'holds' if len(culprits) == 1 else 'hold'} {than}: {names[0]}{more} "
+            f"after step {step}, which were equal {since}",
+            culprits,
+        )
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """A parameter's hashes by rank, of the ranks that hold the same shard."""
+
+    name: str
+    hashes: Mapping[int, int]
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.hashes.values())) > 1
+
+    @property
+    def minority(self) -> list[int]:
+        """The ranks that differ from what more than half of all hold; none if there is no such majority."""
+        (most, count), *_ = Counter(self.hashes.values()).most_common(1)
+        return [rank for rank, value in self.hashes.items() if value != most] if 2 * count > len(self.hashes) else []
+
+
+def _group(weights: Mapping[str, Tensor]) -> list[_Shards]:
+    """Group parameters by which shard of them this rank holds, in the parameters' order."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, weight in weights.items():
+        groups[_place(weight)].append(name)
+    return [
+        _Shards(hashlib.blake2b(repr((place, names)).encode(), digest_size=16).hexdigest(), tuple(names))
+        for place, names in groups.items()
+    ]
+
+
+def _place(weight: Tensor) -> str:
+    """Which shard this rank holds: its coordinates on the axes that cut the parameter."""
+    if not isinstance(weight, DTensor):
+        return "whole"
+    layout = layout_of(weight)
+    sizes, coordinates = place_on(weight.device_mesh)
+    cut = sorted({split.axis for split in layout.splits if sizes[split.axis] > 1})
+    return " ".join(f"{axis}={coordinates[axis]}" for axis in cut)
+
+
+def _names(rows: Sequence[tuple[str, int]]) -> list[str]:
+    return [name for name, _ in rows]
+
+
+def _ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Name ranks, each with its host if there are `hosts`."""
+    shown = [f"{rank} (host {hosts[at]})" if hosts else str(rank) for at, rank in enumerate(ranks)]
+    if len(shown) == 1:
+        return f"rank {shown[0]}"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

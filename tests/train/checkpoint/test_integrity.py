@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flipped bit of a checkpoint is found before it is used, by file and tensor, and the checkpoint before is taken."""
+
+import io
+import json
+import random
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.conftest import Ranks
+from tests.train import runs
+
+from stretto.train.checkpoint import (
+    checkpoint_path,
+    find_checkpoint,
+    load_checkpoint,
+    load_state,
+    newest_checkpoint,
+    training_state,
+)
+from stretto.train.checkpoint.integrity import (
+    THREADED_BYTES,
+    DamagedCheckpointError,
+    DamagedError,
+    combine,
+    crc32,
+    crc32_beside,
+)
+from stretto.train.checkpoint.metadata import CheckpointMetadata, read_metadata
+from stretto.train.checkpoint.storage import read_tensor
+from stretto.train.checkpoint.torch_container import Checked, check_container
+
+MakeRanks = Callable[[int], Ranks]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with checkpoints of steps 1 and 2, written by one rank."""
+    out = tmp_path_factory.mktemp("saved")
+    Ranks(pool, 1).run(runs.save_steps, out, [1, 2], 5)
+    return out
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the run's folder, to damage."""
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.fixture
+def seed() -> random.Random:
+    number = random.randrange(1 << 32)
+    print(f"seed {number}")
+    return random.Random(number)
+
+
+def tensor_at(metadata: CheckpointMetadata, file: str, byte: int) -> str:
+    """The name of the tensor to which a byte of a shard file belongs."""
+    (name,) = (
+        name
+        for name, entry in metadata.tensors.items()
+        for chunk in entry.chunks
+        if chunk.file == file and chunk.start <= byte < chunk.start + chunk.bytes
+    )
+    return name
+
+
+# --- checksums
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, THREADED_BYTES - 1, THREADED_BYTES, 3 * THREADED_BYTES + 5])
+def test_several_threads_compute_zlibs_checksum(count: int, seed: random.Random) -> None:
+    data = seed.randbytes(count)
+    assert crc32(data, threads=3) == zlib.crc32(data)
+    with crc32_beside(data, threads=2) as checksum:
+        pass
+    assert checksum() == zlib.crc32(data)
+
+
+def test_checksums_of_parts_are_combined_to_that_of_the_whole(seed: random.Random) -> None:
+    for _ in range(50):
+        first, second = (seed.randbytes(seed.choice([0, 1, 7, 1000, 100_000])) for _ in range(2))
+        assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_each_piece_has_zlibs_checksum_of_its_bytes(saved: Path) -> None:
+    path = checkpoint_path(saved, 2)
+    for entry in read_metadata(path).tensors.values():
+        for chunk in entry.chunks:
+            content = (path / chunk.file).read_bytes()[chunk.start : chunk.start + chunk.bytes]
+            assert chunk.checksum == f"crc32:{zlib.crc32(content):08x}"
+
+
+# --- a flipped bit is found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_flipped_bit_of_a_shard_is_found_by_file_and_tensor(copy: Path, version: int, seed: random.Random) -> None:
+    path = checkpoint_path(copy, 2)
+    if version == 1:
+        runs.as_format_1(path)
+    file, metadata, model = path / "__0_0.distcp", read_metadata(path), runs.make_gpt()
+    load_checkpoint(path, model)
+    weights = [name for name in metadata.tensors if name.startswith("model.")]
+    for name in seed.sample(weights, 8):
+        (chunk,) = metadata.tensors[name].chunks
+        bit = seed.randrange(8 * chunk.start, 8 * (chunk.start + chunk.bytes))
+        runs.flip_bit(file, bit)
+        with pytest.raises(DamagedCheckpointError) as caught:
+            load_checkpoint(path, model)
+        message = str(caught.value)
+        assert message.startswith(f"the checkpoint {path} cannot be read: on rank 0, __0_0.distcp, {name}, bytes ")
+        assert caught.value.path == path
+        with pytest.raises(DamagedError, match=rf"step-00000002 is damaged: __0_0\.distcp, {name}, bytes "):
+            read_tensor(path, metadata.tensors[name], name)
+        runs.flip_bit(file, bit)
+    load_checkpoint(path, model)
+
+
+def test_the_message_has_the_bytes_and_both_checksums(copy: Path) -> None:
+    path = checkpoint_path(copy, 2)
+    (chunk,) = read_metadata(path).tensors["model.norm.weight"].chunks
+    runs.flip_bit(path / chunk.file, 8 * chunk.start + 3)
+    content = (path / chunk.file).read_bytes()[chunk.start : chunk.start + chunk.bytes]
+    with pytest.raises(DamagedCheckpointError) as caught:
+        load_checkpoint(path, runs.make_gpt())
+    assert str(caught.value).endswith(
+        f"__0_0.distcp, model.norm.weight, bytes {chunk.start} to {chunk.start + chunk.bytes}: the checksum differs: "
+        f"{chunk.checksum} expected, crc32:{zlib.crc32(content):08x} found"
+    )
+
+
+def test_a_flipped_bit_of_the_index_is_found_wherever_it_is(copy: Path, seed: random.Random) -> None:
+    path = checkpoint_path(copy, 2)
+    file = path / "metadata.json"
+    size = 8 * file.stat().st_size
+    head = range(8 * 60)  # its checksum, and its format
+    for bit in [*head, *(seed.randrange(size) for _ in range(200)), size - 1]:
+        runs.flip_bit(file, bit)
+        with pytest.raises(DamagedError, match=r"metadata\.json .*damaged"):
+            read_metadata(path)
+        runs.flip_bit(file, bit)
+    read_metadata(path)
+
+
+def test_white_space_added_to_the_index_is_found(copy: Path) -> None:
+    file = checkpoint_path(copy, 2) / "metadata.json"
+    file.write_bytes(file.read_bytes() + b"\n")
+    with pytest.raises(DamagedError, match=r"its checksum differs: crc32:\w+ expected, crc32:\w+ found"):
+        read_metadata(file.parent)
+
+
+def test_only_what_is_needed_is_read_and_checked(copy: Path) -> None:
+    path = checkpoint_path(copy, 2)
+    damage(path, "model.norm.weight")
+    model = runs.make_gpt()
+    others = {name: state for name, state in training_state(model, None).items() if name != "model.norm.weight"}
+    load_state(path, read_metadata(path), others)
+    with pytest.raises(DamagedCheckpointError):
+        load_state(path, read_metadata(path), training_state(model, None))
+
+
+# --- torch's container
+
+
+def container_of(value: Any) -> bytearray:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return bytearray(file.getvalue())
+
+
+CONTAINERS = {
+    "vector": torch.arange(5.0),
+    "number": torch.tensor(3.0),
+    "nothing": torch.empty(0),
+    "matrix in bfloat16": torch.ones(3, 4, dtype=torch.bfloat16),
+    "objects": {"a": torch.ones(3), "b": [1, "two"]},
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_what_torch_writes_is_checked_bit_by_bit(name: str) -> None:
+    assert check_container(memoryview(container_of(CONTAINERS[name]))) == (Checked.ALL, None)
+
+
+@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["vector", "nothing"])
+def test_every_flipped_bit_of_a_container_is_found(name: str, step: int) -> None:
+    content = container_of(CONTAINERS[name])
+    for bit in range(0, 8 * len(content), step):
+        content[bit // 8] ^= 1 << bit % 8
+        _, fault = check_container(memoryview(content))
+        assert fault is not None, f"bit {bit}"
+        content[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_container_that_is_cut_short_or_has_more_bytes_is_found() -> None:
+    content = container_of(torch.arange(5.0))
+    for length in range(0, len(content), 50):
+        assert check_container(memoryview(content)[:length])[1] is not None, length
+    assert check_container(memoryview(content + b"\0"))[1] is not None
+
+
+def test_another_programs_container_is_checked_by_its_records_crcs() -> None:
+    source, file = container_of(torch.arange(5.0)), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(source)) as records, zipfile.ZipFile(file, "w") as rewritten:
+        for name in records.namelist():
+            rewritten.writestr(name, records.read(name))
+    content = bytearray(file.getvalue())
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), torch.arange(5.0))
+    assert check_container(memoryview(content)) == (Checked.RECORDS, None)
+    content[content.index(torch.arange(5.0).numpy().tobytes())] ^= 1
+    _, fault = check_container(memoryview(content))
+    assert fault is not None
+    assert "archive/data/0" in fault.reason
+
+
+def test_a_container_without_crcs_is_said_to_be_unchecked() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        content = container_of(torch.arange(5.0))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert check_container(memoryview(content)) == (Checked.NOTHING, None)
+
+
+# --- the checkpoint before it
+
+
+def damage(path: Path, name: str = "model.norm.weight") -> None:
+    (chunk, *_) = read_metadata(path).tensors[name].chunks
+    runs.flip_bit(path / chunk.file, 8 * (chunk.start + chunk.bytes // 2))
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run of two ranks with checkpoints of steps 2, 4 and 6, and its losses."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    config = runs.configure(out, "grid.x=2", "train.checkpoint_every=2", "train.keep_checkpoints=5")
+    Ranks(pool, 2).run(runs.train_quietly, config)
+    return out, [line["loss"] for line in runs.metrics_of(out)]
+
+
+def resumed(out: Path, resume: object, *overrides: str) -> Any:
+    return runs.configure(out, "grid.x=2", "train.checkpoint_every=2", f"train.resume={resume}", *overrides)
+
+
+@pytest.mark.parametrize("state", ["fp32", "host"])
+def test_latest_takes_the_checkpoint_before_and_says_so_once(
+    ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path, state: str
+) -> None:
+    out = shutil.copytree(trained[0], tmp_path / "run")
+    damage(checkpoint_path(out, 6), "optimizer.norm.weight.exp_avg_sq")  # read last
+    damage(checkpoint_path(out, 4))
+    options = (f"train.optimizer_state={state}", "train.keep_checkpoints=5")
+    first, second = ranks(2).run(runs.train_and_listen, resumed(out, "latest", *options), timeout=120)
+    assert second == []
+    assert [text.partition(" of an earlier run")[0] for text in first[2:]] == ["checkpoints"]  # set aside
+    for text, step, before, name in zip(first, (6, 4), (4, 2), ("exp_avg_sq", "model.norm.weight"), strict=False):
+        assert (
+            f"damaged, and taking {checkpoint_path(out, before)}: the checkpoint {checkpoint_path(out, step)} " in text
+        )
+        assert name in text
+    losses = [line["loss"] for line in runs.metrics_of(out)]
+    assert losses == pytest.approx(trained[1], rel=1e-6)
+
+
+def test_a_damaged_index_that_one_rank_reads_is_passed_over_by_all(
+    ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    out = shutil.copytree(trained[0], tmp_path / "run")
+    said = ranks(2).run(runs.train_with_a_bad_index, resumed(out, "latest"), checkpoint_path(out, 6), 1, timeout=120)
+    assert said[1] == []
+    assert f"taking {checkpoint_path(out, 4)}" in said[0][0]
+    assert "on rank 1, " in said[0][0]
+    assert [line["step"] for line in runs.metrics_of(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_that_is_named_is_refused_and_the_one_before_is_named(
+    ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    out = shutil.copytree(trained[0], tmp_path / "run")
+    newest, before = checkpoint_path(out, 6), checkpoint_path(out, 4)
+    damage(newest)
+    config = resumed(tmp_path / "other", newest)
+    for said in ranks(2).run(runs.train_and_listen, config, timeout=120):
+        (error,) = said
+        assert error.startswith(f"DamagedCheckpointError: the checkpoint {newest} cannot be read: on rank ")
+        assert "model.norm.weight" in error
+        assert error.endswith(f"; the checkpoint before it is {before}: continue with --set train.resume={before}")
+    runs.flip_bit(newest / "metadata.json", 800)
+    with pytest.raises(DamagedError, match=f"is damaged: .*; the checkpoint before it is {before}"):
+        find_checkpoint(tmp_path, newest)
+
+
+def test_latest_is_refused_if_all_checkpoints_are_damaged(
+    ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    out = shutil.copytree(trained[0], tmp_path / "run")
+    for step in (2, 4, 6):
+        damage(checkpoint_path(out, step))
+    for said in ranks(2).run(runs.train_and_listen, resumed(out, "latest"), timeout=120):
+        assert "step-00000002 cannot be read" in said[-1]
+        assert said[-1].endswith("there is no checkpoint before it; train.resume='none' starts anew, and sets it aside")
+    assert len(list((out / "checkpoints").iterdir())) == 3
+
+
+def test_a_damaged_checkpoint_is_mentioned_once(
+    copy: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STRETTO_SAID_OF_CHECKPOINTS", raising=False)
+    (checkpoint_path(copy, 2) / "__0_0.distcp").unlink()
+    for _ in range(3):
+        assert newest_checkpoint(copy) == checkpoint_path(copy, 1)
+    assert caplog.text.count("passing over") == 1
+    monkeypatch.setenv("RANK", "1")  # a rank of torchrun's, which has not inherited what rank 0 has said
+    monkeypatch.delenv("STRETTO_SAID_OF_CHECKPOINTS")
+    newest_checkpoint(copy)
+    assert caplog.text.count("passing over") == 1
+
+
+# --- files that lie
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "crc32:",
+        "crc32:1234567",
+        "crc32:123456789",
+        "crc32:ABCDEF01",
+        "md5:12345678",
+        "crc32:12345678\n",
+        5,
+        None,
+        [],
+    ],
+)
+def test_a_checksum_that_is_none_is_refused(copy: Path, value: Any) -> None:
+    path = checkpoint_path(copy, 2)
+    runs.edit_index(path, lambda index: index["tensors"]["model.norm.weight"]["chunks"][0].update(checksum=value))
+    with pytest.raises(DamagedError, match=r"metadata\.json is damaged: .*model\.norm\.weight"):
+        read_metadata(path)
+
+
+def test_a_wrong_checksum_of_right_bytes_is_refused(copy: Path) -> None:
+    path = checkpoint_path(copy, 2)
+    runs.edit_index(
+        path, lambda index: index["tensors"]["model.norm.weight"]["chunks"][0].update(checksum="crc32:00000000")
+    )
+    with pytest.raises(DamagedCheckpointError, match=r"model\.norm\.weight, .*crc32:00000000 expected"):
+        load_checkpoint(path, runs.make_gpt())
+
+
+@pytest.mark.parametrize("digits", [12, 19, 30, 5000])
+@pytest.mark.parametrize("field", ["start", "bytes", "sizes", "offsets"])
+def test_huge_numbers_are_refused_before_anything_is_allocated(copy: Path, field: str, digits: int) -> None:
+    path = checkpoint_path(copy, 2)
+    text = (path / "metadata.json").read_text()
+    content = json.loads(text)
+    chunk = content["tensors"]["model.norm.weight"]["chunks"][0]
+    chunk[field] = "HUGE" if field in ("start", "bytes") else ["HUGE"]
+    content["format"] = 1
+    del content["checksum"], content["files"]
+    (path / "metadata.json").write_text(json.dumps(content).replace('"HUGE"', "9" * digits))
+    with pytest.raises(DamagedError, match=r"is damaged|truncated"):
+        read_metadata(path)
+
+
+def test_other_files_than_torchs_index_are_refused(copy: Path) -> None:
+    path = checkpoint_path(copy, 2)
+    runs.edit_index(path, lambda index: index["files"].update({"../../x": index["files"][".metadata"]}))
+    with pytest.raises(DamagedError, match=r"metadata\.json is damaged: files"):
+        read_metadata(path)
+
+
+# --- writing
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_checkpoint_is_written_by_threads_of_a_thread_with_a_group_of_its_own(
+    ranks: MakeRanks, tmp_path: Path, threads: int
+) -> None:
+    ranks(2).run(runs.save_in_a_thread, tmp_path, threads)
+    path = checkpoint_path(tmp_path, 1)
+    metadata = read_metadata(path)
+    files = {chunk.file for entry in metadata.tensors.values() for chunk in entry.chunks}
+    assert files == {f"__{rank}_{number}.distcp" for rank in range(2) for number in range(threads)}
+    for name, entry in metadata.tensors.items():
+        read_tensor(path, entry, name)
+    assert set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata) == set(metadata.tensors)
