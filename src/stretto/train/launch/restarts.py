@@ -30,7 +30,7 @@ MOST_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
 WATCH = 0.5  # seconds between looks at the run's folder and at slots that may be tried again
 # Failures that the same run would have again: a loss that is not finite, and what a check refuses.
-_REFUSED = ("DivergenceError: ", "ValueError: ", "ConfigError: ")
+_REFUSED = ("DivergenceError: ", "ValueError: ", "ConfigError: ", "DamagedCheckpointError: ", "DamagedError: ")
 
 
 class FailedAttempt(RuntimeError):
