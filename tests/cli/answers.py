@@ -215,6 +215,7 @@ ANSWERS = (
     Answer("bench moe-demo --steps 1", REFUSED, "1"),
     Answer("bench moe-layers --peer jax", REFUSED, "there is no peer 'jax'"),
     Answer("bench experts --layers 3", REFUSED, "4 would do"),
+    Answer("bench flips --flips 0", REFUSED, "flips is 0, but must be at least 1"),
     Answer("bench messages", REFUSED, "Without GPUs these run"),
     Answer("bench messages --ranks 1", REFUSED, "2 would do"),
     Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MB"),

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from stretto.bench.flips import FlipsSetting, bench_flips
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint, training_state
@@ -264,3 +265,19 @@ def save_in_a_thread(out: Path, writers: int) -> None:
     thread.join(60)
     if failed or thread.is_alive():
         raise AssertionError(f"the thread did not save: {failed}")
+
+
+def import_and_listen(grid: dict[str, int], file: Path) -> str:
+    """Import weights on a grid; returns the error's message, if there is one."""
+    model, _, _ = sharded(make_gpt, grid, seed=2)
+    try:
+        import_safetensors(model, file)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def flip_in_a_group(setting: FlipsSetting, out: Path) -> dict[str, Any]:
+    """The bench of flips, which makes a process group of its own."""
+    torch.distributed.destroy_process_group()
+    return bench_flips(setting, out)

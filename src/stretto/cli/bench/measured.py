@@ -12,6 +12,7 @@ from stretto.bench.collectives.settings import AblationsSetting, BackendSetting,
 from stretto.bench.embedding.settings import EmbeddingSetting
 from stretto.bench.experts.settings import ExpertsSetting, MoeLayersSetting
 from stretto.bench.faults.settings import FaultsSetting
+from stretto.bench.flips import FlipsSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
 from stretto.bench.plan.settings import (
@@ -387,3 +388,11 @@ def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
     from stretto.bench.messages.run import bench_messages
 
     return bench_messages(ranks, setting, out)
+
+
+@bench_command("flips", FlipsSetting)
+def flips(setting: FlipsSetting, out: Path) -> Any:
+    """Flip random bits of checkpoints and exported weights, one at a time: each is to be found, by name (no GPU)."""
+    from stretto.bench.flips import bench_flips
+
+    return bench_flips(setting, out)

@@ -54,8 +54,9 @@ def check_piece(piece: StoredPiece, content: memoryview, threads: int | None = N
     checked, fault = check_container(content, threads)
     if fault is None:
         return None, checked
-    where = start + fault.start, start + fault.stop
-    return Damage(place.file, piece.tensor, *where, fault.reason, fault.expected, fault.found), checked
+    # A damaged header may show elsewhere in the container, so all of the piece is named.
+    reason = f"{fault.reason} (bytes {start + fault.start} to {start + fault.stop})"
+    return Damage(place.file, piece.tensor, start, stop, reason, fault.expected, fault.found), checked
 
 
 def read_ahead(folder: Path, pieces: Sequence[StoredPiece]) -> Iterator[memoryview]:

@@ -6,7 +6,7 @@ Also when ranks do not stop after Ctrl-C: then it says what is saved and what is
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from stretto.train.checkpoint import newest_checkpoint
 from stretto.train.health import evidence, flight_recorder
 from stretto.train.health.beat import interval_of, list_ranks, prefix
+from stretto.train.health.connections import describe_lost, find_lost_pairs
+from stretto.train.health.failures import Failure
 from stretto.train.health.heartbeat import BY_LAUNCHER
 from stretto.train.health.monitor import Monitor, Stall
 from stretto.train.observe.metrics import last_step
@@ -58,22 +60,37 @@ class RankWatch:
             return self._with_evidence(stall, running)
         if (stall := self.monitor.find_warning(running)) is not None:
             logger.warning("%s; the run ends when it reaches the limit", stall.text)
+        if (slow := self.monitor.find_slow(running)) is not None:
+            logger.warning("%s", slow.text)
         return None
 
-    def find_culprit(self, running: Collection[int]) -> Stall | None:
-        """The ranks that others have waited for when their time limits ended them, if heartbeats tell."""
+    def find_culprit(self, running: Collection[int], failures: Sequence[Failure]) -> Failure | None:
+        """What has caused failures that are all consequences: a rank that is stuck, or a lost connection.
+
+        None where heartbeats do not tell. failures: of the ranks that have failed; others may wait.
+        """
         if self.monitor is None:
             return None
-        deadline = time.monotonic() + LAST_LOOK + 2 * self._interval
+        has_waited = any(failure.kind != "lost connection" for failure in failures)
+        deadline = time.monotonic() + (LAST_LOOK + 2 * self._interval if has_waited else 0.0)
         try:
-            while time.monotonic() < deadline:
+            while True:
                 self.monitor.read()
                 if (stall := self.monitor.find_stall(running, self._timeout / 2)) is not None:
-                    return self._with_evidence(stall, running)
+                    return Failure.of_stall(self._with_evidence(stall, running))
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(self._interval / 2)
+            lost = {each.rank: each.reason for each in failures if each.kind == "lost connection"}
+            if not lost:
+                return None
+            pairs = find_lost_pairs(self.monitor.store, lost, self._ranks)
         except RuntimeError as error:
             logger.debug("heartbeats cannot be read: %s", error)
-        return None
+            return None
+        rank, said = describe_lost(pairs, list(lost))
+        first = failures[0]
+        return replace(first, rank=rank, reason=f"{said}: {first.reason}", kind="lost connection", order=(0, 0.0))
 
     def describe_unstopped(self, running: Collection[int], seconds: float) -> str:
         """Say which of the ranks that still run did not stop in so many seconds, and which steps are not saved."""

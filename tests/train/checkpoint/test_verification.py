@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto checkpoint verify`, and safetensors files whose tensors have checksums."""
+
+import json
+import random
+import shutil
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.cli.test_commands import stretto_command
+from tests.conftest import Ranks
+from tests.train import runs
+from torch.distributed import checkpoint as dcp
+
+from stretto.bench.flips import FlipsSetting
+from stretto.models import GPT
+from stretto.train.checkpoint import checkpoint_path
+from stretto.train.checkpoint.file_tensors import CheckedTensor
+from stretto.train.checkpoint.integrity import DamagedError
+from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.safetensors_checksums import BLOCK, digits_of, make_header, read_header
+from stretto.train.checkpoint.verification import verify
+from stretto.train.checkpoint.weights import export_safetensors, import_safetensors
+
+MakeRanks = Callable[[int], Ranks]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("saved")
+    Ranks(pool, 1).run(runs.save_steps, out, [1, 2], 5)
+    export_safetensors(checkpoint_path(out, 2), out / "one.safetensors")
+    export_safetensors(checkpoint_path(out, 2), out / "several.safetensors", max_file_bytes=6000)
+    return out
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.fixture
+def seed() -> random.Random:
+    number = random.randrange(1 << 32)
+    print(f"seed {number}")
+    return random.Random(number)
+
+
+def damages(path: Path) -> list[str]:
+    return [str(damage) for found in verify(path) for damage in found.damages]
+
+
+# --- verify
+
+
+def test_what_was_written_is_whole_to_the_last_byte(saved: Path) -> None:
+    for found in (
+        *verify(saved),
+        *verify(saved / "one.safetensors"),
+        *verify(saved / "several.safetensors.index.json"),
+    ):
+        assert (found.damages, found.unverified) == ([], [])
+        assert found.tensors == len(read_metadata(checkpoint_path(saved, 2)).tensors)
+    path = checkpoint_path(saved, 2)
+    assert verify(path)[0].bytes == sum(file.stat().st_size for file in path.iterdir())
+    assert verify(saved / "one.safetensors")[0].bytes == (saved / "one.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["metadata.json", ".metadata", "__0_0.distcp"])
+def test_a_flipped_bit_is_found_in_each_file_of_a_checkpoint(copy: Path, name: str, seed: random.Random) -> None:
+    file = checkpoint_path(copy, 2) / name
+    for _ in range(20):
+        bit = seed.randrange(8 * file.stat().st_size)
+        runs.flip_bit(file, bit)
+        (damage,) = damages(copy)  # the other checkpoint is whole
+        assert damage.startswith(name), bit
+        runs.flip_bit(file, bit)
+
+
+def test_files_that_are_missing_cut_short_or_too_long_are_found(copy: Path) -> None:
+    path = checkpoint_path(copy, 2)
+    shard, size = path / "__0_0.distcp", (path / "__0_0.distcp").stat().st_size
+    with open(shard, "ab") as file:
+        file.write(b"more")
+    assert damages(path) == [f"__0_0.distcp, bytes {size} to {size + 4}: the index has no piece there"]
+    with open(shard, "r+b") as file:
+        file.truncate(size - 1)
+    (damage,) = damages(path)
+    assert damage.endswith(f"the file ends at byte {size - 1}")
+    shard.unlink()
+    assert damages(path) == [f"__0_0.distcp, bytes 0 to {size}: the file is missing"]
+    (path / ".metadata").unlink()
+    assert ".metadata, bytes 0 to" in damages(path)[0]
+    (path / "metadata.json").unlink()
+    (path / ".metadata").touch()
+    assert "the checkpoint is not complete" in damages(path)[0]
+
+
+def test_of_format_1_the_indices_are_compared_with_each_other(copy: Path) -> None:
+    path = checkpoint_path(copy, 2)
+    runs.as_format_1(path)
+    (found,) = verify(path)
+    assert found.damages == []
+    assert found.unverified == ["metadata.json and .metadata, of which format 1 has no checksums"]
+    text = (path / "metadata.json").read_text()
+    (path / "metadata.json").write_text(text.replace('"model.norm.weight"', '"model.norm.weighu"'))
+    assert damages(path) == [
+        f"metadata.json and .metadata, model.norm.weigh{last}, bytes 0 to 0: they differ in the piece at [0]"
+        for last in "tu"
+    ]
+
+
+def test_a_folder_of_torchs_is_verified_with_its_objects(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"weight": torch.ones(4), "state": {"epoch": [1, "two"]}}, checkpoint_id=tmp_path / "folder")
+    (found,) = verify(tmp_path / "folder")
+    assert (found.damages, found.unverified) == ([], [".metadata, of which torch writes no checksum"])
+    file = tmp_path / "folder" / "__0_0.distcp"
+    assert found.bytes == file.stat().st_size
+    content = file.read_bytes()
+    runs.flip_bit(file, 8 * content.index(b"two"))
+    (damage,) = damages(tmp_path / "folder")
+    assert damage.startswith("__0_0.distcp, state.epoch, bytes ")
+
+
+@pytest.mark.parametrize("value", [b"", b"\x80\x02cos\nsystem\n(X\x04\x00\x00\x00truetR.", b"garbage"])
+def test_an_index_of_torchs_that_is_none_is_damaged_and_runs_no_code(tmp_path: Path, value: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(value)
+    assert "is no index of torch.distributed.checkpoint" in damages(tmp_path)[0]
+
+
+def test_the_command_says_what_is_damaged_and_ends_with_1(copy: Path) -> None:
+    status, output = stretto_command("checkpoint", "verify", copy)
+    assert (status, output.count("whole (format 2")) == (0, 2)
+    runs.flip_bit(checkpoint_path(copy, 1) / "__0_0.distcp", 8 * 100)
+    status, output = stretto_command("checkpoint", "verify", copy)
+    assert status == 1
+    assert "step-00000001: DAMAGED" in output
+    assert "damaged: __0_0.distcp, model." in output
+    status, output = stretto_command("checkpoint", "verify", copy, "--json")
+    found = json.loads(output)
+    assert (status, found["is_damaged"]) == (1, True)
+    (damage,) = found["verified"][0]["damages"]
+    assert damage["file"] == "__0_0.distcp"
+    assert damage["start"] <= 100 < damage["stop"]
+    assert damage["expected"] != damage["found"]
+
+
+def test_list_and_show_say_what_there_is(copy: Path) -> None:
+    (checkpoint_path(copy, 1) / "__0_0.distcp").unlink()
+    status, output = stretto_command("checkpoint", "list", copy, "--json")
+    first, second = json.loads(output)["checkpoints"]
+    assert (status, second["step"], second["format"], second["fault"]) == (0, 2, 2, None)
+    assert "is missing its file __0_0.distcp" in first["fault"]
+    status, output = stretto_command("checkpoint", "show", copy, "--tensors")
+    numbers = sum(parameter.numel() for parameter in runs.make_gpt().parameters())
+    assert status == 0
+    assert f"{numbers:,} numbers" in output
+    assert "model.norm.weight [16] float32" in output
+
+
+# --- safetensors
+
+
+def test_others_read_what_has_checksums(saved: Path) -> None:
+    path = checkpoint_path(saved, 2)
+    weights = load_file(saved / "one.safetensors")
+    assert {f"model.{name}" for name in weights} == set(read_metadata(path).tensors)
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "several.safetensors.index.json"])
+def test_a_flipped_bit_of_exported_weights_is_found_on_import(copy: Path, name: str, seed: random.Random) -> None:
+    model = runs.make_gpt()
+    files = [copy / name] if name.startswith("one") else [copy / name, *copy.glob("several-*")]
+    for _ in range(40):
+        file = seed.choice(files)
+        header = 0 if file.suffix == ".json" else 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        bit = seed.randrange(8 * (seed.choice([header, 0]) or file.stat().st_size))
+        runs.flip_bit(file, bit)
+        with pytest.raises(DamagedError) as caught:
+            import_safetensors(model, copy / name)
+        assert file.name in str(caught.value), bit
+        assert any(damage.startswith(file.name) for damage in damages(copy / name)), bit
+        runs.flip_bit(file, bit)
+    import_safetensors(model, copy / name)
+
+
+def test_every_bit_of_a_header_counts(copy: Path) -> None:
+    file = copy / "one.safetensors"
+    length = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    for bit in range(0, 8 * length, 13):
+        runs.flip_bit(file, bit)
+        with pytest.raises(DamagedError, match=r"one\.safetensors"):
+            read_header(file)
+        runs.flip_bit(file, bit)
+
+
+def test_the_damaged_tensor_and_its_block_are_named(copy: Path) -> None:
+    file = copy / "one.safetensors"
+    stored = read_header(file)["norm.weight"]
+    runs.flip_bit(file, 8 * stored.start)
+    with pytest.raises(
+        DamagedError, match=rf"norm\.weight, bytes {stored.start} to {stored.stop}: the checksum differs: "
+    ):
+        import_safetensors(runs.make_gpt(), file)
+
+
+def test_a_rank_checks_what_it_reads(copy: Path, ranks: MakeRanks) -> None:
+    file = copy / "one.safetensors"
+    runs.flip_bit(file, 8 * read_header(file)["embedding.weight"].start)
+    said = ranks(2).run(runs.import_and_listen, {"x": 2}, file)
+    assert any("embedding.weight, bytes" in text for text in said)
+
+
+def write(file: Path, tensors: dict[str, torch.Tensor], checksums: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with checksums, right ones by default."""
+    entries, start = {}, 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.nbytes
+        entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    contents = [tensor.flatten().view(torch.uint8).numpy().data for tensor in tensors.values()]
+    digits = checksums or {name: digits_of(content) for name, content in zip(tensors, contents, strict=True)}
+    file.write_bytes(make_header(entries, digits) + b"".join(contents))
+
+
+def test_boxes_are_read_across_blocks_and_rows(tmp_path: Path, seed: random.Random) -> None:
+    whole = torch.randn(3, BLOCK // 4096, 1024)
+    write(tmp_path / "model.safetensors", {"first": torch.ones(5), "weight": whole})
+    stored = read_header(tmp_path / "model.safetensors")["weight"]
+    assert len(stored.checksums or ()) == 3
+    tensor = CheckedTensor(None, stored)
+    for _ in range(8):
+        offsets = [seed.randrange(size) for size in whole.shape]
+        sizes = [seed.randint(1, size - offset) for size, offset in zip(whole.shape, offsets, strict=True)]
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        assert torch.equal(tensor.read(offsets, sizes), whole[box])
+    runs.flip_bit(tmp_path / "model.safetensors", 8 * (stored.start + BLOCK + 5))
+    assert torch.equal(tensor.read([0, 0, 0], [1, 7, 1024]), whole[:1, :7])  # another block
+    with pytest.raises(DamagedError, match=rf"weight, bytes {stored.start + BLOCK} to {stored.start + 2 * BLOCK}"):
+        tensor.read([1, 0, 0], [1, 1, 1])
+
+
+@pytest.mark.parametrize("digits", ["", "1234567", "g" * 8, "0" * 16])
+def test_checksums_that_are_none_are_refused(tmp_path: Path, digits: str) -> None:
+    write(tmp_path / "model.safetensors", {"weight": torch.ones(4)}, {"weight": digits})
+    with pytest.raises(DamagedError, match=r"model\.safetensors cannot be read as safetensors"):
+        read_header(tmp_path / "model.safetensors")
+
+
+def test_a_header_of_any_length_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for length in (0, 1, 3, 1 << 40, (1 << 64) - 1):
+        file.write_bytes(struct.pack("<Q", length) + b"{}")
+        with pytest.raises(DamagedError, match=rf"would have {length} bytes"):
+            read_header(file)
+
+
+def test_files_of_others_are_imported_and_said_to_be_unverified(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, other = GPT(runs.GPT_CONFIG), GPT(runs.GPT_CONFIG)
+    save_file({name: value.detach() for name, value in model.named_parameters()}, tmp_path / "model.safetensors")
+    import_safetensors(other, tmp_path / "model.safetensors")
+    assert all(torch.equal(value, other.get_parameter(name)) for name, value in model.named_parameters())
+    (found,) = verify(tmp_path)
+    assert (found.damages, found.bytes) == ([], 0)
+    assert "has no checksums" in found.unverified[0]
+    assert "not verified" in found.describe()
+
+
+# --- all formats
+
+
+def test_flips_are_found_in_every_format_and_place(ranks: MakeRanks, tmp_path: Path) -> None:
+    (result,) = ranks(1).run(runs.flip_in_a_group, FlipsSetting(flips=24), tmp_path)
+    assert "failure" not in result, result
+    assert sum(row["verified"] for row in result["rows"]) == 24
