@@ -60,7 +60,9 @@ class RankFailure(FailedAttempt):
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
-        names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
+        names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith(
+            ("rank ", "ranks ", "pairs of ranks ")
+        )
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
         if failure.reason.startswith(f"{CorruptionError.__name__}: "):  # every rank raises it, and it names the rank
             lines = [failure.reason.partition(": ")[2]]
