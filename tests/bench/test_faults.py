@@ -199,7 +199,13 @@ def test_a_stuck_rank_is_named_as_such_with_the_stack_of_every_rank():
     assert judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"] == []
     changed["stalls"][0]["files"] = files[1:]
     assert judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"] == ["out/stalls/ lacks rank-0-stack.txt"]
-    changed["stalls"][0] |= {"files": files, "time": 9.0}  # of another failure
+    changed["stalls"][0]["files"] = files
+    changed["restarts"] = [
+        (15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason.replace("step 6", "step 3")}))
+    ]
+    assert "host and step 6 were not named" in judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"][0]
+    changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason}))]
+    changed["stalls"][0]["time"] = 9.0  # of another failure
     assert "lacks report.txt" in judge(job, changed, UNDISTURBED, limit=10.0)[0]["problems"][0]
 
 

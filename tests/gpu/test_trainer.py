@@ -40,6 +40,10 @@ RUNS["copies again"] = "train.resume=whole/checkpoints/step-00000003 " + RUNS["c
 RUNS["uncut again"] = "train.resume=whole/checkpoints/step-00000003 " + RUNS["uncut"]
 RUNS["copies graph"] = "train.cuda_graph=true " + RUNS["copies"]
 RUNS["sgd graph"] = "train.cuda_graph=true " + RUNS["sgd"]
+RUNS["skips"] = "train.on_nonfinite=skip {first}"
+RUNS["skips copies"] = "train.on_nonfinite=skip " + RUNS["copies"]
+RUNS["skips sgd"] = "train.on_nonfinite=skip " + RUNS["sgd"]
+RUNS["verified"] = "train.dtype=bf16 train.verify_steps=1 {second}"
 
 
 def train_all(folder: Path) -> None:
@@ -127,6 +131,17 @@ def test_a_captured_run_is_the_run_itself(folder: Path, name: str) -> None:
 def test_weights_that_the_optimizer_has_cast_change_no_bit(folder: Path) -> None:
     assert losses(folder, "copies") == losses(folder, "uncut")
     assert losses(folder, "copies again") == losses(folder, "uncut again")
+
+
+@pytest.mark.parametrize("name", ["whole", "copies", "sgd"])
+def test_a_run_that_would_skip_steps_is_the_run_itself(folder: Path, name: str) -> None:
+    assert losses(folder, {"whole": "skips", "copies": "skips copies", "sgd": "skips sgd"}[name]) == losses(
+        folder, name
+    )
+
+
+def test_replicas_of_a_sound_run_are_equal_in_every_step(folder: Path) -> None:
+    assert len(losses(folder, "verified")) == 6
 
 
 @pytest.mark.own_gpus("the graph holds NCCL's collectives")

@@ -75,7 +75,7 @@ def multiply_and_scatter(shape, dtype, by_columns, has_bias, plan):
     return relative_error(out, expected), all(torch.equal(out, one) for one in again), ran
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -116,7 +116,7 @@ def share(what, shape, plan):
     return max(more), *result
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["copies", "pushes", "tiles"])
 @pytest.mark.parametrize(
     ("ranks", "shape"), [(2, (32, 64, 264)), (4, (30, 20, 296)), (2, (19, 33, 267)), (2, (30, 32, 480))]
@@ -150,7 +150,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan", ["one shot", "two shots", "shared steps", "odd tiles", "odd tiles, two shots", "tiles", "auto"]
 )

@@ -62,7 +62,7 @@ def disagreements_of(sizes: Sizes, case: Case, precision: Precision, expected: T
         return disagreements(sizes, case, precision, expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "precision"),
     [

@@ -222,7 +222,7 @@ def test_a_run_that_diverges_before_any_checkpoint_says_so(ranks: MakeRanks, tmp
         tmp_path, *on_grid(x=2), "train.lr=1e300", "train.warmup_steps=0", "train.clip=none", "train.dtype=fp64",
         "train.optimizer=sgd", "train.checkpoint_every=1",
     )  # fmt: skip
-    with pytest.raises(DivergenceError, match=r"in step 2; no checkpoint has weights whose loss was finite"):
+    with pytest.raises(DivergenceError, match=r"in step 2; .*; no checkpoint has weights whose loss was finite"):
         ranks(2).run(runs.train_quietly, config)
     assert [line["step"] for line in runs.metrics_of(tmp_path)] == [1]
     assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 1)

@@ -28,7 +28,7 @@ from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
-from stretto.train.health import beating, flight_recorder, note, phase
+from stretto.train.health import Heartbeat, beating, flight_recorder, note, phase
 from stretto.train.launch import resolve_device
 from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
@@ -152,6 +152,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             reporter.print_message(_describe_prediction(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
+        if Heartbeat.running is not None:
+            Heartbeat.running.begin_steps(grid.device.type)
         try:
             bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)
         except DivergenceError as error:
@@ -160,6 +162,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                 saver.wait()  # every rank has diverged: the checkpoint that is being written may be the one to name
             raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
         except CorruptionError as error:
+            with suppress(OSError):
+                saver.wait()  # the checkpoint that is being written was verified
             raise CorruptionError(f"{error}; {_where_it_was_verified(config)}", error.ranks) from None
         peak_memory = _peak_memory(grid)
         if is_first:
@@ -224,7 +228,14 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
         "ranks": task.grid.size("world"),
         "grid": dict(task.grid.sizes),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        **_slow_rank(),
     }
+
+
+def _slow_rank() -> dict[str, Any]:
+    """The rank that was slow when this was last told, for `summary.json`; empty if none was."""
+    told = None if Heartbeat.running is None else Heartbeat.running.slow_rank()
+    return {} if told is None else {"slow_rank": told}
 
 
 def _train_steps(

@@ -191,7 +191,7 @@ def observe_two_depths(sizes: Sizes, config: GPTConfig, options: Options) -> tup
     return observe(sizes, config, options), observe(sizes, replace(config, layers=config.layers + 1), options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "model", "keep_gathered"),
     [
@@ -245,7 +245,7 @@ def test_embedding_head_and_loss_never_send_the_whole_logits(ranks, sizes):
         assert all(message.numel < rows * config.vocab / sizes[1] for message in on_x), apart
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

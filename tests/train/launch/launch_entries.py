@@ -5,12 +5,16 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from stretto.train.config import TrainConfig
+from stretto.train.data import Sampler
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
+from stretto.train.trainer import train
 
 
 def write_environment(config: TrainConfig) -> None:
@@ -89,3 +93,17 @@ def find_corruption(config: TrainConfig) -> None:
 
 def raise_in_process(config: TrainConfig) -> None:
     raise RuntimeError("no luck")
+
+
+def train_with_stuck_rank(config: TrainConfig) -> None:
+    """Train; rank 1 never reads the data of step 6."""
+    indices = Sampler.indices
+
+    def choose(sampler: Sampler, number: int) -> Any:
+        while number == 5 and dist.get_rank() == 1:
+            time.sleep(0.01)
+        return indices(sampler, number)
+
+    write_pid(config)
+    with mock.patch.object(Sampler, "indices", choose):
+        train(config, display="none")

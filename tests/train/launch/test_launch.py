@@ -22,6 +22,8 @@ from tests.train.launch import launch_entries
 from stretto.train.config import TrainConfig, make_config
 from stretto.train.launch import RankFailure, allocator_environment, launch, resolve_device
 from stretto.train.launch.supervisor import StopTimeouts, Supervisor
+from stretto.train.launch.watch import describe_saved
+from stretto.train.observe.metrics import last_step
 
 QUICK = StopTimeouts(stop=20.0, report=0.3, end=1.0)
 
@@ -335,3 +337,42 @@ def test_segments_grow_and_nccl_is_told_unless_the_user_has_said_otherwise(monke
     assert allocator_environment() == grows
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     assert allocator_environment() == {}
+
+
+@pytest.mark.parametrize("kind", ["time limit", pytest.param("second signal", marks=pytest.mark.exhaustive)])
+def test_ctrl_c_with_a_stuck_rank_says_which_one_and_what_is_not_saved(
+    out: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    (out.parent / "text.txt").write_text("It was a bright cold day in April. " * 40)
+    config = config_for(out, 2, data={"path": str(out.parent / "text.txt")}, device="cpu")
+    options = {"steps": 9, "batch": 4, "seq_len": 4, "checkpoint_every": 2, "timeout": 20.0, "keep_checkpoints": 1}
+    config = make_config(config.model_dump(mode="json") | {"train": options})
+
+    def stop(processes: list[int]) -> None:
+        deadline = time.monotonic() + 60
+        while last_step(out) != 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        if kind == "second signal":
+            time.sleep(4)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sender = once_running(out, 2, stop)
+    timeouts = StopTimeouts(stop=4.0 if kind == "time limit" else 60.0, report=0.1, end=1.0)
+    assert launch(launch_entries.train_with_stuck_rank, config, timeouts) == signal.SIGINT
+    sender.join()
+    (said,) = [record.getMessage() for record in caplog.records if "did not stop" in record.getMessage()]
+    assert said.startswith("rank 1 did not stop within 4 s (phase data of step 6; rank 0 waits for it)"), said
+    assert said.endswith("the last checkpoint is step 4: step 5 is not saved")
+    assert_nothing_left(out, pids(out, 2))
+
+
+def test_what_is_saved_is_told_by_the_checkpoints_and_the_metrics(out: Path) -> None:
+    assert describe_saved(out) == "there is no checkpoint: no finished step is lost"
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 32)]
+    (out / "metrics.jsonl").write_text("".join(lines) + '{"step": 32, "lo')
+    assert describe_saved(out) == "there is no checkpoint: steps 1 to 31 are not saved"
+    write_complete_checkpoint(out)
+    assert describe_saved(out) == "the last checkpoint is step 7: steps 8 to 31 are not saved"
+    (out / "metrics.jsonl").write_text("".join(lines[:7]))
+    assert describe_saved(out) == "the last checkpoint is step 7: no finished step is lost"

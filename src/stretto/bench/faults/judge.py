@@ -14,6 +14,8 @@ from typing import Any
 from stretto.bench.faults.plan import START_LIMIT, STARTING, STEPPING, Fault, Job, message_of
 from stretto.bench.faults.settings import KINDS
 
+IN_STEP = ("data", "forward", "update", "evaluate")
+"""Places at which a rank is in its step. A thread may still write the checkpoint of an earlier one."""
 LOSS_TOLERANCE = 1e-6
 """The largest difference of a loss from the undisturbed run's."""
 
@@ -129,6 +131,8 @@ def _judge_naming(fault: Fault, happened: Mapping[str, Any], namings: Sequence[N
         yield f"its kind was not named: {first.kind}, {first.text.splitlines()[0]}"
     if not is_rank_named(fault, first):
         yield f"rank {fault.rank} failed, and rank {first.rank} was named: {first.text.splitlines()[0]}"
+    if fault.kind in ("stop", "loop") and fault.place in IN_STEP and not is_place_named(happened["step"], first):
+        yield f"host and step {happened['step']} were not named: {first.text.splitlines()[0]}"
     others = [naming for naming in namings[1:] if not naming.has_ended]
     if others:
         yield f"{len(others)} more failures were named, and nothing had happened: {others[0].text.splitlines()[0]}"
@@ -158,6 +162,12 @@ def is_kind_named(fault: Fault, naming: Naming) -> bool:
         case "connection":
             return "connection" in text
     raise ValueError(f"there is no fault of kind {fault.kind!r}")
+
+
+def is_place_named(step: int, naming: Naming) -> bool:
+    """Whether the host was named, and the step, or the one before, which a rank may not have left yet."""
+    found = re.search(r"\bstep (\d+)", naming.text)
+    return "host " in naming.text and found is not None and int(found[1]) in (step - 1, step)
 
 
 def is_rank_named(fault: Fault, naming: Naming) -> bool:

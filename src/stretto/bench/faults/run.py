@@ -17,8 +17,8 @@ from stretto.bench.faults.judge import judge, judge_end
 from stretto.bench.faults.plan import Job, draw_jobs, estimate_seconds
 from stretto.bench.faults.report import COLUMNS, print_job, summarize
 from stretto.bench.faults.settings import KINDS, FaultsSetting
-from stretto.bench.faults.watch import RECORDED_FILE, isolated, write_job
-from stretto.bench.harness import print_table, write_result
+from stretto.bench.faults.watch import RECORDED_FILE, isolation, write_job
+from stretto.bench.harness import machine_kind, print_table, write_result
 from stretto.bench.pictures import draw_result
 
 RESULT = "faults"  # the name of its JSON, table and picture
@@ -53,6 +53,7 @@ class Campaign:
             self.rows = sorted([*self.rows, *rows], key=lambda row: (row["job"], row["fault"]))
             self.ends = [each for each in self.ends if each["job"] != end["job"]] + [end]
             about = self._of_draw | {
+                "machine": machine_kind() | {"devices": f"{os.cpu_count()} CPU cores"},
                 "limit": self._setting.timeout + self._setting.grace,
                 "jobs_at_once": self._setting.jobs_at_once,
                 "minutes": self._minutes + (time.monotonic() - self._began) / 60,
@@ -72,7 +73,7 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
 
     Raises ValueError where a job cannot have a disk and /dev/shm of its own.
     """
-    _require_namespaces()
+    isolation()  # or refuse at once
     jobs = [job for job in draw_jobs(setting) if not setting.only or job.number in setting.only]
     jobs.sort(key=lambda job: estimate_seconds(job, setting.timeout), reverse=True)  # so that all end together
     work = Path(tempfile.mkdtemp(prefix="stretto-faults-"))
@@ -119,31 +120,18 @@ def _run_undisturbed(job: Job, work: Path, setting: FaultsSetting) -> dict[str, 
     return _run_job(job, work / f"undisturbed-{name}", setting, limit=120.0)
 
 
-def _require_namespaces() -> None:
-    """Raise ValueError unless processes can be started in a mount namespace of their own."""
-    try:
-        made = subprocess.run(isolated(["true"]), capture_output=True, text=True)
-        why = made.stderr.strip() if made.returncode else ""
-    except FileNotFoundError:
-        why = "there is no command unshare"
-    if why:
-        raise ValueError(
-            "each job gets a disk and /dev/shm of its own, for which processes must be allowed to make user "
-            f"namespaces (or be root's): {why}"
-        )
-
-
 def _run_job(job: Job, folder: Path, setting: FaultsSetting, limit: float | None = None) -> dict[str, Any]:
     """Run a job in a process of its own, and return what was recorded. limit: replaces train.timeout."""
     folder.mkdir()
     write_job(folder, job, limit or setting.timeout)
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # ranks on the CPU, also where there are GPUs
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     with open(folder / "watch.txt", "wb") as log:
         ended = subprocess.run(
-            isolated([sys.executable, "-m", "stretto.bench.faults.watch", str(folder)]),
+            [*isolation(), sys.executable, "-m", "stretto.bench.faults.watch", str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
         )  # fmt: skip
     if ended.returncode or not (folder / RECORDED_FILE).exists():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one job with faults, and records what it says and does: `python -m stretto.bench.faults.watch FOLDER`.
 
-It is started in a mount namespace of its own (`isolated`): the job's disk, /dev/shm and folder for temporary files are
+It is started in a mount namespace of its own (`isolation`): the job's disk, /dev/shm and folder for temporary files are
 no one else's. It starts the training command again as often as it ends before the last step, which a command that
 restarts by itself never does. What was recorded goes to recorded.json.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,29 @@ MOST_COMMANDS = 30  # of a job: more would not get it any further
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. "
 
 
-def isolated(command: list[str]) -> list[str]:
-    """The command that runs another one in a mount namespace of its own, in which it may mount file systems."""
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", *user, "--mount", "--", *command]
+@cache
+def isolation() -> tuple[str, ...]:
+    """The beginning of commands that run in a mount namespace of their own, in which they may mount file systems.
+
+    Raises ValueError where this user may not have one.
+    """
+    why = ""
+    for options in ((), ("--user", "--map-root-user")):  # root needs no user namespace, and may not be allowed one
+        command = ("unshare", *options, "--mount", "--")
+        try:
+            tried = subprocess.run(
+                [*command, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, text=True
+            )
+        except FileNotFoundError:
+            why = "there is no command unshare"
+            break
+        if not tried.returncode:
+            return command
+        why = tried.stderr.strip()
+    raise ValueError(
+        "each job gets a disk and /dev/shm of its own, for which processes must be root's, or be allowed to make user "
+        f"namespaces: {why}"
+    )
 
 
 def write_job(folder: Path, job: Job, timeout: float) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.bench.harness import Column, empty_memory, print_table, run_ranks, time_steps, write_result
 from stretto.bench.probe import measure_host_link
 from stretto.bench.saves.kills import bench_kills
-from stretto.bench.saves.settings import SavesSetting
+from stretto.bench.saves.settings import LARGEST_NUMBERS, USABLE, USABLE_ON_HOST, SavesSetting
 from stretto.cluster.host_memory import host_memory_available
 from stretto.memory import failures
 from stretto.parallel import Grid
@@ -36,10 +36,6 @@ from stretto.train.config import TrainConfig, make_config
 from stretto.train.gpt.task import GPTTask
 
 STATES = ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq")
-BLOCK_NUMBERS = 202_375_168  # of a block of Llama 7B
-LARGEST_NUMBERS = 45_088_768  # of its largest matrix, 11008 x 4096
-USABLE = 0.85  # of a GPU's free memory
-USABLE_ON_HOST = 0.75
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4000
 DESCRIPTION = {"optimizer": "adamw", "model": {}, "run": {}, "data": {}}
 
@@ -274,7 +270,7 @@ def _write(
                 path = folder / "checkpoints" / f"step-{writers:08d}"
                 writer = CheckpointWriter(path, {"step": writers, **DESCRIPTION}, threads=writers)
                 began = time.perf_counter()
-                write_checkpoint(part, writer, needed=size)
+                write_checkpoint(part, writer, needed=size, is_beside_training=True)
                 seconds = time.perf_counter() - began
                 shutil.rmtree(path)
                 add(f"written by {writers} threads, turn {turn + 1}", size, seconds)

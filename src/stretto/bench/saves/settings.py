@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench saves`. Imports no torch."""
+"""Settings of `stretto bench saves`. Imports no torch.
+
+Defaults are those of one GPU. With `--cpu`, steps run on `--ranks` processes, and `size` copies little: a try.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,6 +12,10 @@ from stretto.bench.settings import Option, Repeats, require_known, require_least
 PARTS = ("steps", "size")
 LLAMA_7B_NUMBERS = 6_738_415_616
 """Parameters of Llama 7B (Touvron et al., 2023), of which each has a weight and two moments in fp32."""
+LARGEST_NUMBERS = 11008 * 4096
+"""Numbers of its largest matrix, and of the tensors that `size` copies."""
+USABLE, USABLE_ON_HOST = 0.85, 0.75
+"""Of a GPU's free memory and of the host's: how much `size` takes."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ different steps by then: they end together, at the next step on which the ranks 
 """
 
 import logging
+import math
 import os
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -40,6 +42,7 @@ from stretto.train.checkpoint.writing import (
     free_bytes,
     write_checkpoint,
 )
+from stretto.train.health import advance
 from stretto.train.observe.metrics import DivergenceError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ USABLE_MEMORY = 0.8
 """Of the host memory that is left: copies take so much at most. The rest is for files that are read and written."""
 MOST_WRITERS = 4
 """Writer threads of a rank, at most; results/saves has what more of them gain."""
+LOOK = 0.5  # seconds between two looks at how much of a checkpoint is written
 LONGEST_END = 30.0
 """Seconds for which a rank that has failed alone waits for the write that runs."""
 
@@ -139,15 +143,12 @@ class Saver:
         path = checkpoint_path(self._out, step)
         index = {"step": step, "evaluation": dict(evaluation or {}), **description}
         self._writer = CheckpointWriter(path, index, threads=self._writers)
-        if not self._is_async:
-            self._write(self._writer, own, needed)
-            return
-        copy = self.staging.copy(own)
+        written = self.staging.copy(own) if self._is_async else own
         self._thread = threading.Thread(
-            target=self._write_and_keep_error, args=(self._writer, copy, needed), name="stretto-save", daemon=True
+            target=self._write, args=(self._writer, written, needed), name="stretto-save", daemon=True
         )
         self._thread.start()
-        if waits:
+        if waits or not self._is_async:
             self.wait()
 
     def wait_on_device(self) -> None:
@@ -161,7 +162,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises its error, which all ranks have. Collective."""
         if self._thread is not None:
-            self._thread.join()
+            self._join(None)
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
@@ -180,13 +181,25 @@ class Saver:
         if self._thread is None:
             return
         is_of_all = isinstance(error, DivergenceError)
-        self._thread.join(None if is_of_all else min(LONGEST_END, self._timeout))
+        self._join(None if is_of_all else min(LONGEST_END, self._timeout))
         if self._thread.is_alive():
             logger.warning("the checkpoint that is being written is given up")
             if self._rank == 0 and self._writer is not None:
                 self._writer.discard()
         elif self._error is not None:
             logger.warning("%s", self._error)
+
+    def _join(self, limit: float | None) -> None:
+        """Wait for the thread, for at most so many seconds. What it writes meanwhile is this rank's progress."""
+        assert self._thread is not None
+        assert self._writer is not None
+        end = math.inf if limit is None else time.monotonic() + limit
+        written = -1
+        while self._thread.is_alive() and (left := end - time.monotonic()) > 0:
+            self._thread.join(min(LOOK, left))
+            before, written = written, self._writer.bytes_written(self._rank)
+            if written != before:
+                advance()
 
     # What the ranks agree on, by collectives of the main thread.
 
@@ -242,18 +255,16 @@ class Saver:
             error = f"rank {self._rank} cannot allocate memory for a copy: {failure}"
         return next(filter(None, exchange(error, self._group, self._timeout)), "")
 
-    # The write, in the thread or in `save`.
-
-    def _write_and_keep_error(self, writer: CheckpointWriter, state: dict[str, ShardedState], needed: int) -> None:
+    def _write(self, writer: CheckpointWriter, state: dict[str, ShardedState], needed: int) -> None:
+        """The thread: write a checkpoint, and then delete those that are no longer kept."""
         try:
-            self.staging.wait_on_host()
-            self._write(writer, state, needed)
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            if self._is_async:
+                self.staging.wait_on_host()
+            write_checkpoint(state, writer, needed=needed, group=self._group, is_beside_training=self._is_async)
+            if self._rank == 0:
+                with suppress(FileNotFoundError):  # the user deletes checkpoints, too
+                    remove_surplus(self._out, self._retention)
         except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it in the main thread)
             self._error = error
-
-    def _write(self, writer: CheckpointWriter, state: dict[str, ShardedState], needed: int) -> None:
-        """Write a checkpoint, and then delete those that are no longer kept."""
-        write_checkpoint(state, writer, needed=needed, group=self._group)
-        if self._rank == 0:
-            with suppress(FileNotFoundError):  # the user deletes checkpoints, too
-                remove_surplus(self._out, self._retention)

@@ -2,16 +2,20 @@
 """What a rank's heartbeat says, as a value that is written to the job's store as JSON; and how the keys are called."""
 
 import json
+import linecache
 import os
 import re
 from dataclasses import asdict, dataclass, replace
+from types import FrameType
 from typing import Any
 
 from stretto.train.health.flight_recorder import OpenCollective
 
 IN_TORCH_DISTRIBUTED = "torch.distributed:"  # before the source of lines of torch.distributed's own files
 # A line of Python that waits for other ranks, where the flight recorder does not say so: gloo's sends and receives.
-WAITING_CALL = re.compile(rf"^{re.escape(IN_TORCH_DISTRIBUTED)}|\b(wait\w*|synchronize|barrier|recv)\(|\bdist\.\w+\(")
+WAITING_CALL = re.compile(
+    rf"^{re.escape(IN_TORCH_DISTRIBUTED)}|\b(wait\w*|synchronize|\w*barrier|recv)\(|\bdist\.\w+\("
+)
 JOINING = re.compile(r"lock\.acquire\(|thread\.join\(|_handle\.join\(")  # the main thread waits for another one
 MISSED = 5  # heartbeats in a row that are missed by a silent rank: a busy machine delays some
 
@@ -45,7 +49,7 @@ class Beat:
     place_file: int | None = None
     error_file: str = ""
     is_done: bool = False
-    busy: tuple[int, float] | None = None
+    busy: tuple[tuple[int, float], ...] = ()
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -54,13 +58,12 @@ class Beat:
     def of_json(cls, text: str | bytes) -> "Beat":
         values: dict[str, Any] = json.loads(text)
         waits = (OpenCollective(**each | {"ranks": tuple(each["ranks"])}) for each in values["waits"])
-        busy = values["busy"]
         return replace(
             cls(**values),
             waits=tuple(waits),
             entered=tuple((name, number) for name, number in values["entered"]),
             where=tuple(values["where"]),
-            busy=None if busy is None else (int(busy[0]), float(busy[1])),
+            busy=tuple((window, seconds) for window, seconds in values["busy"]),
         )
 
     @property
@@ -108,3 +111,10 @@ def list_ranks(ranks: list[int] | tuple[int, ...]) -> str:
     if len(ordered) == 1:
         return f"rank {parts[0]}"
     return "ranks " + (" and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0])
+
+
+def line_of(frame: FrameType) -> str:
+    """The source of the line that a frame is at, marked if the frame is torch.distributed's."""
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, frame.f_lineno or 0).strip()
+    return f"{IN_TORCH_DISTRIBUTED} {line}" if f"torch{os.sep}distributed{os.sep}" in file else line

@@ -84,6 +84,11 @@ def read_error(error_file: Path) -> tuple[str, str | None]:
         return "an exception", None
 
 
+def seen_file(error_file: Path) -> Path:
+    """The file by which the launcher tells a rank that it has read the errors of all ranks."""
+    return error_file.with_suffix(".seen")
+
+
 def describe_signal(number: int) -> str:
     """Say in words that a signal has ended a rank."""
     try:

@@ -5,8 +5,8 @@ The thread has a connection of its own to the store, since a blocked call of ano
 lock. It needs Python's interpreter lock: a rank whose main thread holds that lock, and one that is stopped, is silent.
 """
 
+import atexit
 import json
-import linecache
 import logging
 import os
 import socket
@@ -22,10 +22,11 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-from stretto.train.health import evidence, flight_recorder, progress, stacks
-from stretto.train.health.beat import IN_TORCH_DISTRIBUTED, Beat, interval_of, prefix
+from stretto.train.health import connections, evidence, flight_recorder, progress, stacks
+from stretto.train.health.beat import Beat, interval_of, line_of, prefix
 from stretto.train.health.failures import is_consequence
 from stretto.train.health.peers import ASKED, PeerWatch
+from stretto.train.health.slow_ranks import SLOW_RANK, BusySampler
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._number = 0
         self._last: tuple[tuple[int, ...], dict[str, int]] = ((), {})
+        self._groups = 0
+        self._sampler: BusySampler | None = None
         self._cpu_then = 0.0  # seconds of CPU time at the last progress
         self._progressed = time.monotonic()
         self._answered = ""
@@ -68,14 +71,36 @@ class Heartbeat:
             progress.share()
             cls.running = cls(timeout, out)
             cls.running._thread.start()
+            # A thread that comes back from C++ while the interpreter is finalized would abort the process.
+            atexit.register(cls.running.stop)
         return cls.running
 
     def stop(self) -> None:
         """Write a last heartbeat, which says that this rank is done, and end the thread."""
+        atexit.unregister(self.stop)
         self._stopped.set()
+        if self._sampler is not None:
+            self._sampler.stop()
         self._thread.join(5.0)
         if Heartbeat.running is self:
             Heartbeat.running = None
+
+    def begin_steps(self, device: str) -> None:
+        """Call when all groups are made, before the first step: measure how slow this rank is, if it is on a CPU."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                connections.write_addresses(self._store, self.rank)
+        if device == "cpu" and self._sampler is None:
+            self._sampler = BusySampler()
+            self._sampler.start()
+
+    def slow_rank(self) -> dict[str, float] | None:
+        """The slow rank that was told last (`SlowRank`), as the job's store has it: its rank, ratio and last step."""
+        with suppress(RuntimeError):
+            if self._store is not None and self._store.check([SLOW_RANK]):
+                told: dict[str, float] = json.loads(self._store.get(SLOW_RANK))
+                return told
+        return None
 
     def wait_for_verdict(self) -> None:
         """Ask the ranks that watch each other whom this one waited for; they end this process if they find out."""
@@ -97,6 +122,9 @@ class Heartbeat:
             try:
                 store.set(str(self.rank), self._beat(is_done).as_json())
                 self._answer(store)
+                if len(self._last[1]) != self._groups:  # there are new groups, and thus new connections
+                    self._groups = len(self._last[1])
+                    connections.write_addresses(store, self.rank)
                 if self._peers is not None:
                     self._peers.look()
             except Exception as error:  # noqa: BLE001  (torch's errors of the store, of any class: beats must go on)
@@ -155,10 +183,11 @@ class Heartbeat:
             waits=waits,
             entered=tuple(entered.items()),
             where=tuple(_describe_frame(frame) for frame in frames),
-            line=_line_of(frames[0]) if frames else "",
+            line=line_of(frames[0]) if frames else "",
             cpu=time.process_time() - self._cpu_then,
             stack_file=stacks.stack_file(),
             place_file=progress.place_file(),
+            busy=() if self._sampler is None else self._sampler.windows(),
             error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
             is_done=is_done,
         )
@@ -204,13 +233,6 @@ def beating(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
         raise
     finally:
         heartbeat.stop()
-
-
-def _line_of(frame: FrameType) -> str:
-    """The source of the line that a frame is at, marked if the frame is torch.distributed's."""
-    file = frame.f_code.co_filename
-    line = linecache.getline(file, frame.f_lineno or 0).strip()
-    return f"{IN_TORCH_DISTRIBUTED} {line}" if f"torch{os.sep}distributed{os.sep}" in file else line
 
 
 def _describe_frame(frame: FrameType) -> str:

@@ -13,10 +13,11 @@ progress, the culprits are, in this order:
 Ranks for which nobody waits and which use a CPU are no culprits: they may all compile, as long as they like.
 """
 
+import json
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from stretto.train.health.beat import MISSED, Beat, interval_of, list_ranks
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.progress import STARTING, read_place
+from stretto.train.health.slow_ranks import SLOW_RANK, SlowRank, SlowRanks
 from stretto.train.health.stacks import process_state
 
 START_LIMIT = 60.0  # seconds in which a starting rank may import and compile; the others' groups have the time limit
@@ -59,6 +61,7 @@ class Monitor:
         self._read = self._started = clock()
         self._arrived: dict[int, float] = {}
         self._warned: tuple[int, ...] = ()
+        self._slow = SlowRanks()
 
     @property
     def limit(self) -> float:
@@ -116,6 +119,14 @@ class Monitor:
         self._warned = ()
         return None
 
+    def find_slow(self, running: Collection[int] | None = None) -> SlowRank | None:
+        """The slowest rank of the last steps, if it is much slower than the others and was not returned before."""
+        ranks = self.watched(running)
+        found = self._slow.find({rank: self.beats[rank].busy if rank in self.beats else () for rank in ranks})
+        if found is not None:
+            self.store.set(SLOW_RANK, json.dumps(asdict(found)))
+        return found
+
     def watched(self, running: Collection[int] | None) -> list[int]:
         """The ranks that have not ended."""
         all_ = self._ranks if running is None else running
@@ -170,7 +181,7 @@ class Monitor:
         if ends := [rank for rank in targets if not awaited[rank]]:
             return "stalled", tuple(sorted(ends))
         if idle := [rank for rank in stuck if not self._is_waiting(rank)]:
-            if len(idle) < len(stuck) or any(not self._computes(rank) for rank in idle):
+            if len(idle) < len(stuck) or not all(self._may_compute(rank) for rank in idle):
                 return "stalled", tuple(sorted(idle))
             return None
         in_threads = set().union(*(self._awaited_by(self.beats[rank].waits) & set(stuck) for rank in stuck))
@@ -181,10 +192,10 @@ class Monitor:
         entered = [rank for rank in stuck if self.beats[rank].own_waits]
         return ("lost connection", tuple(sorted(entered))) if len(entered) > 1 else None
 
-    def _computes(self, rank: int) -> bool:
-        """Whether a rank without progress uses a CPU."""
+    def _may_compute(self, rank: int) -> bool:
+        """Whether a rank without progress uses a CPU, before the end of training."""
         beat = self.beats[rank]
-        return beat.cpu > COMPUTES * beat.since
+        return beat.cpu > COMPUTES * beat.since and beat.phase != "exit"
 
     def _is_waiting(self, rank: int) -> bool:
         beat = self.beats.get(rank)
@@ -218,6 +229,10 @@ class Monitor:
         place = self.describe_place(rank)
         if self.is_silent(rank):
             state = self.state_of(rank) or "its heartbeats have stopped"
+            if state.startswith("its heartbeats") and beat.host == socket.gethostname():
+                state += (
+                    ", while its process runs: C code holds Python's interpreter lock, or the machine is overloaded"
+                )
             return f"{self.name(rank)} is silent in {place}: {state}"
         at = f", at {beat.where[0]}" if beat.where else ""
         return f"{self.name(rank)} is stuck in {place}{at}"

@@ -61,6 +61,8 @@ class PeerWatch:
                 self._decide(stall)
             elif (stall := self._monitor.find_warning()) is not None:
                 logger.warning("%s; the run ends when it reaches the limit", stall.text)
+            if (slow := self._monitor.find_slow()) is not None:
+                logger.warning("%s", slow.text)
 
     def lost_store(self) -> None:
         """The store has not answered: if it does not for the time limit, its host is lost, and this rank ends."""

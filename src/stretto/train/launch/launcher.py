@@ -64,7 +64,7 @@ class RankFailure(FailedAttempt):
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
         if failure.reason.startswith(f"{CorruptionError.__name__}: "):  # every rank raises it, and it names the rank
             lines = [failure.reason.partition(": ")[2]]
-            self.rank = int(lines[0].split()[1])
+            self.rank = int(lines[0].split()[1].rstrip(","))
         # These messages say how to continue.
         if not failure.reason.startswith((f"{DivergenceError.__name__}: ", f"{DamagedCheckpointError.__name__}: ")):
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))

@@ -16,10 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from stretto.train.config import job_from_json
 from stretto.train.health import Heartbeat, note
+from stretto.train.health.failures import seen_file
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-# Seconds in which a failed rank keeps its connections, for the launcher to end it: if it closed them, ranks that wait
-# for it would fail, too, and hide who failed first.
+# Seconds in which a failed rank keeps its connections, until the launcher has read all errors: if it closed them, ranks
+# that wait for it would fail, too, and hide who failed first.
 LINGER = 10.0
 
 
@@ -46,8 +47,10 @@ def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException
     """Print no traceback: when one rank fails all do, and the launcher shows the error that came first."""
     if not issubclass(kind, Exception):  # `record` does not write these to the error file
         sys.__excepthook__(kind, error, trace)
-    else:
-        time.sleep(LINGER)
+        return
+    seen, deadline = seen_file(Path(os.environ["TORCHELASTIC_ERROR_FILE"])), time.monotonic() + LINGER
+    while not seen.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

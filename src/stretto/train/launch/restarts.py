@@ -29,8 +29,8 @@ from stretto.train.smaller_grids import ChosenGrid, choose_grid
 MOST_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
 WATCH = 0.5  # seconds between looks at the run's folder and at slots that may be tried again
-# Failures that the same run would have again: a loss that is not finite, and what a check refuses.
-_REFUSED = ("DivergenceError: ", "ValueError: ", "ConfigError: ", "DamagedCheckpointError: ", "DamagedError: ")
+# A checkpoint that cannot be resumed: a failure that comes back, unless there is an older one.
+_REFUSES_CHECKPOINT = ("DamagedError: ", "DamagedCheckpointError: ")
 
 
 class FailedAttempt(RuntimeError):
@@ -57,10 +57,16 @@ class RunAttempt(Protocol):
 def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
     """Whether the same run would fail in the same way at once, so that it is not started again.
 
-    A damaged checkpoint is no such failure, since the one before it can be resumed. newest: the newest checkpoint.
+    A damaged checkpoint is no such failure, if the one before it can be resumed. newest: the newest checkpoint.
     """
     has_older = failure.checkpoint is not None and failure.checkpoint != newest
-    return failure.kind == "diverged" or (failure.reason.startswith(_REFUSED) and not has_older)
+    is_refused = failure.kind == "invalid" or failure.reason.startswith(_REFUSES_CHECKPOINT)
+    return failure.kind == "diverged" or (is_refused and not has_older)
+
+
+def is_one_ranks(failure: FailedAttempt) -> bool:
+    """Whether one rank has failed: not a connection between two, nor one of several replicas, nobody knows which."""
+    return failure.kind != "lost connection" and not str(failure).startswith("ranks ")
 
 
 @dataclass
@@ -209,7 +215,7 @@ class Restarts:
         self._journal.add(failure.failed_at, known, restarted=True)
         pause = 0.0 if self._failures == 1 else min(2.0 ** (self._failures - 2), MOST_PAUSE)
         print_line(
-            f"restart {self._journal.restarts}: rank {failure.rank} of {attempt.config.ranks} failed: {failure.reason}"
+            f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
             + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")
             + f"it goes on {_from(following, start)} on {_named(following)}"
             + (f" ({why})" if following.config.ranks != attempt.config.ranks else "")
@@ -235,7 +241,7 @@ class Restarts:
         answers are not set aside: the whole grid is tried again.
         """
         aside = self._slots.probe(attempt.slots)
-        if slot is not None and slot not in aside and failure.kind != "lost connection" and self._slots.blame(slot):
+        if slot is not None and slot not in aside and is_one_ranks(failure) and self._slots.blame(slot):
             aside.append(slot)
         if self._choose(len(self._slots.usable())) is None:
             self._slots.readmit_all()

@@ -9,12 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stretto.train.health.beat import list_ranks
-from stretto.train.health.failures import Failure, describe_signal, is_consequence, kind_of, read_error
+from stretto.train.health.failures import Failure, describe_signal, is_consequence, kind_of, read_error, seen_file
 from stretto.train.launch.watch import RankWatch
 
 logger = logging.getLogger(__name__)
@@ -88,16 +87,15 @@ class Supervisor:
         if any(rank.has_failed() for rank in self._ranks.values()):
             self._wait_for_errors()
             self.failures = self._find_cause(sorted(self._find_failures(), key=lambda failure: failure.order))
+            for rank in self._ranks.values():
+                seen_file(rank.error_file).touch()
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
             self.kill()
         elif self._is_stopping and not self._has_forwarded:
             self._has_forwarded = True
             self._signal_all(signal.SIGTERM)
-        elif self._is_second_request:
-            self._stop_at_once()
-        elif self._is_stopping and time.monotonic() - self._stop_requested > self._timeouts.stop:
-            logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
+        elif self._is_second_request or (self._is_stopping and self._seconds_of_stop() > self._timeouts.stop):
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
             self.failures = [Failure.of_stall(stall)]
@@ -107,14 +105,8 @@ class Supervisor:
         """Put the cause first, where all failures are consequences: a stuck rank, or a lost connection."""
         if not failures or not failures[0].is_consequence:
             return failures
-        if self.watch is not None and (stall := self.watch.find_culprit(self._running_ranks())) is not None:
-            return [Failure.of_stall(stall), *failures]
-        lost = [failure for failure in failures if failure.kind == "lost connection"]
-        if len(lost) == len(failures) > 1:
-            ranks = sorted(failure.rank for failure in lost)
-            reason = f"{list_ranks(ranks)} lost their connection, and their processes live: {lost[0].reason}"
-            return [replace(lost[0], rank=ranks[0], reason=reason), *failures]
-        return failures
+        cause = None if self.watch is None else self.watch.find_culprit(self._running_ranks(), failures)
+        return failures if cause is None else [cause, *failures]
 
     def _running_ranks(self) -> list[int]:
         return [number for number, rank in self._ranks.items() if rank.is_running()]
@@ -123,7 +115,14 @@ class Supervisor:
     def _is_stopping(self) -> bool:
         return self._is_asked or self._stop_signal is not None
 
+    def _seconds_of_stop(self) -> float:
+        """Seconds since the ranks were asked to stop."""
+        return time.monotonic() - self._stop_requested
+
     def _stop_at_once(self) -> None:
+        running = self._running_ranks()
+        if running and self.watch is not None:
+            logger.warning("%s", self.watch.describe_unstopped(running, self._seconds_of_stop()))
         self.kill()
         self._ranks = {}  # ranks killed on request have not failed
 

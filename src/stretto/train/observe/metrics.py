@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+_TAIL_BYTES = 1 << 18  # of a metrics.jsonl, which hold many steps
 
 
 class DivergenceError(ArithmeticError):
@@ -192,6 +193,24 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if isinstance(value, bool) or not isinstance(value, int | kind):
                 raise ValueError(f"{path}: line {number} is no step: it has no number {key!r}; mend or delete the file")
         yield text, values
+
+
+def last_step(out: Path) -> int | None:
+    """The last step in the metrics.jsonl of `out`, read from the file's end; None if there is none."""
+    try:
+        with open(out / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            step = json.loads(line)["step"] if line.endswith(b"\n") else None  # a step is being written
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if isinstance(step, int):
+            return step
+    return None
 
 
 def _open_tensorboard(out: Path, start: int) -> Any:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks lost a connection to each other, by the addresses in gloo's errors.
+
+Each rank writes the local addresses of its TCP connections to the job's store when it has made new groups. gloo's
+errors have the remote address of the connection that was lost, which is the local one of the rank at its other end.
+"""
+
+import json
+import os
+import re
+import socket
+import stat
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from stretto.train.health.beat import list_ranks
+
+ADDRESS = re.compile(r"\[([0-9a-fA-F.:%]+)\]:(\d+)")  # as gloo writes it: [127.0.0.1]:17293
+
+
+def _key(rank: int) -> str:
+    return f"connections {rank}"
+
+
+def write_addresses(store: dist.Store, rank: int) -> None:
+    """Write the local addresses of this process's connections to the store. Linux."""
+    store.set(_key(rank), json.dumps(sorted(_local_addresses())))
+
+
+def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -> list[tuple[int, int]]:
+    """The pairs of ranks that lost their connection, of which the errors of ranks (`reasons`) tell."""
+    owners: dict[str, int] = {}
+    for rank in range(ranks):
+        if store.check([_key(rank)]):
+            owners |= dict.fromkeys(json.loads(store.get(_key(rank))), rank)
+    pairs = set()
+    for rank, reason in reasons.items():
+        for host, port in ADDRESS.findall(reason):
+            # gloo (as of torch 2.13) prints the port's two bytes in network order, that is, swapped.
+            swapped = int(port) % 256 * 256 + int(port) // 256
+            peer = owners.get(f"{host} {swapped}", owners.get(f"{host} {port}"))
+            if peer is not None and peer != rank:
+                pairs.add((min(rank, peer), max(rank, peer)))
+    return sorted(pairs)
+
+
+def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
+    """Say who lost whom. Returns the rank that all lost connections have in common, else the lowest, and a sentence.
+
+    pairs: of `find_lost_pairs`; empty if that is not known, and then only that the ranks `failed` lost some connection.
+    """
+    if not pairs:
+        whose = "its connection to another rank" if len(failed) == 1 else "connections to other ranks"
+        return min(failed), f"{list_ranks(tuple(failed))} lost {whose}, and all processes live"
+    counts = Counter(rank for pair in pairs for rank in pair)
+    common = min(rank for rank, count in counts.items() if count == max(counts.values()))
+    if len(pairs) == 1:
+        return common, f"{list_ranks(pairs[0])} lost their connection to each other, and all processes live"
+    if counts[common] == len(pairs):
+        peers = [rank for pair in pairs for rank in pair if rank != common]
+        return common, f"rank {common} lost its connections to {list_ranks(peers)}, and all processes live"
+    shown = ", ".join(f"{one} and {other}" for one, other in pairs)
+    return common, f"pairs of ranks lost their connections, and all processes live: {shown}"
+
+
+def _local_addresses() -> set[str]:
+    """The local addresses of this process's TCP connections, as "HOST PORT"."""
+    found = set()
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:  # another system than Linux
+        return set()
+    for name in names:
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.family in (socket.AF_INET, socket.AF_INET6):
+                    each.getpeername()  # fails for one that only listens
+                    host, port = each.getsockname()[:2]
+                    found.add(f"{host} {port}")
+        except OSError:  # it was closed meanwhile
+            continue
+    return found
