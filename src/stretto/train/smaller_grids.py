@@ -125,10 +125,7 @@ def _choose_automatically(config: JobConfig, ranks: int) -> ChosenGrid | None:
             smaller = on_grid(config, GridConfig(**sizes.sizes()))
             check_placement(smaller, source)
             legal.append(smaller)
-    if len(legal) == 1:
-        ordered = [(legal[0], "the only one that can hold the model")]
-    else:
-        ordered = _by_preference(legal, source)
+    ordered = [(legal[0], "the only one that can hold the model")] if len(legal) == 1 else _by_preference(legal, source)
     for best, why in ordered:
         with suppress(ValueError):
             check_built(best, source, source.build())
