@@ -269,7 +269,8 @@ def _train_steps(
         tracer.end(step)
         if step == start + 1 and options.checkpoint_every is not None:
             recorder.flush()
-            saver.prepare(task.state())  # after the first step the optimizer has its state
+            with phase("save", step):
+                saver.prepare(task.state())  # after the first step the optimizer has its state
             recorder.restart_clock()
         if saver.has_failed():
             stop.request()  # all ranks end after the same step, in `save`

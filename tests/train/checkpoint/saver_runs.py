@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of saves: functions of a module, so that a pool can import them."""
 
+import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from stretto.train.checkpoint import checkpoint_path, load_checkpoint, training_
 from stretto.train.checkpoint import saver as saver_module
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import AsyncSave, Saver
+from stretto.train.checkpoint.writing import CheckpointWriter
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler
 from stretto.train.trainer import train
@@ -171,6 +174,44 @@ def fail_while_it_is_written(out: Path, kind: type[Exception]) -> bool:
         was_alive = thread.is_alive()
         thread.join()
     return not was_alive
+
+
+def raise_while_it_is_written(config: TrainConfig) -> None:
+    """Train; the first write takes long, and meanwhile rank 1 raises."""
+
+    def fail() -> None:
+        raise RuntimeError("rank 1 has had enough")
+
+    _train_while_it_is_written(config, 1, fail)
+
+
+def die_while_it_is_written(config: TrainConfig) -> None:
+    """Train; the first write takes long, and meanwhile rank 0 is killed, which alone may delete what is written."""
+    _train_while_it_is_written(config, 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _train_while_it_is_written(config: TrainConfig, rank: int, fail: Callable[[], None]) -> None:
+    indices = Sampler.indices
+
+    def raise_or_draw(sampler: Sampler, number: int) -> Any:
+        if number == 3 and dist.get_rank() == rank:
+            while not list(config.out.glob("checkpoints/.step-*.writing")):
+                time.sleep(0.01)
+            fail()
+        return indices(sampler, number)
+
+    finish = CheckpointWriter.finish
+
+    def finish_late(writer: CheckpointWriter, *results: Any) -> None:
+        time.sleep(30)
+        finish(writer, *results)
+
+    with (
+        mock.patch.object(saver_module, "LONGEST_END", 0.2),
+        mock.patch.object(CheckpointWriter, "finish", finish_late),
+        mock.patch.object(Sampler, "indices", raise_or_draw),
+    ):
+        train(config, display="none")
 
 
 def grow(out: Path) -> list[str]:

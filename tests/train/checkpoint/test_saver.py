@@ -17,6 +17,9 @@ from stretto.train.checkpoint import checkpoint_path, find_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.staging import Key, Ownership, Staging
 from stretto.train.checkpoint.storage import LocalBox, ShardedState, read_tensor
+from stretto.train.config import JobConfig
+from stretto.train.launch import RankFailure, launch
+from stretto.train.launch.supervisor import StopTimeouts
 from stretto.train.observe.metrics import DivergenceError
 
 MakeRanks = Callable[[int], Ranks]
@@ -180,6 +183,24 @@ def test_a_write_that_outlasts_a_failed_rank_is_given_up_and_never_becomes_whole
 ) -> None:
     assert ranks(1).run(saver_runs.fail_while_it_is_written, tmp_path, RuntimeError) == [False]
     assert names(tmp_path) == []
+
+
+@pytest.mark.usefixtures("forks_processes")
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (saver_runs.raise_while_it_is_written, "rank 1 .*had enough"),
+        (saver_runs.die_while_it_is_written, "rank 0 .*SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_while_a_checkpoint_is_written_leaves_nothing_of_it(
+    tmp_path: Path, entry: Callable[[JobConfig], None], reason: str
+) -> None:
+    out = tmp_path / "run"
+    config = runs.configure(out, "ranks=2", "grid.data=2", "train.steps=40", "train.checkpoint_every=2")
+    with pytest.raises(RankFailure, match=reason):
+        launch(entry, config, StopTimeouts(stop=20.0, report=0.3, end=1.0))
+    assert names(out) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

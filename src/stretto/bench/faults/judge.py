@@ -89,7 +89,9 @@ def judge_end(
     job: Job, recorded: Mapping[str, Any], undisturbed: Sequence[Mapping[str, Any]]
 ) -> tuple[float | None, list[str]]:
     """Judge what a job leaves at its end. Returns the largest difference of a loss, and the problems."""
-    problems = [f"left behind: {what} {', '.join(found)}" for what, found in recorded["left"].items() if found]
+    problems = []
+    if not recorded["gave_up"]:  # what this bench has killed cleans nothing up
+        problems = [f"left behind: {what} {', '.join(found)}" for what, found in recorded["left"].items() if found]
     steps = [line["step"] for line in recorded["metrics"]]
     expected = [line["step"] for line in undisturbed]
     if steps != expected:

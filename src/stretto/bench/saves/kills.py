@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -115,6 +116,7 @@ def kill_runs(count: int, ranks: int, seed: int, *, hidden: int = 512, steps: in
                 if kill is None:  # the run ended before the moment
                     break
                 kills.append(kill)
+                print(f"kill {len(kills)}: {kill}", file=sys.stderr, flush=True)
             _finish(_start(config, ranks))
             if (found := _losses(config.out)) != losses:
                 different = [step for step in losses if found.get(step) != losses[step]]

@@ -43,7 +43,7 @@ from stretto.train.checkpoint.writing import (
     write_checkpoint,
 )
 from stretto.train.health import advance
-from stretto.train.observe.metrics import DivergenceError
+from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Saver:
             return
         if self._thread is None:
             return
-        is_of_all = isinstance(error, DivergenceError)
+        is_of_all = isinstance(error, DivergenceError | CorruptionError)
         self._join(None if is_of_all else min(LONGEST_END, self._timeout))
         if self._thread.is_alive():
             logger.warning("the checkpoint that is being written is given up")
