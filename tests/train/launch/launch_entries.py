@@ -17,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from stretto.train.checkpoint import writing
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler
+from stretto.train.gpt.task import GPTTask
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
+from stretto.train.optimizer import local_shard
 from stretto.train.trainer import train
 
 
@@ -126,4 +128,18 @@ def train_with_stuck_rank(config: TrainConfig) -> None:
 
     write_pid(config)
     with mock.patch.object(Sampler, "indices", choose):
+        train(config, display="none")
+
+
+def train_with_corruption(config: TrainConfig) -> None:
+    """Train; a bit of rank 2's weight flips after step 5, in the first start of the job."""
+    step = GPTTask.step
+
+    def flip_after(task: GPTTask, number: int, lr: float) -> Any:
+        result = step(task, number, lr)
+        if number == 5 and dist.get_rank() == 2 and os.environ["STRETTO_ATTEMPT"] == "0":
+            local_shard(task.model.get_parameter("norm.weight")).view(torch.uint8)[2] ^= 4
+        return result
+
+    with mock.patch.object(GPTTask, "step", flip_after):
         train(config, display="none")
