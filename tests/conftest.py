@@ -58,7 +58,6 @@ _POOL = pytest.StashKey[Pool]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of the session's worker processes, which now has what they need, if a test uses them."""
     gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
-    gc.set_threshold(10_000, 20, 20)  # by default a test that parses our source spends most of its time on garbage
     gc.enable()
     session.config.stash[_POOL] = pool = Pool()
     if not torch.cuda.is_available():
@@ -69,6 +68,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         capture.resume_global_capture()  # what ranks print belongs to the test that runs meanwhile
         pool.fork_server()
         capture.suspend_global_capture()
+    # Of this process alone: by default, a test that parses our source spends most of its time on collecting garbage.
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

@@ -43,13 +43,14 @@ def configure(out: Path, grid: dict[str, int], *overrides: str) -> TrainConfig:
     if not text.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         text.write_text(TEXT)
+    batch = 4 * max(2, grid.get("data", 1) * grid.get("z", 1))  # two micro-batches or more on each rank
     values = {
         "out": str(out),
         "device": "cpu",
         "grid": grid,
         "data": {"path": str(text)},
         "model": {"layers": 2, "hidden": 32, "heads": 8, "vocab": 256},
-        "train": {"steps": STEPS, "batch": 16, "seq_len": 8, "lr": 1e-2, "micro_batch": 2, "dtype": "bf16"},
+        "train": {"steps": STEPS, "batch": batch, "seq_len": 8, "lr": 1e-2, "micro_batch": 2, "dtype": "bf16"},
     }
     return make_config(values, list(overrides))
 
@@ -183,11 +184,11 @@ def test_runs_of_every_mode_resume_each_other_on_another_grid(
     ranks: Any, tmp_path: Path, first: str, second: str
 ) -> None:
     """Two steps on x2z2 in one mode, two on data2 in another, against four steps on one rank."""
-    begin, end = [*MODES[first], "train.steps=2", "train.schedule=constant"], [*MODES[second], "train.resume=latest"]
-    grid = {"x": 2, "z": 2}
-    ranks(1).run(run_all, str(tmp_path), {}, {"whole": [*MODES["fp32"], "train.schedule=constant"]}, timeout=300)
-    ranks(4).run(run_all, str(tmp_path), grid, {"parts": begin}, timeout=300)
-    ranks(2).run(run_all, str(tmp_path), {"data": 2}, {"parts": [*end, "train.schedule=constant"]}, timeout=300)
+    common = ["train.schedule=constant", "train.batch=16"]
+    begin, end = [*MODES[first], *common, "train.steps=2"], [*MODES[second], *common, "train.resume=latest"]
+    ranks(1).run(run_all, str(tmp_path), {}, {"whole": [*MODES["fp32"], *common]}, timeout=300)
+    ranks(4).run(run_all, str(tmp_path), {"x": 2, "z": 2}, {"parts": begin}, timeout=300)
+    ranks(2).run(run_all, str(tmp_path), {"data": 2}, {"parts": end}, timeout=300)
     found = differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
     assert max(found.values(), default=0) <= 2e-5, found  # without the moments it would be 1e-2
 

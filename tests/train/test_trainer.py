@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import Ranks
+from tests.pool import Pool
 from tests.train import runs
 from torch.nn import functional as F
 
@@ -42,6 +43,14 @@ def run(ranks: MakeRanks, out: Path, *overrides: str) -> list[dict[str, Any]]:
     config = runs.configure(out, *overrides)
     ranks(config.ranks).run(runs.train_quietly, config, timeout=120)
     return runs.metrics_of(out)
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six steps on x=2 z=2, with a checkpoint every three."""
+    config = runs.configure(tmp_path_factory.mktemp("whole") / "run", *on_grid(x=2, z=2), "train.checkpoint_every=3")
+    pool.run(4, runs.train_quietly, config, timeout=120)
+    return config.out
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -106,13 +115,14 @@ def test_the_losses_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path)
     assert expected[0] - expected[-1] > 0.05, "the model does not learn: the comparison says little"
 
 
-def test_a_run_resumes_on_fewer_and_on_more_ranks_with_the_same_losses(ranks: MakeRanks, tmp_path: Path) -> None:
-    whole = run(ranks, tmp_path / "whole", *on_grid(x=2, z=2), "train.steps=6", "train.checkpoint_every=3")
-    middle = checkpoint_path(tmp_path / "whole", 3)
+def test_a_run_resumes_on_fewer_and_on_more_ranks_with_the_same_losses(
+    ranks: MakeRanks, tmp_path: Path, whole: Path
+) -> None:
+    middle, expected = checkpoint_path(whole, 3), runs.metrics_of(whole)[3:]
     for name, sizes in (("fewer", {"y": 2}), ("more", {"data": 2, "x": 2, "z": 2})):
         resumed = run(ranks, tmp_path / name, *on_grid(**sizes), f"train.resume={middle}")
         assert [line["step"] for line in resumed] == [4, 5, 6]
-        for ours, theirs in zip(resumed, whole[3:], strict=True):
+        for ours, theirs in zip(resumed, expected, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5), name
             assert ours["tokens"] == theirs["tokens"]
             assert ours["lr"] == theirs["lr"]
@@ -152,9 +162,9 @@ def test_accumulation_changes_neither_loss_nor_weights(ranks: MakeRanks, tmp_pat
     results = []
     for micro_batch in ("none", "1"):
         out = tmp_path / micro_batch
-        options = ["train.dtype=fp64", "train.steps=3", f"train.micro_batch={micro_batch}"]
+        options = ["train.dtype=fp64", "train.steps=2", f"train.micro_batch={micro_batch}"]
         metrics = run(ranks, out, *options, *on_grid(x=2, z=2))
-        results.append((metrics, weights_of(checkpoint_path(out, 3))))
+        results.append((metrics, weights_of(checkpoint_path(out, 2))))
     (at_once, weights), (accumulated, other_weights) = results
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in accumulated] == pytest.approx([line[key] for line in at_once], abs=1e-12)
@@ -179,14 +189,15 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_last_in_its_metrics(ranks:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: MakeRanks, tmp_path: Path, rank: int) -> None:
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
+    ranks: MakeRanks, tmp_path: Path, whole: Path, rank: int
+) -> None:
     options = [*on_grid(x=2, z=2), "train.steps=6"]
-    whole = run(ranks, tmp_path / "whole", *options)
     config = runs.configure(tmp_path / "stopped", *options)
     ranks(4).run(runs.train_and_stop, config, step=3, rank=rank, timeout=60)
     assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 4)  # the step after the request
     resumed = run(ranks, config.out, *options, "train.resume=latest")
-    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in runs.metrics_of(whole)]
 
 
 def test_no_rank_waits_for_others_to_look_for_a_request_to_stop(ranks: MakeRanks, tmp_path: Path) -> None:
@@ -257,15 +268,14 @@ def test_a_checkpoint_says_what_wrote_it(ranks: MakeRanks, tmp_path: Path) -> No
     assert metadata.data["seq_len"] == 16
 
 
-def test_the_summary_has_the_run_in_numbers(ranks: MakeRanks, tmp_path: Path) -> None:
-    metrics = run(ranks, tmp_path, *on_grid(x=2, z=2))
-    summary = runs.json.loads((tmp_path / "summary.json").read_text())
+def test_the_summary_has_the_run_in_numbers(whole: Path) -> None:
+    metrics, summary = runs.metrics_of(whole), runs.json.loads((whole / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["loss"] == metrics[-1]["loss"]
     assert summary["seconds"] == pytest.approx(sum(line["seconds"] for line in metrics))
     rate = 5 * 8 * 16 / sum(line["seconds"] for line in metrics[1:])
     assert summary["tokens_per_second"] == pytest.approx(rate)
-    assert summary["parameters"] == sum(weight.numel() for weight in weights_of(checkpoint_path(tmp_path, 6)).values())
+    assert summary["parameters"] == sum(weight.numel() for weight in weights_of(checkpoint_path(whole, 6)).values())
     assert summary["ranks"] == prod(summary["grid"].values()) == 4
     assert summary["device"] == "cpu"
     assert summary["peak_memory_bytes"] > 50e6  # torch alone is that
@@ -302,9 +312,9 @@ def test_activation_checkpointing_changes_no_loss(ranks: MakeRanks, tmp_path: Pa
 
 
 def test_bf16_trains_on_fp32_weights(ranks: MakeRanks, tmp_path: Path) -> None:
-    exact = run(ranks, tmp_path / "fp32", *on_grid(x=2))
-    rounded = run(ranks, tmp_path / "bf16", *on_grid(x=2), "train.dtype=bf16")
-    assert {entry.dtype for entry in read_metadata(checkpoint_path(tmp_path / "bf16", 6)).tensors.values()} == {
+    exact = run(ranks, tmp_path / "fp32", *on_grid(x=2), "train.steps=4")
+    rounded = run(ranks, tmp_path / "bf16", *on_grid(x=2), "train.steps=4", "train.dtype=bf16")
+    assert {entry.dtype for entry in read_metadata(checkpoint_path(tmp_path / "bf16", 4)).tensors.values()} == {
         "float32"
     }
     assert [line["loss"] for line in rounded] != [line["loss"] for line in exact]

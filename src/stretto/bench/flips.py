@@ -32,7 +32,7 @@ class FlipsSetting:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Target:
     """Files of one kind in one format. path: what is verified and used; pattern: of the files that are damaged.
 
     use: loads it, and raises ValueError if it is damaged; None if nothing but `verify` reads these files.
@@ -46,7 +46,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Bytes:
     """Bytes of a file, and whether a run reads them.
 
     name: of the tensor, as `verify` has it; used_as: as a run has it. Both are None where the bytes are no tensor's.
@@ -85,13 +85,13 @@ def bench_flips(setting: FlipsSetting, out: Path) -> dict[str, Any]:
     return result | ({"failure": f"not found or not named: {missed}"} if missed else {})
 
 
-def _share(places: list[_Place], flips: int) -> Iterator[tuple[_Place, int]]:
+def _share(places: list[_Target], flips: int) -> Iterator[tuple[_Target, int]]:
     """Share the flips out, as evenly as whole numbers allow."""
     for number, place in enumerate(places):
         yield place, flips * (number + 1) // len(places) - flips * number // len(places)
 
 
-def _flip_all(place: _Place, count: int, generator: random.Random) -> dict[str, Any]:
+def _flip_all(place: _Target, count: int, generator: random.Random) -> dict[str, Any]:
     from stretto.train.checkpoint.verification import verify
 
     files = sorted(file for file in place.path.parent.glob(place.pattern) if file.is_file())
@@ -124,7 +124,7 @@ def _flip_all(place: _Place, count: int, generator: random.Random) -> dict[str, 
     return row | {"verified": verified, "used": used, "not_read": not_read, "missed": missed}
 
 
-def _is_refused(place: _Place, file: Path, part: _Part) -> bool:
+def _is_refused(place: _Target, file: Path, part: _Bytes) -> bool:
     """Whether the use of a damaged file ends in an error that names the file and the tensor."""
     assert place.use is not None
     try:
@@ -147,7 +147,7 @@ def _flipped(file: Path, bit: int) -> Iterator[None]:
         file.write_bytes(content)
 
 
-def _parts_of(place: _Place, file: Path) -> list[_Part]:
+def _parts_of(place: _Target, file: Path) -> list[_Bytes]:
     """What the bytes of a file are, while it is whole."""
     from stretto.train.checkpoint.safetensors_checksums import read_header
     from stretto.train.checkpoint.torch_format import read_index, read_pieces
@@ -155,10 +155,10 @@ def _parts_of(place: _Place, file: Path) -> list[_Part]:
     size = file.stat().st_size
     if file.suffix == ".safetensors":
         tensors = sorted(read_header(file).values(), key=lambda tensor: tensor.start)
-        header = _Part(0, tensors[0].start, None, None, True)
-        return [header, *(_Part(each.start, each.stop, each.name, each.name, True) for each in tensors)]
+        header = _Bytes(0, tensors[0].start, None, None, True)
+        return [header, *(_Bytes(each.start, each.stop, each.name, each.name, True) for each in tensors)]
     if file.suffix != ".distcp":
-        return [_Part(0, size, None, None, True)]
+        return [_Bytes(0, size, None, None, True)]
     used = {
         (chunk.file, chunk.start): name
         for name, entry in read_index(place.path).tensors.items()
@@ -169,11 +169,11 @@ def _parts_of(place: _Place, file: Path) -> list[_Part]:
         if piece.place.file == file.name:
             name = used.get((file.name, piece.place.start))
             stop = piece.place.start + piece.place.bytes
-            found.append(_Part(piece.place.start, stop, piece.tensor, name, name is not None))
+            found.append(_Bytes(piece.place.start, stop, piece.tensor, name, name is not None))
     return found
 
 
-def _write_all(folder: Path) -> list[_Place]:
+def _write_all(folder: Path) -> list[_Target]:
     """Write a small model's training state in all formats."""
     import torch
     import torch.distributed as dist
@@ -182,7 +182,7 @@ def _write_all(folder: Path) -> list[_Place]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
-    config = GPTConfig(layers=2, hidden=32, heads=4, kv_heads=2, vocab=101, max_seq_len=16)
+    config = GPTConfig(layers=2, hidden=32, heads=4, kv_heads=2, vocab=101, max_seq_len=16, tie_embeddings=False)
     checkpoint = folder / "run" / "checkpoints" / "step-00000001"
     resume = _write_checkpoint(checkpoint, config)
     old = folder / "old" / "checkpoints" / "step-00000001"
@@ -196,14 +196,14 @@ def _write_all(folder: Path) -> list[_Place]:
     index = export_safetensors(checkpoint, several, max_file_bytes=40_000)[-1]
     load = _importer(config)
     return [
-        _Place("Stretto, format 2", "shards", checkpoint, f"{checkpoint.name}/*.distcp", resume),
-        _Place("Stretto, format 2", "metadata.json", checkpoint, f"{checkpoint.name}/metadata.json", resume),
-        _Place("Stretto, format 2", ".metadata (torch's index)", checkpoint, f"{checkpoint.name}/.metadata", None),
-        _Place("Stretto, format 1", "shards", old, f"{old.name}/*.distcp", resume),
-        _Place("torch.distributed.checkpoint", "shards", of_torch, f"{of_torch.name}/*.distcp", resume),
-        _Place("safetensors", "one file", one, one.name, load),
-        _Place("safetensors", "several files", index, "several-*.safetensors", load),
-        _Place("safetensors", "index of several files", index, index.name, load),
+        _Target("Stretto, format 2", "shards", checkpoint, f"{checkpoint.name}/*.distcp", resume),
+        _Target("Stretto, format 2", "metadata.json", checkpoint, f"{checkpoint.name}/metadata.json", resume),
+        _Target("Stretto, format 2", ".metadata (torch's index)", checkpoint, f"{checkpoint.name}/.metadata", None),
+        _Target("Stretto, format 1", "shards", old, f"{old.name}/*.distcp", resume),
+        _Target("torch.distributed.checkpoint", "shards", of_torch, f"{of_torch.name}/*.distcp", resume),
+        _Target("safetensors", "one file", one, one.name, load),
+        _Target("safetensors", "several files", index, "several-*.safetensors", load),
+        _Target("safetensors", "index of several files", index, index.name, load),
     ]
 
 

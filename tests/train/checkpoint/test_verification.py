@@ -232,7 +232,7 @@ def write(file: Path, tensors: dict[str, torch.Tensor], checksums: dict[str, str
 
 
 def test_boxes_are_read_across_blocks_and_rows(tmp_path: Path, seed: random.Random) -> None:
-    whole = torch.randn(3, BLOCK // 4096, 1024)
+    whole = torch.randn(4, 700, 1024)  # rows of which none begins where a block does
     write(tmp_path / "model.safetensors", {"first": torch.ones(5), "weight": whole})
     stored = read_header(tmp_path / "model.safetensors")["weight"]
     assert len(stored.checksums or ()) == 3
@@ -243,7 +243,7 @@ def test_boxes_are_read_across_blocks_and_rows(tmp_path: Path, seed: random.Rand
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         assert torch.equal(tensor.read(offsets, sizes), whole[box])
     runs.flip_bit(tmp_path / "model.safetensors", 8 * (stored.start + BLOCK + 5))
-    assert torch.equal(tensor.read([0, 0, 0], [1, 7, 1024]), whole[:1, :7])  # another block
+    assert torch.equal(tensor.read([3, 5, 0], [1, 7, 1024]), whole[3:, 5:12])  # another block
     with pytest.raises(DamagedError, match=rf"weight, bytes {stored.start + BLOCK} to {stored.start + 2 * BLOCK}"):
         tensor.read([1, 0, 0], [1, 1, 1])
 
@@ -273,6 +273,24 @@ def test_files_of_others_are_imported_and_said_to_be_unverified(tmp_path: Path) 
     assert (found.damages, found.bytes) == ([], 0)
     assert "has no checksums" in found.unverified[0]
     assert "not verified" in found.describe()
+
+
+def test_the_export_of_a_run_takes_the_checkpoint_before_and_one_that_is_named_is_refused(
+    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest, before = checkpoint_path(copy, 2), checkpoint_path(copy, 1)
+    (chunk,) = read_metadata(newest).tensors["model.norm.weight"].chunks
+    runs.flip_bit(newest / chunk.file, 8 * chunk.start)
+    (tmp_path / "weights").mkdir()
+    file = tmp_path / "weights" / "model.safetensors"
+    with pytest.raises(DamagedError, match=rf"model\.norm\.weight, bytes .*; the checkpoint before it is {before}"):
+        export_safetensors(newest, file, max_file_bytes=6000)
+    assert list(file.parent.iterdir()) == []
+    export_safetensors(copy, file)
+    assert caplog.text.count(f"passing over a checkpoint that is damaged, and taking {before}") == 1
+    runs.flip_bit(newest / chunk.file, 8 * chunk.start)
+    export_safetensors(newest, tmp_path / "whole.safetensors")  # both steps have the same weights
+    assert file.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
 # --- all formats

@@ -122,6 +122,7 @@ def test_half_written_files_go_unless_another_run_trains_there(tmp_path: Path) -
     assert whole.is_dir()
 
 
+@pytest.mark.exhaustive  # it waits for the one that hangs
 def test_a_probe_that_fails_or_hangs_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import os, time\nmatch os.environ['CUDA_VISIBLE_DEVICES']:\n"

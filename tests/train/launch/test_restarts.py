@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -306,13 +305,19 @@ def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(out: Path, pa
     assert [line["step_resumed"] for line in journal(other.out)] == [8, 10]
 
 
-def test_a_signal_in_the_pause_ends_the_run(out: Path) -> None:
+def test_a_signal_in_the_pause_ends_the_run_at_once(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = Attempts(configure(out, 2, "train.max_restarts=9"), fail(0), fail(1), finish)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        assert len(naps) < 100
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(restarts.time, "sleep", nap)
     before = signal.getsignal(signal.SIGTERM)
     assert attempts.run() == signal.SIGTERM
-    timer.join()
+    assert naps == [restarts.PAUSE_POLL]
     assert len(attempts.configs) == 2
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -339,6 +344,37 @@ def test_a_slot_that_fails_twice_without_a_checkpoint_is_set_aside(out: Path, pa
     slots = [environment["STRETTO_SLOTS"] for environment in attempts.environments]
     assert slots == ["0,1,2,3"] * 4 + ["0,2", "0,2"]
     assert [environment["STRETTO_ATTEMPT"] for environment in attempts.environments] == list("012345")
+
+
+def test_no_slot_is_blamed_for_a_full_disk(out: Path, pauses: list[float]) -> None:
+    config = configure(out, 2, "train.max_restarts=9", 'train.grids=["data=1"]')
+    reason = "NoSpaceError: no space left for a checkpoint in runs/x: it needs 9 bytes, and 8 bytes are free"
+    attempts = Attempts(config, *[fail(1, reason)] * 3, finish)
+    attempts.run()
+    assert attempts.ranks == [2] * 4
+
+
+def test_steps_are_counted_as_lost_once(out: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    config = configure(out, 2, "train.max_restarts=9")
+    attempts = Attempts(config, train_and_fail(0, 5, 2), fail(1), train_and_fail(2, 3, None), fail(0), finish)
+    attempts.run()
+    assert [line["step_reached"] for line in journal(out)] == [5, 2, 3, 2]
+    assert [line["steps_lost"] for line in journal(out)] == [3, 0, 1, 0]
+    assert "; step 2 was reached, 0 steps are to repeat; it goes on after step 2 " in capsys.readouterr().out
+
+
+def test_a_lost_connection_is_the_fault_of_neither_slot(out: Path, pauses: list[float]) -> None:
+    lost = "RuntimeError: gloo: Connection closed by peer"
+    attempts = Attempts(configure(out, 2, "train.max_restarts=4", "train.grids=auto"), *[fail(1, lost)] * 4, finish)
+    attempts.run()
+    assert attempts.ranks == [2] * 5
+
+
+def test_slots_that_have_not_failed_come_first(out: Path, pauses: list[float]) -> None:
+    config = configure(out, 4, "train.max_restarts=4", "train.grids=data=2")
+    attempts = Attempts(config, fail(0), fail(3), fail(3), finish)
+    attempts.run()
+    assert [each["STRETTO_SLOTS"] for each in attempts.environments] == ["0,1,2,3"] * 3 + ["1,2"]
 
 
 def test_without_smaller_grids_the_whole_grid_is_tried_again(out: Path, pauses: list[float]) -> None:

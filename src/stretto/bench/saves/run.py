@@ -3,7 +3,8 @@
 
 steps: a GPT is trained with a checkpoint every so many steps: saved between two steps, and beside training. size: a
 state of 7B's size, weights and two moments in fp32, on one GPU: pinning the memory, the host link, the copy, a step
-with and without a copy beside it; then a part of it is written, by several numbers of writer threads.
+with and without a copy beside it; then a part of it is written, by several numbers of writer threads. hash: the hash of
+7B's weights that `train.verify_steps` compares before a save, beside the GPU's memory bandwidth.
 """
 
 import os
@@ -27,6 +28,7 @@ from stretto.bench.saves.settings import LARGEST_NUMBERS, USABLE, USABLE_ON_HOST
 from stretto.cluster.host_memory import host_memory_available
 from stretto.memory import failures
 from stretto.parallel import Grid
+from stretto.train.bit_hash import hash_bits
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import Saver
 from stretto.train.checkpoint.staging import Staging, sizes_of
@@ -70,7 +72,37 @@ def bench_saves(setting: SavesSetting, out: Path) -> Any:
         print_table("Copying and writing a state", SIZE_COLUMNS, rows)
         write_result(out, "saves-size", SIZE_COLUMNS, rows)
         found["size"] = rows
+    if "hash" in setting.parts:
+        rows = run_ranks(1, _measure_hash, setting)
+        print_table("Hashing the weights that replicas compare", SIZE_COLUMNS, rows)
+        write_result(out, "saves-hash", SIZE_COLUMNS, rows)
+        found["hash"] = rows
     return found
+
+
+# --- hash
+
+
+def _measure_hash(setting: SavesSetting) -> list[dict[str, Any]]:
+    """One pass over weights in fp32 and in bf16, and a sum of the same bytes by torch, which also reads them once."""
+    device = torch.device("cpu" if setting.cpu else "cuda")
+    Grid(data=1, device=device)
+    numbers = min(setting.numbers, 1 << 24) if setting.cpu else min(setting.numbers, _numbers_that_fit(device))
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = range(0, numbers, LARGEST_NUMBERS)
+        weights = [torch.ones(min(LARGEST_NUMBERS, numbers - start), dtype=dtype, device=device) for start in parts]
+        total = sum(weight.nbytes for weight in weights)
+
+        def add_up(weights: list[Tensor] = weights) -> None:
+            for weight in weights:
+                weight.sum(dtype=torch.float32)
+
+        for what, call in (("hashed", partial(hash_bits, weights)), ("added up by torch.sum", add_up)):
+            seconds = time_steps(call, warm_up=2, repeats=max(3, setting.repeats))
+            name = f"{numbers:,} weights in {str(dtype).removeprefix('torch.')}, {what}"
+            rows.append({"what": name, "gigabytes": total / 1e9, "seconds": seconds, "rate": total / seconds / 1e9})
+    return rows
 
 
 # --- steps

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from stretto.bench.settings import Option, Repeats, require_known, require_least
 
-PARTS = ("steps", "size")
+USUAL_PARTS = ("steps", "size")
+PARTS = (*USUAL_PARTS, "hash")
 LLAMA_7B_NUMBERS = 6_738_415_616
 """Parameters of Llama 7B (Touvron et al., 2023), of which each has a weight and two moments in fp32."""
 LARGEST_NUMBERS = 11008 * 4096
@@ -22,7 +23,7 @@ USABLE, USABLE_ON_HOST = 0.85, 0.75
 class SavesSetting:
     """What `stretto bench saves` measures. Raises ValueError for settings that cannot work."""
 
-    parts: Annotated[tuple[str, ...], Option("steps, size, with commas.")] = PARTS
+    parts: Annotated[tuple[str, ...], Option("steps, size, hash, with commas.")] = USUAL_PARTS
     ranks: Annotated[int, Option("Processes of the CPU, for steps and kills; a GPU has one.")] = 2
     steps: Annotated[int, Option("Timed steps of each way to save.")] = 48
     every: Annotated[int, Option("Steps between two saves.")] = 12

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
 from stretto.train.checkpoint.file_tensors import CheckedTensor, FileTensor, PlainTensor, stack, with_scales
-from stretto.train.checkpoint.folders import resolve_checkpoint
+from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
 from stretto.train.checkpoint.hugging_face_names import match_names
+from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import TensorEntry, first_difference, persistent_buffers, saved_tensors
 from stretto.train.checkpoint.safetensors_checksums import (
     StoredTensor,
@@ -83,15 +84,34 @@ def export_safetensors(
     Runs in one process and holds one tensor at a time. checkpoint: the folder of a checkpoint, or of a run whose newest
     one is taken. max_file_bytes: larger models are split over several files with an index, as Hugging Face's libraries
     write it. dtype: "float64", "float32", "float16" or "bfloat16" (default: the checkpoint's). names: in the file, of
-    weights whose names are to be others. Tied weights are written once. Raises ValueError for an incomplete checkpoint.
+    weights whose names are to be others. Tied weights are written once. What is read is checked: of a run, a damaged
+    checkpoint is passed over with a warning. Raises ValueError for one that is incomplete, or named and damaged.
     """
     if file.suffix != ".safetensors":
         raise ValueError(f"{file} does not end in .safetensors; {file.with_suffix('.safetensors')} would do")
     if dtype is not None and dtype not in _SAFETENSORS_DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but must be one of {', '.join(_SAFETENSORS_DTYPES)}")
+
+    def write(path: Path) -> list[Path]:
+        own = _weights_of(read_index(path).tensors, dtype)
+        return _write_files(path, file, {(names or {}).get(name, name): own[name] for name in own}, max_file_bytes)
+
+    return _export_newest(checkpoint, write)
+
+
+def _export_newest(checkpoint: Path, write: Callable[[Path], list[Path]]) -> list[Path]:
+    """Call `write` with a checkpoint: the one that is named, or of a run the newest that turns out to be whole."""
     path = resolve_checkpoint(checkpoint)
-    own = _weights_of(read_index(path).tensors, dtype)
-    return _write_files(path, file, {(names or {}).get(name, name): own[name] for name in own}, max_file_bytes)
+    while True:
+        try:
+            return write(path)
+        except DamagedError as error:
+            message, before = str(error), checkpoint_before(path)
+            if path == checkpoint or before is None:
+                advice = "there is none before it" if before is None else f"the checkpoint before it is {before}"
+                raise DamagedError(f"{message}; {advice}") from error
+        warn_once(f"passing over a checkpoint that is damaged, and taking {before}: {message}")
+        path = before
 
 
 def _weights_of(tensors: Mapping[str, TensorEntry], dtype: str | None) -> dict[str, _Weight]:
@@ -106,17 +126,27 @@ def _write_files(path: Path, file: Path, weights: Mapping[str, _Weight], max_fil
     """Write weights of the checkpoint at `path` to `file`, or to several files like it with an index."""
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = _split(weights, max_file_bytes)
+    names = [file.name]
+    if len(parts) > 1:
+        names = [f"{file.stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    files = [file.with_name(name) for name in names]
+    unfinished = [file.with_name(f".{name}.writing") for name in names]
+    try:
+        for each, part in zip(unfinished, parts, strict=True):
+            _write_file(path, each, part)
+    except BaseException:
+        for each in unfinished:
+            each.unlink(missing_ok=True)
+        raise
+    for each, final in zip(unfinished, files, strict=True):
+        os.replace(each, final)
     if len(parts) == 1:
-        _write_file(path, file, parts[0])
-        return [file]
-    files = [f"{file.stem}-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    for name, part in zip(files, parts, strict=True):
-        _write_file(path, file.with_name(name), part)
+        return files
     index = file.with_name(f"{file.name}.index.json")
-    weight_map = {tensor: name for name, part in zip(files, parts, strict=True) for tensor in part}
+    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
     total = sum(weight.num_bytes for weight in weights.values())
     index.write_bytes(seal_index({"metadata": {"total_size": total}, "weight_map": weight_map}))
-    return [*(file.with_name(name) for name in files), index]
+    return [*files, index]
 
 
 def export_folder(
@@ -139,7 +169,14 @@ def export_folder(
     Raises ValueError for a folder that exists and is not empty, for a checkpoint of another kind of model, and if the
     folder that training started from is not there.
     """
-    path = resolve_checkpoint(checkpoint)
+    return _export_newest(
+        checkpoint, lambda path: _export_folder(path, folder, max_file_bytes or FOLDER_FILE_BYTES, dtype, pretrained)
+    )
+
+
+def _export_folder(
+    path: Path, folder: Path, max_file_bytes: int, dtype: str | None, pretrained: Path | None
+) -> list[Path]:
     index = read_index(path)
     model = index.model
     if model.get("kind") != "huggingface":
@@ -167,7 +204,7 @@ def export_folder(
     unfinished = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    _write_files(path, unfinished / "model.safetensors", weights, max_file_bytes or FOLDER_FILE_BYTES)
+    _write_files(path, unfinished / "model.safetensors", weights, max_file_bytes)
     (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in _COPIED:
         for each in source.glob(pattern):
@@ -339,8 +376,7 @@ def _write_file(checkpoint: Path, file: Path, weights: Mapping[str, _Weight]) ->
     from stretto.train.checkpoint.storage import read_tensor
 
     entries, checksums = dict(_header(weights)), dict[str, str]()
-    unfinished = file.with_name(f".{file.name}.writing")
-    with open(unfinished, "wb") as out:
+    with open(file, "wb") as out:
         out.write(make_header(entries, None))
         last, whole = None, torch.empty(0)
         for name, weight in weights.items():
@@ -354,7 +390,6 @@ def _write_file(checkpoint: Path, file: Path, weights: Mapping[str, _Weight]) ->
         out.write(make_header(entries, checksums))
         out.flush()
         os.fsync(out.fileno())
-    os.replace(unfinished, file)
 
 
 def _header(weights: Mapping[str, _Weight]) -> Iterator[tuple[str, dict[str, Any]]]:
