@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from stretto.train.health.beat import Beat, list_ranks
+from stretto.train.health.beat import Beat, Save, list_ranks
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.monitor import START_LIMIT, Monitor
 
@@ -98,6 +98,38 @@ def test_a_chain_of_waits_leads_to_the_rank_that_waits_for_nobody():
     assert job.monitor.find_stall().culprits == (3,)
 
 
+def test_a_rank_that_waits_for_a_message_is_not_taken_for_the_one_that_has_to_send_it():
+    """A pipeline of ranks 0 and 1 on ranks 2 and 3, and rank 1 is in a loop."""
+    job = Job(4)
+    job.pass_time(5)
+    job.still |= {1, 3}
+    job.change(3, peers=(1,), message="the activation of stage 1", line="time.sleep(self._pause)")
+    job.wait_in(0, 17, "batch", (0, 1))
+    job.wait_in(2, 17, "batch", (2, 3))
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.culprits, stall.waiting) == ((1,), (0, 2, 3))
+
+
+def test_a_rank_that_waits_for_nobody_knows_whom_is_not_the_culprit():
+    job = Job(2)
+    job.pass_time(5)
+    job.still |= {0, 1}
+    job.change(0, peers=(), line="time.sleep(self._pause)")
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.culprits, stall.waiting) == ((1,), (0,))
+
+
+def test_a_message_that_is_waited_for_is_told():
+    job = Job(2)
+    job.pass_time(5)
+    job.still |= {0, 1}
+    job.change(0, peers=(1,), message="the activation of stage 1")
+    job.pass_time(19)
+    assert job.monitor.find_stall().text.endswith("; rank 0 waits for it (the activation of stage 1)")
+
+
 def test_a_rank_whose_last_progress_was_a_little_later_is_found():
     job = Job(2)
     job.pass_time(5)
@@ -175,6 +207,38 @@ def test_a_writer_that_hangs_is_found_by_the_threads_that_wait_for_it():
     assert job.monitor.find_stall().culprits == (1,)
 
 
+def test_a_writer_that_hangs_beside_training_is_found_though_all_ranks_train():
+    job = Job(3)
+    saves = dict.fromkeys(range(3), 0.0)
+
+    def pass_time(seconds: int, writes: set[int]) -> None:
+        for _ in range(seconds):
+            for rank in saves:
+                saves[rank] = 0.0 if rank in writes else saves[rank] + 1.0
+                job.change(rank, saves=Save(28, saves[rank], "writing.py:97 in write_data"))
+            job.pass_time(1)
+
+    pass_time(40, {0, 1, 2})
+    assert job.monitor.find_stall() is None
+    for rank in (0, 2):
+        job.wait_in(rank, 3, "saves", is_background=True)
+    job.still.clear()
+    pass_time(40, {1})
+    assert job.monitor.find_stall() is None, "two ranks wait for one that writes"
+    pass_time(9, set())
+    assert job.monitor.find_warning() is None
+    pass_time(2, set())
+    assert job.monitor.find_warning().culprits == (1,)
+    pass_time(8, set())
+    stall = job.monitor.find_stall()
+    assert (stall.kind, stall.culprits, stall.waiting) == ("stalled", (1,), (0, 2))
+    assert stall.text == (
+        "rank 1 (host another-host, pid 1001) is stuck in phase save of step 28, in the thread that writes, at "
+        "writing.py:97 in write_data: no progress for 19 s (train.timeout is 20 s); ranks 0 and 2 wait for it in "
+        "all_reduce number 3 of group saves"
+    )
+
+
 def test_a_rank_that_starts_has_a_minute_even_if_the_limit_is_shorter():
     job = Job(2)
     job.change(1, phase="build")
@@ -185,6 +249,25 @@ def test_a_rank_that_starts_has_a_minute_even_if_the_limit_is_shorter():
     assert job.monitor.find_warning() is None
     job.pass_time(START_LIMIT - 25)
     assert job.monitor.find_stall().culprits == (1,)
+
+
+def test_nobody_is_warned_of_before_half_of_the_own_limit():
+    job = Job(4)
+    for rank in (2, 3):
+        job.change(rank, phase="load", line="import torch")
+    job.wait_in(0, 7)
+    job.pass_time(6)
+    job.still |= {2, 3}
+    job.pass_time(6)  # rank 0 has waited for 12 seconds, and the others have done nothing for 6
+    assert job.monitor.find_warning() is None
+    job.pass_time(5)
+    assert job.monitor.find_warning().culprits == (2, 3)
+    starting = Job(2)
+    starting.change(1, phase="build")
+    starting.wait_in(0, 7)
+    starting.still.add(1)
+    starting.pass_time(15)
+    assert starting.monitor.find_warning() is None, "a rank that starts has a minute"
 
 
 def test_a_rank_that_never_sends_a_heartbeat_is_named():

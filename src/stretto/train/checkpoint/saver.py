@@ -42,6 +42,7 @@ from stretto.train.checkpoint.writing import (
     write_checkpoint,
 )
 from stretto.train.health import advance
+from stretto.train.health.progress import writing
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
@@ -262,7 +263,8 @@ class Saver:
                 torch.cuda.set_device(self._gpu)
             if self._is_async:
                 self.staging.wait_on_host()
-            write_checkpoint(state, writer, needed=needed, group=self._group, is_beside_training=self._is_async)
+            with writing(writer.description["step"], lambda: writer.bytes_written(self._rank), self._group.group_name):
+                write_checkpoint(state, writer, needed=needed, group=self._group, is_beside_training=self._is_async)
             if self._rank == 0:
                 self._remove_surplus()
         except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it in the main thread)

@@ -74,7 +74,7 @@ def is_consequence(reason: str) -> bool:
 
 
 def put_writer_first(failures: list[Failure]) -> list[Failure]:
-    """Put the rank first whose write of a checkpoint has failed, if the first failure says which: all raise it."""
+    """Put the rank first that could not write its part of a checkpoint, if the first failure says which it was."""
     found = WRITE_OF_RANK.search(failures[0].reason)
     if found is None:
         return failures
