@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,7 @@ def test_a_silent_rank_is_named_within_the_limit_and_not_before_it_is_near():
     job.pass_time(4)
     stall = job.monitor.find_stall()
     assert (stall.kind, stall.culprits, stall.waiting) == ("silent", (2,), (0, 1, 3))
+    assert Failure.of_stall(stall).order[1] == pytest.approx(time.time() - stall.seconds, abs=5)
     assert stall.seconds <= LIMIT
     assert stall.text == (
         "rank 2 (host another-host, pid 1002) is silent in step 31, phase step: its heartbeats have stopped: no "
