@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.bench.faults.plan import START_LIMIT, STARTING, STEPPING, Fault, Job, message_of
+from stretto.bench.faults.plan import START_LIMIT, STEPPING, WITH_START_LIMIT, Fault, Job, message_of
 from stretto.bench.faults.settings import KINDS
 
 IN_STEP = ("data", "forward", "update", "evaluate")
@@ -56,7 +56,7 @@ def judge(
         until = min((line["time"] for line in fired.values() if line["number"] > fault.number), default=float("inf"))
         own = [naming for naming in namings if happened["time"] < naming.time <= until]
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
-        allowed = max(limit, START_LIMIT) if fault.place in STARTING else limit
+        allowed = max(limit, START_LIMIT) if fault.place in WITH_START_LIMIT else limit
         problems = [*_judge_naming(fault, happened, own, allowed)]
         if fault.kind in ("stop", "loop") and fault.place in STEPPING:
             folders = [stall["files"] for stall in recorded["stalls"] if happened["time"] < stall["time"] <= until]

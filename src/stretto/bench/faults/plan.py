@@ -14,11 +14,12 @@ WINDOW = 8
 """Steps that belong to one fault: it happens in the first half, or at the next evaluation or checkpoint after that."""
 
 START_LIMIT = 60.0
-"""Seconds, where train.timeout is shorter, in which a rank that starts may make no progress: it imports, and loads."""
+"""Seconds, where train.timeout is shorter, in which a rank that starts may make no progress: it imports, and builds."""
 
 # Where a fault can happen, with how often it is drawn. Those at the start happen in the attempt that follows the fault
 # before: an attempt fails before it has trained a step.
 STARTING = {"import": 2, "start": 1, "build": 1, "load": 2}
+WITH_START_LIMIT = ("import", "start", "build")
 STEPPING = {"data": 3, "forward": 3, "update": 3, "evaluate": 2, "save": 3, "commit": 1}
 LOOPS = {"python": 3, "holds the interpreter lock": 1, "blocked read": 1}
 
@@ -99,7 +100,7 @@ def count_steps(faults_a_job: int) -> int:
 def estimate_seconds(job: Job, timeout: float) -> float:
     """About how long a job takes: a restart for each fault, and the time limit where a rank is stuck."""
     stuck = [fault for fault in job.faults if fault.kind in ("stop", "loop")]
-    return 8.0 * len(job.faults) + sum(START_LIMIT if fault.place in STARTING else timeout for fault in stuck)
+    return 8.0 * len(job.faults) + sum(START_LIMIT if fault.place in WITH_START_LIMIT else timeout for fault in stuck)
 
 
 def _draw_faults(kinds: list[str], ranks: int, generator: random.Random) -> Iterator[Fault]:
