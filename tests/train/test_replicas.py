@@ -2,6 +2,7 @@
 """Silent corruption: a hash that any flipped bit changes, and ranks that find whose weights differ."""
 
 import importlib.util
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,18 @@ import torch
 import torch.distributed as dist
 from tests.conftest import Ranks
 from tests.train import runs
+from tests.train.launch import launch_entries
 from torch import Tensor
 
 from stretto.train.bit_hash import hash_bits
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint
 from stretto.train.config import TrainConfig
 from stretto.train.gpt.task import GPTTask
+from stretto.train.launch import launch
+from stretto.train.launch.supervisor import StopTimeouts
 from stretto.train.observe.metrics import CorruptionError
 from stretto.train.optimizer import local_shard
-from stretto.train.replicas import ReplicaCheck
+from stretto.train.replicas import ReplicaCheck, Vote, judge
 from stretto.train.trainer import train
 
 MakeRanks = Callable[[int], Ranks]
@@ -112,45 +116,93 @@ def train_with_flipped_bit(config: TrainConfig, rank: int, name: str, bit: int, 
     return "", ()
 
 
-LONG = ["train.steps=45", "train.schedule=constant", "train.lr=1e-3", "train.checkpoint_every=20", "train.batch=4"]
+LONG = ["train.steps=45", "train.schedule=constant", "train.lr=1e-3", "train.batch=4"]
 NORM, WEIGHT = "blocks.0.mlp_norm.weight", "blocks.1.mlp.up.weight"
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("options", "every", "name", "culprits", "replicas"),
+    ("options", "step", "every", "name", "culprits", "replicas"),
     [
-        (["grid.data=4"], 7, WEIGHT, [2], "ranks 0, 1 and 3"),
-        (["grid.data=2", "grid.x=2"], 5, WEIGHT, [0, 2], ""),
-        (["grid.x=2", "grid.z=2"], 5, NORM, [2], "ranks 0, 1 and 3"),  # norms are on all ranks
-        (["grid.data=2"], 10, "embedding.weight", [0, 1], ""),
-        (["grid.data=2", "grid.y=2"], 4, NORM, [0, 2], ""),
-        (["grid.data=2", "grid.pipe=2"], 9, WEIGHT, [2, 3], ""),
-        (["grid.data=4", "train.dtype=bf16", "train.optimizer_state=device"], 7, WEIGHT, [2], "ranks 0, 1 and 3"),
-        (["grid.data=4", "train.dtype=bf16", "train.optimizer_state=host"], 7, WEIGHT, [2], "ranks 0, 1 and 3"),
-        (["grid.data=4", "train.optimizer=sgd", "train.micro_batch=1"], 6, WEIGHT, [2], "ranks 0, 1 and 3"),
+        (["grid.data=4"], 30, 7, WEIGHT, [2], "ranks 0, 1 and 3"),
+        (["grid.data=2", "grid.x=2"], 5, 4, WEIGHT, [0, 2], ""),
+        (["grid.x=2", "grid.z=2"], 5, 1, NORM, [2], "ranks 0, 1 and 3"),  # norms are on all ranks
+        (["grid.data=2"], 30, 10, "embedding.weight", [0, 1], ""),
+        (["grid.data=2", "grid.y=2"], 5, 4, NORM, [0, 2], ""),
+        (["grid.data=2", "grid.pipe=2"], 5, 4, WEIGHT, [2, 3], ""),
+        (["grid.data=4", "train.dtype=bf16", "train.optimizer_state=device"], 5, 4, WEIGHT, [2], "ranks 0, 1 and 3"),
+        (["grid.data=4", "train.dtype=bf16", "train.optimizer_state=host"], 5, 4, WEIGHT, [2], "ranks 0, 1 and 3"),
+        (["grid.data=4", "train.optimizer=sgd", "train.micro_batch=1"], 5, 4, WEIGHT, [2], "ranks 0, 1 and 3"),
     ],
     ids=str,
 )
 def test_a_bit_that_flips_in_a_replica_is_found_within_n_steps_and_its_rank_named(
-    ranks: MakeRanks, tmp_path: Path, options: list[str], every: int, name: str, culprits: list[int], replicas: str
+    ranks: MakeRanks,
+    tmp_path: Path,
+    options: list[str],
+    step: int,
+    every: int,
+    name: str,
+    culprits: list[int],
+    replicas: str,
 ) -> None:
-    config = runs.configure(tmp_path / "run", *LONG, *options, f"train.verify_steps={every}")
+    saved = 20 if step == 30 else 4
+    config = runs.configure(
+        tmp_path / "run", *LONG, f"train.checkpoint_every={saved}", *options, f"train.verify_steps={every}"
+    )
     bit = random.Random(SEED).randrange(1 << 40)
     print(f"seed {SEED}, bit {bit}")
     flipped_on = 2 if config.ranks == 4 else 1
-    found = ranks(config.ranks).run(train_with_flipped_bit, config, flipped_on, name, bit, 30, timeout=240)
+    found = ranks(config.ranks).run(train_with_flipped_bit, config, flipped_on, name, bit, step, timeout=240)
     assert len(set(found)) == 1, "all ranks raise the same error"
     message, named = found[0]
     assert list(named) == culprits, message
-    assert f": {name} after step " in message
-    step = int(message.partition(" after step ")[2].partition(",")[0])
-    assert 30 <= step <= 30 + every, message
+    assert f": {name} after step " in message, message
+    found_at = int(message.partition(" after step ")[2].partition(",")[0])
+    assert step <= found_at <= step + every, message
     if replicas:
         assert message.startswith("rank 2 (host ")
         assert f"holds other weights than {replicas}: {name}" in message
-    assert f"the weights of {checkpoint_path(config.out, 20)} were verified before they were saved" in message
-    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 20)
+    assert f"the weights of {checkpoint_path(config.out, saved)} were verified before they were saved" in message
+    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, saved)
+
+
+X2 = [(0,), (1,), (0,), (1,)]  # coordinates on x of ranks 0 to 3 of a grid of x=2, z=2
+
+
+@pytest.mark.parametrize(
+    ("hashes", "shards", "culprits", "names"),
+    [
+        ([{0: 1, 1: 1, 2: 5, 3: 1}], [()] * 4, [2], ["p0"]),
+        ([{0: 1, 1: 5}], [()] * 2, [0, 1], ["p0"]),
+        # The faulty rank's neighbours along x have changed too, but alike: rank 1 is 3, and 0 is not 2.
+        ([{0: 1, 1: 7, 2: 5, 3: 7}], X2, [0, 2], ["p0"]),
+        # Another parameter has outvoted rank 2, and what it names comes first.
+        ([{0: 1, 1: 7, 2: 1, 3: 7}, {0: 1, 1: 7, 2: 5, 3: 7}, {0: 1, 1: 1, 2: 5, 3: 1}], X2, [2], ["p2", "p1", "p0"]),
+        # No two ranks that sum gradients: all of a parameter's ranks vote.
+        ([{0: 1, 1: 1, 2: 5}], [(0,), (1,), (2,)], [2], ["p0"]),
+        # Two faulty ranks of different replicas.
+        ([{0: 1, 2: 5}, {1: 3, 3: 4}, {0: 1, 1: 1, 2: 5, 3: 9}], X2, [0, 1, 2, 3], None),
+    ],
+)
+def test_the_ranks_are_judged_by_majority_where_gradients_are_summed(
+    hashes: list[dict[int, int]], shards: list[tuple[int, ...]], culprits: list[int], names: list[str] | None
+) -> None:
+    votes = [Vote(f"p{number}", found) for number, found in enumerate(hashes)]
+    found, named = judge(votes, shards)
+    assert found == culprits
+    assert names is None or named == names
+
+
+def test_neighbours_along_x_whose_gradients_have_changed_meanwhile_are_not_suspected(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    """After a few steps the neighbours' norms differ too, but not from their replicas along z."""
+    config = runs.configure(tmp_path / "run", *LONG, "grid.x=2", "grid.z=2", "train.verify_steps=9")
+    message, named = ranks(4).run(train_with_flipped_bit, config, 2, NORM, 23, 4, timeout=240)[0]
+    assert 2 in named, message
+    assert set(named) <= {0, 2}, message
+    assert "after step 9" in message
 
 
 @pytest.mark.parametrize(
@@ -224,3 +276,20 @@ def flip_master(config: TrainConfig) -> str:
     finally:
         task.close()
     return ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("forks_processes")
+def test_a_run_goes_on_by_itself_from_verified_weights_with_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
+    options = ["grid.data=3", "train.batch=6", "train.steps=8", "train.checkpoint_every=2", "train.verify_steps=3"]
+    config = runs.configure(tmp_path / "run", *options, "train.max_restarts=1")
+    config.out.mkdir()
+    assert launch(launch_entries.train_with_corruption, config, StopTimeouts(report=0.3, end=1.0)) is None
+    (failure,) = [json.loads(line) for line in (config.out / "restarts.jsonl").read_text().splitlines()]
+    assert (failure["kind"], failure["rank"]) == ("corrupted", 2)
+    assert "norm.weight after step 6, which were equal at step 4" in failure["reason"]
+    plain = runs.configure(tmp_path / "plain", *options, "grid.data=1")
+    runs.train_quietly(plain)
+    lines, expected = runs.metrics_of(config.out), runs.metrics_of(plain.out)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], abs=1e-6)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stretto.axes import AXES
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.layout import layout_of, place_on
 from stretto.train.bit_hash import hash_bits, multipliers
@@ -103,19 +104,14 @@ class ReplicaCheck:
             if shards.key in differing
         }
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (socket.gethostname(), own))
+        dist.all_gather_object(told, (socket.gethostname(), self._tensor_shard(), own))
         votes = [
-            _Vote(name, {rank: told[rank][1][key][number][1] for rank in self._holders[key]})
+            Vote(name, {rank: told[rank][2][key][number][1] for rank in self._holders[key]})
             for key in differing
-            for number, name in enumerate(_names(told[next(iter(self._holders[key]))][1][key]))
+            for number, name in enumerate(_names(told[next(iter(self._holders[key]))][2][key]))
         ]
-        votes = [vote for vote in votes if vote.differs]
-        culprits = sorted({rank for vote in votes for rank in vote.minority})
-        # Two replicas have no majority, but one of them may have been outvoted for another parameter.
-        open_votes = [vote for vote in votes if not vote.minority and not set(culprits) & vote.hashes.keys()]
-        culprits = sorted({*culprits, *(rank for vote in open_votes for rank in vote.hashes)})
-        names = list(dict.fromkeys(vote.name for vote in votes))
-        others = sorted({rank for vote in votes for rank in vote.hashes} - set(culprits))
+        culprits, names = judge([vote for vote in votes if vote.differs], [shard for _, shard, _ in told])
+        others = sorted({rank for vote in votes if vote.name == names[0] for rank in vote.hashes} - set(culprits))
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         who = _ranks(culprits, [told[rank][0] for rank in culprits])
         than = f"other weights than {_ranks(others)}" if others else "different weights, and either may be right"
@@ -126,9 +122,13 @@ class ReplicaCheck:
             culprits,
         )
 
+    def _tensor_shard(self) -> tuple[int, ...]:
+        """This rank's coordinates on the axes over which gradients are not summed."""
+        return tuple(self._task.grid.coordinate(axis.name) for axis in AXES if not axis.sums_gradients)
+
 
 @dataclass(frozen=True)
-class _Vote:
+class Vote:
     """A parameter's hashes by rank, of the ranks that hold the same shard."""
 
     name: str
@@ -143,6 +143,30 @@ class _Vote:
         """The ranks that differ from what more than half of all hold; none if there is no such majority."""
         (most, count), *_ = Counter(self.hashes.values()).most_common(1)
         return [rank for rank, value in self.hashes.items() if value != most] if 2 * count > len(self.hashes) else []
+
+    def split(self, shards: Sequence[tuple[int, ...]]) -> list["Vote"]:
+        """The votes of the ranks that are equal in `shards`, which has an entry for each rank of the job."""
+        parts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+        for rank, value in self.hashes.items():
+            parts[shards[rank]][rank] = value
+        return [Vote(self.name, hashes) for hashes in parts.values()]
+
+
+def judge(votes: Sequence[Vote], tensor_shards: Sequence[tuple[int, ...]]) -> tuple[list[int], list[str]]:
+    """Find the ranks that hold wrong weights, and the parameters, the surest first.
+
+    Along data and z gradients are summed, so that a fault of one rank makes no other rank differ from its replicas
+    there. Along x and y each rank computes the gradient of what they replicate by itself, and those of a faulty rank's
+    neighbours change a step later. So ranks that agree in `tensor_shards`, by rank, are compared first.
+    """
+    narrow = [(vote, part) for vote in votes for part in vote.split(tensor_shards) if part.differs]
+    judged = narrow or [(vote, vote) for vote in votes]
+    named = [part.minority or [rank for rank in part.hashes if rank in vote.minority] for vote, part in judged]
+    culprits = {rank for ranks in named for rank in ranks}
+    # Two replicas have no majority. If one of them is a culprit already, the other one is not suspected.
+    culprits |= {rank for _, part in judged if not culprits & part.hashes.keys() for rank in part.hashes}
+    surest = sorted(zip(judged, named, strict=True), key=lambda each: not each[1])
+    return sorted(culprits), list(dict.fromkeys([vote.name for (vote, _), _ in surest] + [v.name for v in votes]))
 
 
 def _group(weights: Mapping[str, Tensor]) -> list[_Shards]:

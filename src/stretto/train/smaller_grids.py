@@ -125,7 +125,8 @@ def _choose_automatically(config: JobConfig, ranks: int) -> ChosenGrid | None:
             smaller = on_grid(config, GridConfig(**sizes.sizes()))
             check_placement(smaller, source)
             legal.append(smaller)
-    for best, why in _by_preference(legal, source):
+    ordered = [(legal[0], "the only one that can hold the model")] if len(legal) == 1 else _by_preference(legal, source)
+    for best, why in ordered:
         with suppress(ValueError):
             check_built(best, source, source.build())
             return ChosenGrid(best, why)

@@ -54,8 +54,10 @@ def differentiate(first, calls):
     return wrong
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "calls"),
+    [(2, 2), pytest.param(2, 4, marks=pytest.mark.exhaustive), pytest.param(3, 2, marks=pytest.mark.exhaustive)],
+)
 def test_gradients_dense_and_sparse_are_the_unfused_ones(interpret, ranks, calls):
     print("seed", SEED)
     assert interpret(ranks, differentiate, SEED, calls) == [[]] * ranks
@@ -67,9 +69,10 @@ def differentiate_by_64_bits(first, calls):
         return differentiate(first, calls)
 
 
-def test_gradients_of_more_numbers_than_32_bits_count_are_found_by_64(interpret):
+@pytest.mark.parametrize("calls", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_gradients_of_more_numbers_than_32_bits_count_are_found_by_64(interpret, calls):
     print("seed", SEED)
-    assert interpret(2, differentiate_by_64_bits, SEED, 2) == [[]] * 2
+    assert interpret(2, differentiate_by_64_bits, SEED, calls) == [[]] * 2
 
 
 def train_in_two_ways(seed, optimizer, steps, dtype):

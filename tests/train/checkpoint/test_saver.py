@@ -34,12 +34,18 @@ def names(out: Path) -> list[str]:
 # --- the copy
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(
+    ("is_async", "grid"),
+    [
+        (True, {"x": 2}),
+        pytest.param(True, {"data": 2, "x": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(False, {"data": 2, "x": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_checkpoint_has_the_state_of_its_step_whatever_follows(
-    ranks: MakeRanks, tmp_path: Path, is_async: bool
+    ranks: MakeRanks, tmp_path: Path, is_async: bool, grid: dict[str, int]
 ) -> None:
-    grid = {"data": 2, "x": 2}
-    for differences in ranks(4).run(saver_runs.change_while_it_is_written, tmp_path, grid, is_async):
+    for differences in ranks(prod(grid.values())).run(saver_runs.change_while_it_is_written, tmp_path, grid, is_async):
         assert bool(differences.pop("memory of copies")) == is_async
         assert differences
         assert set(differences.values()) == {0.0}
@@ -141,7 +147,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(ranks: Mak
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(("is_async", "step"), [("true", 1), ("true", 5), ("false", 5)])
+@pytest.mark.parametrize(
+    ("is_async", "step"),
+    [
+        ("true", 5),
+        pytest.param("true", 1, marks=pytest.mark.exhaustive),
+        pytest.param("false", 5, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_disk_that_fills_up_ends_all_ranks_after_one_step_and_leaves_nothing(
     ranks: MakeRanks, tmp_path: Path, is_async: str, step: int
 ) -> None:
@@ -189,7 +202,7 @@ def test_a_write_that_outlasts_a_failed_rank_is_given_up_and_never_becomes_whole
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (saver_runs.raise_while_it_is_written, "rank 1 .*had enough"),
+        pytest.param(saver_runs.raise_while_it_is_written, "rank 1 .*had enough", marks=pytest.mark.exhaustive),
         (saver_runs.die_while_it_is_written, "rank 0 .*SIGKILL"),
     ],
 )
@@ -203,7 +216,7 @@ def test_a_rank_that_fails_while_a_checkpoint_is_written_leaves_nothing_of_it(
     assert names(out) == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_signal_while_a_checkpoint_is_written_leaves_it_and_that_of_the_stop(
     ranks: MakeRanks, tmp_path: Path, rank: int
 ) -> None:
@@ -223,13 +236,13 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_it_and_that_of_the_stop(
 
 def test_a_run_keeps_the_newest_some_for_ever_and_the_best(ranks: MakeRanks, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    overrides = ["train.steps=12", "train.checkpoint_every=1", "train.evaluate_every=1", "data.evaluation_sequences=8"]
-    kept = ["train.keep_checkpoints=1", "train.keep_every=5", "train.keep_best=2", "train.lr=0.3"]
+    overrides = ["train.steps=7", "train.checkpoint_every=1", "train.evaluate_every=1", "data.evaluation_sequences=8"]
+    kept = ["train.keep_checkpoints=1", "train.keep_every=3", "train.keep_best=2", "train.lr=0.3"]
     config = runs.configure(out, *overrides, *kept)
     ranks(1).run(runs.train_quietly, config)
     losses = {line["step"]: line["evaluation_loss"] for line in runs.metrics_of(out)}
     best = sorted(losses, key=lambda step: losses[step])[:2]
-    assert names(out) == [f"step-{step:08d}" for step in sorted({5, 10, 12, *best})]
+    assert names(out) == [f"step-{step:08d}" for step in sorted({3, 6, 7, *best})]
     for step in best:
         assert read_metadata(checkpoint_path(out, step)).evaluation["evaluation_loss"] == losses[step]
 

@@ -142,23 +142,24 @@ def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_check
 ) -> None:
     options = [
         "train.dtype=fp32",
-        "train.checkpoint_every=3",
+        "train.steps=4",
+        "train.checkpoint_every=2",
         "model.rows=[30, 3, 12]",
         "model.pooling=[2, 1, 5]",
     ]
     library = run(ranks, tmp_path / "library", *options)
     config = dlrm_runs.configure(tmp_path / "kernel", *options, f"ranks={count}", "train.implementation=kernel")
     updates = interpreted_pool.run(count, dlrm_runs.train_with_kernels, config, timeout=120)
-    assert updates == [6] * count
+    assert updates == [4] * count
     kernel = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in kernel] == pytest.approx([line["loss"] for line in library], abs=1e-5)
     assert kernel[-1]["auc"] == pytest.approx(library[-1]["auc"], abs=1e-3)
-    ours, theirs = (state_of(checkpoint_path(tmp_path / name, 6)) for name in ("kernel", "library"))
+    ours, theirs = (state_of(checkpoint_path(tmp_path / name, 4)) for name in ("kernel", "library"))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=name)
-    resumed = run(ranks, tmp_path / "resumed", *options, f"train.resume={checkpoint_path(config.out, 3)}")
-    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in library[3:]], abs=1e-5)
+    resumed = run(ranks, tmp_path / "resumed", *options, f"train.resume={checkpoint_path(config.out, 2)}")
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in library[2:]], abs=1e-5)
 
 
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: MakeRanks, tmp_path: Path) -> None:

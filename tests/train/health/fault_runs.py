@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from stretto.memory import group_timeout
 from stretto.train import trainer
 from stretto.train.checkpoint.saver import Saver
 from stretto.train.config import TrainConfig, load_config
@@ -76,6 +77,9 @@ def strike(kind: str) -> None:
             drop_connections()
         case "raise":
             raise RuntimeError("no luck")
+        case "limits":  # the time limits of all groups, in place of "no luck"
+            groups = dist.distributed_c10d._world.pg_map
+            raise RuntimeError(" ".join(f"{group.group_desc}={group_timeout(group)}" for group in groups))
         case "slow":
             time.sleep(0.2)
         case _:
@@ -88,6 +92,7 @@ def train_with_fault(config: TrainConfig) -> None:
 
     def strike_now() -> None:
         if kind != "slow":
+            config.out.mkdir(parents=True, exist_ok=True)
             (config.out / "fault-at").write_text(str(time.time()))
         strike(kind)
 

@@ -2,6 +2,9 @@
 """A run in which a rank is stuck ends within `train.timeout`, and names the rank: real processes, real faults."""
 
 import json
+import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,19 +15,21 @@ from stretto.train.launch import RankFailure, launch
 from stretto.train.launch.supervisor import StopTimeouts
 
 QUICK = StopTimeouts(stop=20.0, report=0.3, end=1.0)
+TIMEOUT = 4.0
+EVALUATES = ("train.evaluate_every=5", "data.evaluation_sequences=16")
 
 
 @pytest.fixture(autouse=True)
-def _starts_quickly(request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("forks_processes")
+def _starts_quickly(forks_processes: None) -> None:
+    """Ranks are forked."""
 
 
 def fail(out: Path, monkeypatch: pytest.MonkeyPatch, fault: str, *overrides: str, ranks: int = 2) -> RankFailure:
     """Train with a fault until the run ends by itself."""
     monkeypatch.setenv(fault_runs.FAULT, fault)
-    options = [f"grid.data={ranks}", "train.timeout=4", "train.steps=1000", *overrides]
+    options = [f"grid.data={ranks}", f"train.timeout={TIMEOUT}", "train.steps=1000", "train.checkpoint_every=6"]
     with pytest.raises(RankFailure) as failed:
-        launch(fault_runs.train_with_fault, runs.configure(out, *options), QUICK)
+        launch(fault_runs.train_with_fault, runs.configure(out, *options, *overrides), QUICK)
     return failed.value
 
 
@@ -33,24 +38,106 @@ def report_folder(out: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_with_its_state_and_what_the_others_wait_in(tmp_path, monkeypatch, rank):
-    failure = fail(tmp_path / "out", monkeypatch, f"stop {rank}")
-    assert (failure.kind, failure.rank) == ("silent", rank)
+def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_wait_in(tmp_path, monkeypatch, caplog):
+    out = tmp_path / "out"
+    failure = fail(out, monkeypatch, "stop data 0")
+    assert (failure.kind, failure.rank) == ("silent", 0)
     assert "is silent in step 4, phase data: its process is stopped by a signal" in failure.reason
-    assert f"rank {1 - rank} waits for it in all_reduce number" in failure.reason
-    folder = report_folder(tmp_path / "out")
+    assert "rank 1 waits for it in all_reduce number" in failure.reason
+    folder = report_folder(out)
     assert f"stacks are in {folder}" in str(failure)
-    assert "all_reduce" in (folder / f"rank-{1 - rank}-stack.txt").read_text()
-    assert "in strike" in (folder / f"rank-{rank}-stack.txt").read_text(), "where it was stopped"
-    recorded = json.loads((folder / f"rank-{1 - rank}-flight.json").read_text())
+    assert "all_reduce" in (folder / "rank-1-stack.txt").read_text()
+    assert "in strike" in (folder / "rank-0-stack.txt").read_text(), "where it was stopped"
+    recorded = json.loads((folder / "rank-1-flight.json").read_text())
     assert recorded["gloo"]["entries"][-1]["retired"] is False
     assert "stopped by a signal" in (folder / "report.txt").read_text()
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["the run ends when it reaches the limit" in text for text in warnings].count(True) == 1
 
 
-def test_a_rank_in_an_endless_loop_is_named_with_the_line_that_it_is_at(tmp_path, monkeypatch):
-    failure = fail(tmp_path / "out", monkeypatch, "loop 1")
-    assert (failure.kind, failure.rank) == ("stalled", 1)
-    assert "is stuck in step 4, phase data, at fault_runs.py:" in failure.reason
-    assert "in spin" in failure.reason
-    assert "fault_runs.py" in (report_folder(tmp_path / "out") / "rank-1-stack.txt").read_text()
+FAULTS = [
+    # fault, kind, what the message has
+    ("stop start 1", "silent", "phase start"),
+    ("stop build 0", "silent", "phase build: its process is stopped by a signal"),
+    ("stop step 1", "silent", "step 4, phase step: its process is stopped by a signal"),
+    ("stop evaluate 1", "silent", "step 5, phase evaluate"),
+    ("stop save 0", "silent", "step 6, phase save"),
+    ("loop build 1", "stalled", "phase build, at fault_runs.py"),
+    ("loop data 1", "stalled", "step 4, phase data, at fault_runs.py"),
+    ("loop save 1", "stalled", "step 6, phase save, at fault_runs.py"),
+    ("loop evaluate 0", "stalled", "step 5, phase evaluate, at fault_runs.py"),
+    ("loop exit 0", "stalled", "phase exit"),
+    ("sleep data 0", "stalled", "step 4, phase data, at fault_runs.py"),
+    ("c data 1", "silent", "C code holds Python's interpreter lock"),
+    ("regex data 0", "silent", "C code holds Python's interpreter lock"),
+    ("kill start 1", "killed", "SIGKILL"),
+    ("kill save 0", "killed", "SIGKILL"),
+    ("raise data 0", "raised", "RuntimeError: no luck"),
+    ("raise save 1", "raised", "RuntimeError: no luck"),
+    ("drop step 1", "lost connection", "ranks 0 and 1 lost their connection to each other"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("fault", "kind", "text"), FAULTS, ids=[fault for fault, _, _ in FAULTS])
+def test_each_fault_is_named_by_rank_and_kind(tmp_path, monkeypatch, fault, kind, text):
+    steps = ("train.steps=4",) if "exit" in fault else EVALUATES
+    failure = fail(tmp_path / "out", monkeypatch, fault, *steps)
+    rank = 0 if kind == "lost connection" else int(fault.split()[-1])  # with two ranks either may stand for both
+    assert (failure.kind, failure.rank) == (kind, rank), str(failure)
+    assert text in str(failure)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "grid", [("grid.x=2", "grid.data=1"), ("grid.pipe=2", "grid.data=1"), ("grid.data=2", "grid.z=2")], ids=" ".join
+)
+def test_every_group_of_a_run_has_the_time_limit(tmp_path, monkeypatch, grid):
+    failure = fail(tmp_path / "out", monkeypatch, "limits data 0", *grid)
+    limits = dict(text.split("=") for text in failure.reason.partition("RuntimeError: ")[2].split())
+    assert len(limits) >= 4
+    assert set(limits.values()) == {str(TIMEOUT)}, limits
+
+
+@pytest.mark.exhaustive
+def test_of_four_ranks_the_one_whose_connections_are_cut_is_named(tmp_path, monkeypatch):
+    failure = fail(tmp_path / "out", monkeypatch, "drop step 2", ranks=4)
+    assert (failure.kind, failure.rank) == ("lost connection", 2)
+    assert str(failure).startswith("rank 2 lost its connections to ranks")
+
+
+@pytest.mark.exhaustive
+def test_a_slow_rank_is_told_and_is_in_the_summary(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(fault_runs.FAULT, "slow data 1")
+    options = ["grid.data=2", "train.timeout=20", "train.steps=170"]
+    assert launch(fault_runs.train_with_fault, runs.configure(tmp_path / "out", *options), QUICK) is None
+    assert "slowest rank 1: " in caplog.text
+    assert "x the median for 50 steps" in caplog.text
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["slow_rank"]["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("loop data 0", "rank 0 (host"),
+        pytest.param("stop step 1", "its process is stopped by a signal", marks=pytest.mark.exhaustive),
+        pytest.param("stop data 0", "its process is stopped by a signal", marks=pytest.mark.exhaustive),
+        pytest.param("c data 1", "rank 1 (host", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_that_torchrun_started_end_and_torchrun_names_the_culprit(tmp_path, monkeypatch, fault, text):
+    monkeypatch.setenv(fault_runs.FAULT, fault)
+    out = tmp_path / "out"
+    config = runs.configure(out, "grid.data=2", f"train.timeout={TIMEOUT}", "train.steps=1000")
+    runs.write_config(config)
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*started, fault_runs.__file__, str(out / "config.toml")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    cause = done.stderr.partition("Root Cause")[2]
+    assert f"rank      : {fault.split()[-1]} " in cause, done.stderr[-3000:]
+    assert text in cause
+    assert "no progress for" in cause
+    folder = report_folder(out)
+    assert {file.name for file in folder.iterdir()} >= {"report.txt", "rank-0-stack.txt", "rank-1-stack.txt"}

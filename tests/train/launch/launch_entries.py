@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of `launch`: small functions in place of training, imported by name."""
 
+import errno
 import os
 import signal
 import time
+import traceback
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from stretto.train.checkpoint import writing
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler
+from stretto.train.gpt.task import GPTTask
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
+from stretto.train.optimizer import local_shard
 from stretto.train.trainer import train
 
 
@@ -91,6 +97,22 @@ def find_corruption(config: TrainConfig) -> None:
     raise CorruptionError("rank 1 (host node7) holds other weights than ranks 0 and 2: norm.weight after step 35", [1])
 
 
+def fail_to_write(config: TrainConfig) -> None:
+    """Rank 1 cannot write its part of a checkpoint: all ranks raise that, rank 1 last."""
+    if os.environ["RANK"] == "1":
+        time.sleep(0.1)
+    failures = {1: (RuntimeError("no luck"), traceback.StackSummary())}
+    raise writing._explain(dcp.CheckpointException("write", failures), config.out / "checkpoints" / "step-4", 9, 9)
+
+
+def find_a_full_disk(config: TrainConfig) -> None:
+    """All ranks raise that the disk is full, by a file of rank 1."""
+    if os.environ["RANK"] == "1":
+        time.sleep(0.1)
+    failures = {1: (OSError(errno.ENOSPC, "no space"), traceback.StackSummary())}
+    raise writing._explain(dcp.CheckpointException("write", failures), config.out / "checkpoints" / "step-4", 9, 9)
+
+
 def raise_in_process(config: TrainConfig) -> None:
     raise RuntimeError("no luck")
 
@@ -106,4 +128,18 @@ def train_with_stuck_rank(config: TrainConfig) -> None:
 
     write_pid(config)
     with mock.patch.object(Sampler, "indices", choose):
+        train(config, display="none")
+
+
+def train_with_corruption(config: TrainConfig) -> None:
+    """Train; a bit of rank 2's weight flips after step 5, in the first start of the job."""
+    step = GPTTask.step
+
+    def flip_after(task: GPTTask, number: int, lr: float) -> Any:
+        result = step(task, number, lr)
+        if number == 5 and dist.get_rank() == 2 and os.environ["STRETTO_ATTEMPT"] == "0":
+            local_shard(task.model.get_parameter("norm.weight")).view(torch.uint8)[2] ^= 4
+        return result
+
+    with mock.patch.object(GPTTask, "step", flip_after):
         train(config, display="none")

@@ -252,6 +252,24 @@ def test_a_rank_with_corrupted_weights_is_named_though_all_ranks_raise(out: Path
     assert f"the last checkpoint is {checkpoint}" in then
 
 
+def test_the_rank_that_could_not_write_is_named_though_all_ranks_raise(out: Path) -> None:
+    with pytest.raises(RankFailure) as failed:
+        launch(launch_entries.fail_to_write, config_for(out, 3), QUICK)
+    assert failed.value.rank == 1
+    line = str(failed.value).splitlines()[0]
+    assert line.startswith("rank 1 of 3 failed: OSError: the checkpoint ")
+    assert line.endswith(" could not be written: on rank 1, RuntimeError: no luck")
+
+
+def test_of_a_full_disk_the_file_that_did_not_fit_is_named_and_no_other_rank(out: Path) -> None:
+    with pytest.raises(RankFailure) as failed:
+        launch(launch_entries.find_a_full_disk, config_for(out, 2), QUICK)
+    assert failed.value.rank == 1
+    line = str(failed.value).splitlines()[0]
+    assert line.startswith("no space left for a checkpoint in ")
+    assert line.endswith("(rank 1: No space left on device)")
+
+
 def test_a_full_disk_costs_the_traceback_and_not_the_message(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_complete_checkpoint(out)
 

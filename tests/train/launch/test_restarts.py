@@ -346,6 +346,23 @@ def test_a_slot_that_fails_twice_without_a_checkpoint_is_set_aside(out: Path, pa
     assert [environment["STRETTO_ATTEMPT"] for environment in attempts.environments] == list("012345")
 
 
+def test_no_slot_is_blamed_for_a_full_disk(out: Path, pauses: list[float]) -> None:
+    config = configure(out, 2, "train.max_restarts=9", 'train.grids=["data=1"]')
+    reason = "NoSpaceError: no space left for a checkpoint in runs/x: it needs 9 bytes, and 8 bytes are free"
+    attempts = Attempts(config, *[fail(1, reason)] * 3, finish)
+    attempts.run()
+    assert attempts.ranks == [2] * 4
+
+
+def test_steps_are_counted_as_lost_once(out: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    config = configure(out, 2, "train.max_restarts=9")
+    attempts = Attempts(config, train_and_fail(0, 5, 2), fail(1), train_and_fail(2, 3, None), fail(0), finish)
+    attempts.run()
+    assert [line["step_reached"] for line in journal(out)] == [5, 2, 3, 2]
+    assert [line["steps_lost"] for line in journal(out)] == [3, 0, 1, 0]
+    assert "; step 2 was reached, 0 steps are to repeat; it goes on after step 2 " in capsys.readouterr().out
+
+
 def test_a_lost_connection_is_the_fault_of_neither_slot(out: Path, pauses: list[float]) -> None:
     lost = "RuntimeError: gloo: Connection closed by peer"
     attempts = Attempts(configure(out, 2, "train.max_restarts=4", "train.grids=auto"), *[fail(1, lost)] * 4, finish)

@@ -224,8 +224,9 @@ class RunOptions(Section):
     )  # fmt: skip
     log_every: int = option(10, "steps between log lines where the output is not a terminal", unit="steps", ge=1)
     timeout: float = option(
-        600.0, "how long the other ranks wait for a rank that is late, for example because it compiles or saves, "
-        "before the run fails", unit="seconds", ge=1, le=MAX_TIMEOUT,
+        600.0, "how long a rank may make no progress while others wait for it, for example because it compiles or "
+        "saves, before the run ends and names it; the time limit of all process groups", unit="seconds", ge=1,
+        le=MAX_TIMEOUT,
     )  # fmt: skip
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop", "what a step whose loss or gradient norm is not finite does: `stop` ends the run; `skip` changes no "

@@ -5,10 +5,11 @@ The line that an error is judged by begins with its class: "RuntimeError: ... Co
 """
 
 import json
+import re
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,8 @@ TIME_LIMIT = (
     "timed out", "timeout",  # gloo, NCCL and the store
     "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
 )  # fmt: skip
+# Errors that all ranks raise when one of them could not write its part of a checkpoint (`checkpoint.writing`).
+WRITE_OF_RANK = re.compile(r" could not be written: on rank (\d+), |^NoSpaceError: .*\(rank (\d+): ")
 
 Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "corrupted", "invalid"]
 """How a rank failed.
@@ -68,6 +71,17 @@ def kind_of(reason: str) -> Kind:
 def is_consequence(reason: str) -> bool:
     """Whether an exception says that this rank lost another one, or waited for it until a time limit."""
     return _has_any(LOST_PEER, reason) or _has_any(TIME_LIMIT, reason)
+
+
+def put_writer_first(failures: list[Failure]) -> list[Failure]:
+    """Put the rank first whose write of a checkpoint has failed, if the first failure says which: all raise it."""
+    found = WRITE_OF_RANK.search(failures[0].reason)
+    if found is None:
+        return failures
+    first = failures[0]
+    rank = int(found[1] or found[2])
+    own = next((each for each in failures if each.rank == rank and each.reason == first.reason), None)
+    return [own or replace(first, rank=rank), *(each for each in failures if each is not own)]
 
 
 def _has_any(words: tuple[str, ...], reason: str) -> bool:

@@ -26,7 +26,7 @@ from stretto.train.health.beat import MISSED, Beat, interval_of, list_ranks
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.progress import STARTING, read_place
 from stretto.train.health.slow_ranks import SLOW_RANK, SlowRank, SlowRanks
-from stretto.train.health.stacks import process_state
+from stretto.train.health.stacks import UNABLE, process_state
 
 START_LIMIT = 60.0  # seconds in which a starting rank may import and compile; the others' groups have the time limit
 COMPUTES = 0.1  # cores: a process that uses more of them computes, and does not wait for a disk or a network
@@ -61,6 +61,7 @@ class Monitor:
         self._read = self._started = clock()
         self._arrived: dict[int, float] = {}
         self._warned: tuple[int, ...] = ()
+        self._failed: Collection[int] = ()
         self._slow = SlowRanks()
 
     @property
@@ -85,11 +86,15 @@ class Monitor:
             if before is None or before.number != beat.number or before.pid != beat.pid:
                 self.beats[beat.rank], self._arrived[beat.rank] = beat, now
 
-    def find_stall(self, running: Collection[int] | None = None, limit: float | None = None) -> Stall | None:
+    def find_stall(
+        self, running: Collection[int] | None = None, limit: float | None = None, failed: Collection[int] = ()
+    ) -> Stall | None:
         """The ranks that have made no progress for `limit` seconds (default: nearly the timeout), if there are any.
 
-        running: the ranks whose processes run; None: all that are not done.
+        running: the ranks whose processes run; None: all that are not done. failed: those of them whose wait for
+        another rank has failed.
         """
+        self._failed = failed
         running = self.watched(running)
         allowed = self.limit if limit is None else limit
         idle = {rank: self.idle(rank) for rank in running}
@@ -128,9 +133,10 @@ class Monitor:
         return found
 
     def watched(self, running: Collection[int] | None) -> list[int]:
-        """The ranks that have not ended."""
-        all_ = self._ranks if running is None else running
-        return [rank for rank in all_ if not (rank in self.beats and self.beats[rank].is_done)]
+        """The ranks whose processes run, or else those whose heartbeats do not say that they are done."""
+        if running is not None:
+            return list(running)
+        return [rank for rank in self._ranks if not (rank in self.beats and self.beats[rank].is_done)]
 
     def idle(self, rank: int) -> float:
         """Seconds for which a rank has made no progress."""
@@ -141,7 +147,9 @@ class Monitor:
     def is_silent(self, rank: int) -> bool:
         """Whether heartbeats of a rank have stopped to arrive, or have never arrived."""
         silence = self._clock() - self._arrived.get(rank, self._started)
-        return silence > max(MISSED_AT_LEAST, MISSED * self.interval)
+        if silence > max(MISSED_AT_LEAST, MISSED * self.interval):
+            return True
+        return silence > 2 * self.interval and self.state_of(rank) in UNABLE
 
     def state_of(self, rank: int) -> str | None:
         """What the kernel says of the process of a rank on this machine, if it does not only run."""
@@ -174,11 +182,11 @@ class Monitor:
     def _find_culprits(
         self, stuck: Collection[int]
     ) -> tuple[Literal["silent", "stalled", "lost connection"], tuple[int, ...]] | None:
-        if silent := [rank for rank in stuck if self.is_silent(rank)]:
+        if silent := [rank for rank in stuck if self.is_silent(rank) and rank not in self._failed]:
             return "silent", tuple(sorted(silent))
         awaited = {rank: self._awaited_by(self.beats[rank].own_waits) & set(stuck) for rank in stuck}
         targets = set().union(*awaited.values())
-        if ends := [rank for rank in targets if not awaited[rank]]:
+        if ends := [rank for rank in targets if not awaited[rank] and rank not in self._failed]:
             return "stalled", tuple(sorted(ends))
         if idle := [rank for rank in stuck if not self._is_waiting(rank)]:
             if len(idle) < len(stuck) or not all(self._may_compute(rank) for rank in idle):
@@ -198,6 +206,8 @@ class Monitor:
         return beat.cpu > COMPUTES * beat.since and beat.phase != "exit"
 
     def _is_waiting(self, rank: int) -> bool:
+        if rank in self._failed:
+            return True
         beat = self.beats.get(rank)
         return beat is not None and not self.is_silent(rank) and (beat.seems_to_wait() or beat.waits_for_thread())
 

@@ -22,6 +22,14 @@ from typing import IO, Any
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - (3 if hasattr(signal, "SIGRTMAX") else 0)
 PY_SPY_LIMIT = 10.0  # seconds
 ANSWER = 2.0  # seconds that a process has to write its stacks in
+GONE = "its process is gone"
+STATES = {
+    "T": "its process is stopped by a signal",
+    "t": "its process is stopped by a debugger",
+    "Z": "its process has ended",
+    "D": "its process waits for a disk or a device",
+}
+UNABLE = (GONE, STATES["T"], STATES["t"], STATES["Z"])  # a process in these states runs no code
 
 _file: IO[bytes] | None = None
 
@@ -91,18 +99,11 @@ def spy(pid: int) -> str | None:
 
 
 def process_state(pid: int) -> str | None:
-    """What the kernel says of a process of this machine: "stopped by a signal", for example. None if it only runs."""
+    """What the kernel says of a process of this machine, one of STATES or GONE; None if it only runs or sleeps."""
     if sys.platform != "linux":
-        return None if is_there(pid) else "its process is gone"
+        return None if is_there(pid) else GONE
     found = _status(pid)
-    if found is None:
-        return "its process is gone"
-    return {
-        "T": "its process is stopped by a signal",
-        "t": "its process is stopped by a debugger",
-        "Z": "its process has ended",
-        "D": "its process waits for a disk or a device",
-    }.get(found.get("State", "?")[0])
+    return GONE if found is None else STATES.get(found.get("State", "?")[0])
 
 
 def is_there(pid: int) -> bool:

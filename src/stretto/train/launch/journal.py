@@ -30,8 +30,12 @@ class StepWatch:
 
     def has_trained(self) -> bool:
         """Whether this attempt has written a step."""
-        last = last_step(self._out)
-        return last is not None and last > self._after and _state(self._out) != self._before
+        return self.reached() > self._after
+
+    def reached(self) -> int:
+        """The last step that this attempt has written; `after` before it begins. Steps of earlier attempts are not."""
+        last = last_step(self._out) if _state(self._out) != self._before else None
+        return self._after if last is None else last
 
 
 def last_step(out: Path) -> int | None:

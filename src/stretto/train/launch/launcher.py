@@ -38,7 +38,7 @@ from stretto.train.config.options import JobConfig
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
 from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
-from stretto.train.launch.restarts import FailedAttempt, run_with_restarts
+from stretto.train.launch.restarts import NO_SPACE, FailedAttempt, run_with_restarts
 from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
 from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
@@ -60,11 +60,15 @@ class RankFailure(FailedAttempt):
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
-        names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith("ranks ")
+        names_ranks = failure.kind in ("silent", "stalled") or failure.reason.startswith(
+            ("rank ", "ranks ", "pairs of ranks ")
+        )
         lines = [failure.reason if names_ranks else f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
         if failure.reason.startswith(f"{CorruptionError.__name__}: "):  # every rank raises it, and it names the rank
             lines = [failure.reason.partition(": ")[2]]
             self.rank = int(lines[0].split()[1].rstrip(","))
+        elif failure.reason.startswith(NO_SPACE):  # every rank raises it, and no rank is to blame
+            lines = [failure.reason.removeprefix(NO_SPACE)]
         # These messages say how to continue.
         if not failure.reason.startswith((f"{DivergenceError.__name__}: ", f"{DamagedCheckpointError.__name__}: ")):
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))

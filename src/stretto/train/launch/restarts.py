@@ -20,7 +20,7 @@ from stretto.train.checkpoint.folders import newest_checkpoint
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.devices import resolve_device
 from stretto.train.launch.elastic import ATTEMPT, own_checkpoint, resume_from, step_of, step_of_start
-from stretto.train.launch.journal import Journal, StepWatch, last_step
+from stretto.train.launch.journal import Journal, StepWatch
 from stretto.train.launch.slots import Slot, Slots, environment_of
 from stretto.train.launch.supervisor import StopTimeouts, Supervisor
 from stretto.train.observe.progress import print_line
@@ -31,6 +31,7 @@ PAUSE_POLL = 0.05
 WATCH = 0.5  # seconds between looks at the run's folder and at slots that may be tried again
 # A checkpoint that cannot be resumed: a failure that comes back, unless there is an older one.
 _REFUSES_CHECKPOINT = ("DamagedError: ", "DamagedCheckpointError: ")
+NO_SPACE = "NoSpaceError: "  # how the reason of a failure begins that a full disk has caused
 
 
 class FailedAttempt(RuntimeError):
@@ -65,8 +66,9 @@ def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
 
 
 def is_one_ranks(failure: FailedAttempt) -> bool:
-    """Whether one rank has failed: not a connection between two, nor one of several replicas, nobody knows which."""
-    return failure.kind != "lost connection" and not str(failure).startswith("ranks ")
+    """Whether one rank has failed: not a connection, one of several replicas, nobody knows which, or a full disk."""
+    is_of_many = failure.kind == "lost connection" or str(failure).startswith("ranks ")
+    return not is_of_many and not failure.reason.startswith(NO_SPACE)
 
 
 @dataclass
@@ -90,6 +92,7 @@ class Restarts:
         self._is_growing = False  # the ranks were asked to stop, to go on with more of them
         self._asked: _Question | None = None
         self._last_look = 0.0
+        self._reached = 0  # the last step of the attempt that has ended
         self._grids: dict[int, ChosenGrid | None] = {}
         if config.train.grids == "auto":  # while all GPUs answer, which may be asked for their memory
             for ranks in range(1, config.ranks):
@@ -121,6 +124,7 @@ class Restarts:
             return self._run_attempt(attempt.config, self._job, environment, lambda: self._wants_stop(attempt, steps))
         finally:
             self._look_at_steps(steps)
+            self._reached = steps.reached()
 
     # --- while the ranks run
 
@@ -190,7 +194,7 @@ class Restarts:
         self._failures += 1
         slot = attempt.slots[failure.rank] if failure.rank < len(attempt.slots) else None
         start = step_of_start(self._config.out, self._job)
-        reached = None if start is None else max(start, last_step(self._config.out) or 0)
+        reached = None if start is None else max(start, self._reached)
         known = {
             "kind": failure.kind,
             "rank": failure.rank,

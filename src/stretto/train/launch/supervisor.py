@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stretto.train.health.failures import Failure, describe_signal, is_consequence, kind_of, read_error, seen_file
+from stretto.train.health.failures import (
+    Failure,
+    describe_signal,
+    is_consequence,
+    kind_of,
+    put_writer_first,
+    read_error,
+    seen_file,
+)
 from stretto.train.launch.watch import RankWatch
 
 logger = logging.getLogger(__name__)
@@ -102,9 +110,9 @@ class Supervisor:
             self.kill()
 
     def _find_cause(self, failures: list[Failure]) -> list[Failure]:
-        """Put the cause first, where all failures are consequences: a stuck rank, or a lost connection."""
+        """Put the cause first: a stuck rank or a lost connection, if all failures are consequences; a failed writer."""
         if not failures or not failures[0].is_consequence:
-            return failures
+            return put_writer_first(failures) if failures else []
         cause = None if self.watch is None else self.watch.find_culprit(self._running_ranks(), failures)
         return failures if cause is None else [cause, *failures]
 

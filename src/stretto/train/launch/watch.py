@@ -72,11 +72,12 @@ class RankWatch:
         if self.monitor is None:
             return None
         has_waited = any(failure.kind != "lost connection" for failure in failures)
+        failed = [failure.rank for failure in failures]
         deadline = time.monotonic() + (LAST_LOOK + 2 * self._interval if has_waited else 0.0)
         try:
             while True:
                 self.monitor.read()
-                if (stall := self.monitor.find_stall(running, self._timeout / 2)) is not None:
+                if (stall := self.monitor.find_stall(running, self._timeout / 2, failed)) is not None:
                     return Failure.of_stall(self._with_evidence(stall, running))
                 if time.monotonic() > deadline:
                     break
@@ -89,8 +90,9 @@ class RankWatch:
             logger.debug("heartbeats cannot be read: %s", error)
             return None
         rank, said = describe_lost(pairs, list(lost))
-        first = failures[0]
-        return replace(first, rank=rank, reason=f"{said}: {first.reason}", kind="lost connection", order=(0, 0.0))
+        own = next((each for each in failures if each.rank == rank), None)
+        reason = f"{said}: {(own or failures[0]).reason}"
+        return Failure(rank, reason, None if own is None else own.trace, (0, 0.0), "lost connection")
 
     def describe_unstopped(self, running: Collection[int], seconds: float) -> str:
         """Say which of the ranks that still run did not stop in so many seconds, and which steps are not saved."""
