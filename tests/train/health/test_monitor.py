@@ -2,6 +2,7 @@
 """Who is the culprit, from the heartbeats of all ranks: a store and a clock that the test moves."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from stretto.train.health.beat import Beat, Save, list_ranks
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.monitor import START_LIMIT, Monitor
+from stretto.train.launch.watch import RankWatch
 
 LIMIT = 20.0  # seconds: a heartbeat a second
 
@@ -349,3 +351,18 @@ def test_ranks_that_are_done_are_not_waited_for():
 )
 def test_ranks_are_listed_as_people_do(ranks, text):
     assert list_ranks(ranks) == text
+
+
+def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_path: Path):
+    job = Job(2)
+    watch = RankWatch(tmp_path, 2, LIMIT)
+    watch.monitor = job.monitor
+    job.pass_time(3)
+    assert not watch.is_saving([0, 1], 5.0)
+    job.change(1, phase="save")
+    job.pass_time(3)
+    assert watch.is_saving([0, 1], 5.0)
+    assert not watch.is_saving([0], 5.0), "rank 1 has ended"
+    job.still.add(1)
+    job.pass_time(6)
+    assert not watch.is_saving([0, 1], 5.0)
