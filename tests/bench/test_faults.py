@@ -103,6 +103,7 @@ def record() -> dict[str, Any]:
         ],
         "restarts": [(at, json.dumps(line)) for at, line in restarts],
         "ended": [{"time": 31.0, "status": 0, "message": ""}],
+        "screen": [],
         "gave_up": [],
         "stalls": [],
         "stale": [],
@@ -173,6 +174,23 @@ def test_what_does_not_go_as_it_should_is_told_of_the_fault_that_it_concerns(cha
 def test_a_failure_that_is_named_too_late_is_no_success():
     rows = judge(JOB, record(), UNDISTURBED, limit=0.9)
     assert "named after 0.9 s" in rows[0]["problems"][0] or "named after 1.0 s" in rows[0]["problems"][0]
+
+
+def test_a_failure_is_named_when_the_screen_says_it_though_its_file_comes_later():
+    changed = record()
+    changed["screen"] = [(11.0, "WARNING: slow"), (11.1, "restart 1: rank 2"), (21.1, "restart 2: rank 1")]
+    assert judge(JOB, changed, UNDISTURBED, limit=10.0)[0]["seconds_named"] == pytest.approx(0.55)
+
+
+def test_a_loop_in_the_thread_that_writes_is_named_in_time_after_training_waits_for_it():
+    job = Job(1, {"data": 4}, STEPS, (Fault(number=0, kind="loop", variant="python", rank=1, place="save", step=4),))
+    changed = record()
+    changed["fired"] = [{"number": 0, "time": 10.05, "step": 4, "checkpoints": []}]
+    reason = "rank 1 (host a, pid 7) is stuck in step 5, phase save"
+    changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "stalled", "reason": reason}))]
+    changed["stalls"] = [{"time": 14.9, "files": [f"rank-{rank}-stack.txt" for rank in range(4)] + ["report.txt"]}]
+    assert judge(job, changed, UNDISTURBED, limit=4.6)[0]["problems"] == []  # the last step ended at 10.5
+    assert "named after" in judge(job, changed, UNDISTURBED, limit=4.4)[0]["problems"][0]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -405,3 +406,18 @@ def test_a_collective_of_a_writer_that_has_ended_is_not_one_that_is_waited_in(mo
     entry["thread_id"] = str(threading.get_ident())
     (wait,), _ = flight_recorder.find_collectives()
     assert (wait.group, wait.number, wait.is_background) == ("saves", 35, False)
+
+
+def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_path: Path):
+    job = Job(2)
+    watch = RankWatch(tmp_path, 2, LIMIT)
+    watch.monitor = job.monitor
+    job.pass_time(3)
+    assert not watch.is_saving([0, 1], 5.0)
+    job.change(1, phase="save")
+    job.pass_time(3)
+    assert watch.is_saving([0, 1], 5.0)
+    assert not watch.is_saving([0], 5.0), "rank 1 has ended"
+    job.still.add(1)
+    job.pass_time(6)
+    assert not watch.is_saving([0, 1], 5.0)

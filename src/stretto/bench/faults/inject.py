@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,14 @@ class Injector:
 
     def _start(self, fault: Fault) -> None:
         match fault.kind:
+            case "kill" | "stop" if fault.place == "exit":  # the process would not wait for a thread
+                self._act_later(fault)
             case "kill" | "stop" | "connection":
                 threading.Thread(target=self._act_later, args=(fault,), daemon=True).start()
             case "disk":
                 self._fire(fault)
-                fill_disk(self._folder / "disk", fault.room)
+                ballast = Ballast(self._folder / "disk", fault.room)
+                threading.Thread(target=ballast.keep_full, daemon=True).start()
             case "exception":
                 self._fire(fault)
                 raise InjectedFault(message_of(fault))
@@ -158,11 +162,29 @@ def write_fired(folder: Path, fault: Fault, out: Path, **about: Any) -> None:
     hidden.rename(path)
 
 
-def fill_disk(disk: Path, room: int) -> None:
-    """Fill the file system of the job's disk, but for so many bytes."""
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    with open(disk / BALLAST_FILE, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, free - room))
+class Ballast:
+    """A file that fills the file system of the job's disk, but for `room` bytes, while this process lives.
+
+    It grows again when space gets free, as when an older checkpoint is deleted.
+    """
+
+    def __init__(self, disk: Path, room: int) -> None:
+        self._disk, self._room = disk, room
+        self._file = open(disk / BALLAST_FILE, "wb")  # noqa: SIM115  (until the process ends)
+        self._fill()
+
+    def _fill(self) -> None:
+        status = os.statvfs(self._disk)
+        surplus = status.f_bavail * status.f_frsize - self._room
+        if surplus > 0:
+            with suppress(OSError):  # somebody else has written meanwhile
+                os.posix_fallocate(self._file.fileno(), os.fstat(self._file.fileno()).st_size, surplus)
+
+    def keep_full(self) -> None:
+        """Fill what gets free, for ever."""
+        while True:
+            self._fill()
+            time.sleep(0.002)
 
 
 def loop(variant: str) -> None:

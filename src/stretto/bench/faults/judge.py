@@ -57,6 +57,13 @@ def judge(
         own = [naming for naming in namings if happened["time"] < naming.time <= until]
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
         allowed = max(limit, START_LIMIT) if fault.place in WITH_START_LIMIT else limit
+        if fault.kind == "loop" and fault.place in ("save", "commit") and own:
+            # Training goes on beside a thread that writes, until the next save waits for it.
+            steps = [event["time"] for event in recorded["events"] if event["event"] == "step"]
+            allowed += (
+                max((at for at in steps if happened["time"] < at < own[0].time), default=happened["time"])
+                - happened["time"]
+            )
         problems = [*_judge_naming(fault, happened, own, allowed)]
         if fault.kind in ("stop", "loop") and fault.place in STEPPING:
             folders = [stall["files"] for stall in recorded["stalls"] if happened["time"] < stall["time"] <= until]
@@ -108,8 +115,11 @@ def judge_end(
 def _read_namings(recorded: Mapping[str, Any]) -> Iterator[Naming]:
     """Every failure that the command has named, in the order of time."""
     found = []
-    for at, line in recorded["restarts"]:
+    said = [at for at, line in recorded["screen"] if re.match(r"restart \d+: ", line)]
+    for number, (at, line) in enumerate(recorded["restarts"]):
         values = json.loads(line)
+        if len(said) == len(recorded["restarts"]):  # a full disk may keep the file back, but not the screen
+            at = min(at, said[number])
         text = str(values.get("reason"))
         found.append(Naming(at, values.get("rank"), values.get("kind"), text, has_ended=False))
     for values in recorded["ended"]:

@@ -65,6 +65,14 @@ class RankWatch:
             logger.warning("%s", slow.text)
         return None
 
+    def is_saving(self, running: Collection[int], limit: float) -> bool:
+        """Whether a rank writes a checkpoint, and has written some of it in the last `limit` seconds."""
+        monitor = self.monitor
+        if monitor is None:
+            return False
+        known = [rank for rank in running if rank in monitor.beats]
+        return any(monitor.place_of(rank)[0] == "save" and monitor.idle(rank) < limit for rank in known)
+
     def find_culprit(self, running: Collection[int], failures: Sequence[Failure]) -> Failure | None:
         """What has caused failures that are all consequences: a rank that is stuck, or a lost connection.
 
