@@ -250,6 +250,32 @@ def test_a_writer_that_hangs_beside_training_is_found_though_all_ranks_train():
     )
 
 
+def test_a_writer_that_hangs_is_found_while_its_main_thread_waits_at_a_barrier():
+    job = Job(3)
+    job.pass_time(5)
+    for rank in range(3):
+        job.still.add(rank)
+        job.change(rank, phase="save", line="if lock.acquire(block, timeout):")
+    for rank in (0, 2):
+        job.wait_in(rank, 3, "saves", is_background=True)
+        job.change(rank, line="if lock.acquire(block, timeout):")
+    job.change(1, line="group.monitored_barrier(limit)")
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.culprits, stall.waiting) == ((1,), (0, 2))
+
+
+def test_the_rank_that_others_wait_for_is_named_and_not_one_that_nobody_waits_for():
+    job = Job(4)
+    job.pass_time(5)
+    for rank in (0, 2):
+        job.wait_in(rank, 7, "x", (0, 1, 2))
+    job.still |= {1, 3}
+    job.change(1, line="process.wait()")
+    job.pass_time(19)
+    assert job.monitor.find_stall().culprits == (1,)
+
+
 def test_a_rank_that_starts_has_a_minute_even_if_the_limit_is_shorter():
     job = Job(2)
     job.change(1, phase="build")
