@@ -20,7 +20,18 @@ import torch
 from tests.pool import Pool, forget_stacks_of_seeds
 from tests.processes import PythonServer, close_servers, shared_server
 
-gc.disable()  # until all tests are collected: looking through a million objects of modules would take a quarter of that
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are collected: to look through all modules' objects takes a quarter of that time.
+
+    Not from this file's import on, since workers import it, too.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -450,6 +450,7 @@ def _find_caches() -> list[Callable[[], object]]:
     """
     from torch.distributed.tensor import _redistribute, debug  # slow to import, and only workers need it
 
+    gc.unfreeze()  # what pytest has frozen before it forked is not listed
     wrappers = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
     ours = [wrapper.cache_clear for wrapper in wrappers if str(wrapper.__module__).startswith("torch.distributed")]
     return [*ours, _redistribute.clear_redistribute_planner_cache, debug._clear_sharding_prop_cache]

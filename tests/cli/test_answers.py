@@ -4,6 +4,7 @@
 A new interpreter imports `stretto.cli` and forks for each of the command lines of tests.cli.answers.
 """
 
+import fcntl
 import json
 import os
 import subprocess
@@ -75,12 +76,22 @@ for number, arguments in enumerate({commands!r}):
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list[str], str]]:
-    """Of each command line its exit status, what it imported of HEAVY, and its output."""
-    folder = tmp_path_factory.mktemp("answers")
-    write_files(folder)
-    program = FORK.format(heavy=sorted(HEAVY), shared=SHARED, commands=[answer.arguments for answer in ANSWERS])
-    variables = environment(SOURCE) | {"STRETTO_CACHE": str(folder / "cache")}
-    subprocess.run([sys.executable, "-c", program], cwd=folder, env=variables, check=True, stdin=subprocess.DEVNULL)
+    """Of each command line its exit status, what it imported of HEAVY, and its output.
+
+    pytest's processes share the commands' output: the first of them runs all commands while the others wait.
+    """
+    is_shared = "PYTEST_XDIST_WORKER" in os.environ
+    folder = tmp_path_factory.getbasetemp() / (".." if is_shared else "") / "answers"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            write_files(folder)
+            program = FORK.format(heavy=sorted(HEAVY), shared=SHARED, commands=[answer.arguments for answer in ANSWERS])
+            variables = environment(SOURCE) | {"STRETTO_CACHE": str(folder / "cache")}
+            command = [sys.executable, "-c", program]
+            subprocess.run(command, cwd=folder, env=variables, check=True, stdin=subprocess.DEVNULL)
+            (folder / "done").touch()
     found: dict[str, tuple[int, list[str], str]] = {}
     for number, answer in enumerate(ANSWERS):
         status, imported = json.loads((folder / f"imported-{number}").read_text())

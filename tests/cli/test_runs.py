@@ -103,3 +103,26 @@ def test_ctrl_c_writes_a_checkpoint_that_another_number_of_ranks_continues(confi
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(
         range(1, steps + 1)
     )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_truncated", [True, False])
+def test_a_damaged_checkpoint_is_mentioned_once_and_the_one_before_is_taken(
+    config: Path, tmp_path: Path, is_truncated: bool
+) -> None:
+    """Truncated, the launcher sees it before any rank starts; with a flipped bit, the ranks do."""
+    out = tmp_path / "out"
+    options = ("--set", f"out={out}", "--set", "train.checkpoint_every=1", "--set", "train.keep_checkpoints=3")
+    status, _, errors = finish(start("train", config, *options))
+    assert status == 0, errors
+    shard = sorted((out / "checkpoints" / "step-00000003").glob("*.distcp"))[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content[:-1] if is_truncated else content)
+    status, output, errors = finish(start("train", config, *options, "--set", "train.resume=latest"))
+    assert status == 0, errors
+    assert (output + errors).count("passing over a checkpoint") == 1, errors
+    assert shard.name in errors
+    assert "Traceback" not in errors
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert (out / "checkpoints" / "earlier-run-1" / "step-00000003").is_dir()

@@ -4,7 +4,9 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,26 @@ def test_sizes_are_checked_before_anything_is_allocated(ranks):
     ranks(1).run(allocate_too_much)
     with pytest.raises(ValueError, match="no process group"):
         memory.allocate(8)
+
+
+def test_a_thread_tells_for_whom_it_waits_while_it_waits():
+    thread = threading.get_ident()
+    seen = []
+
+    def look(*, until: memory.PeerWait) -> None:
+        deadline = time.monotonic() + 20
+        while memory.current_wait(thread) != until and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen.append(memory.current_wait(thread))
+        second.signal(0, 0)
+
+    first, second = memory.allocate_in_process(2, 0, signals=1)
+    unknown, known = memory.PeerWait(), memory.PeerWait((5,), "the gradient of stage 2")
+    for number, expected in enumerate((unknown, known), start=1):
+        looking = threading.Thread(target=look, kwargs={"until": expected})
+        looking.start()
+        with memory.waiting_for(known.ranks, known.what) if expected == known else nullcontext():
+            first.wait(1, 0, number, timeout=20)
+        looking.join()
+    assert seen == [unknown, known]
+    assert memory.current_wait(thread) is None

@@ -117,7 +117,8 @@ def test_automatically_the_most_parts_of_the_batch_are_taken_where_nothing_can_b
     assert two is not None
     assert str(three.config.grid) == "data=3 x=1 y=1 z=1"
     assert str(two.config.grid) == "data=2 x=1 y=1 z=1"
-    assert "the most parts of the batch" in three.why
+    assert three.why == "the only one that can hold the model"
+    assert "the most parts of the batch" in two.why
     odd = choose_grid(configure(tmp_path, "train.grids=auto", "train.batch=2"), 3)  # 3 divides neither batch nor heads
     assert odd is not None
     assert odd.config.ranks == 2

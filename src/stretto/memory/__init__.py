@@ -13,7 +13,16 @@ from stretto.memory.allocation import allocate, empty, find_symmetric, peer_tens
 from stretto.memory.cuda import allocated_bytes
 from stretto.memory.groups import exchange, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.memory.host import HostMemory, allocate_in_process
-from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, Backoff, PeerError, SymmetricMemory
+from stretto.memory.symmetric import (
+    MAX_BYTES,
+    MAX_SIGNALS,
+    Backoff,
+    PeerError,
+    PeerWait,
+    SymmetricMemory,
+    current_wait,
+    waiting_for,
+)
 
 if shared_gpus.is_enabled():  # before this rank's first collective
     shared_gpus.install()
@@ -24,10 +33,12 @@ __all__ = [
     "Backoff",
     "HostMemory",
     "PeerError",
+    "PeerWait",
     "SymmetricMemory",
     "allocate",
     "allocate_in_process",
     "allocated_bytes",
+    "current_wait",
     "empty",
     "exchange",
     "failures",
@@ -37,6 +48,7 @@ __all__ = [
     "is_debugging",
     "peer_tensor",
     "store_all_gather",
+    "waiting_for",
 ]
 
 __getattr__ = alias(__name__, {"tell": "store_all_gather"})

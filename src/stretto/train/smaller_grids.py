@@ -125,8 +125,7 @@ def _choose_automatically(config: JobConfig, ranks: int) -> ChosenGrid | None:
             smaller = on_grid(config, GridConfig(**sizes.sizes()))
             check_placement(smaller, source)
             legal.append(smaller)
-    ordered = [(legal[0], "the only one that can hold the model")] if len(legal) == 1 else _by_preference(legal, source)
-    for best, why in ordered:
+    for best, why in _by_preference(legal, source):
         with suppress(ValueError):
             check_built(best, source, source.build())
             return ChosenGrid(best, why)
@@ -147,6 +146,8 @@ def _candidates(config: TrainConfig, ranks: int) -> Iterator[GridSizes]:
 
 def _by_preference(legal: list[TrainConfig], source: ModelSource) -> list[tuple[TrainConfig, str]]:
     """The configurations from the best to the worst, with the reason for the best."""
+    if len(legal) == 1:
+        return [(legal[0], "the only one that can hold the model")]
     with suppress(ValueError):  # a model or machine of which the planner knows too little
         predicted = [(plan_of_run(each, source, _cluster_of(each)), each) for each in legal]
         predicted = [(plan, each) for plan, each in predicted if plan.fits] or predicted

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto.cluster.host_memory import HostMemoryLimit
 from stretto.parallel import gather
-from stretto.train.checkpoint import checkpoint_path, load_checkpoint, training_state
+from stretto.train.checkpoint import checkpoint_path, load_checkpoint, retention, training_state
 from stretto.train.checkpoint import saver as saver_module
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import AsyncSave, Saver
@@ -121,6 +121,17 @@ def train_until_full(config: TrainConfig, rank: int, step: int) -> tuple[str, st
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return "", ""
+
+
+def save_where_nothing_can_be_deleted(out: Path) -> None:
+    """Save three steps, of which one is to be kept, where deleting fails."""
+    model, optimizer = trained_once({"data": dist.get_world_size()})
+    with (
+        mock.patch.object(retention, "remove_folder", side_effect=PermissionError(13, "Permission denied")),
+        Saver(out, CPU, Retention(1)) as saver,
+    ):
+        for step in (1, 2, 3):
+            saver.save(step, training_state(model, optimizer), DESCRIPTION)
 
 
 def save_on_a_disk_of(out: Path, free: int) -> tuple[str, str]:

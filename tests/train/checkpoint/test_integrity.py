@@ -223,6 +223,17 @@ def test_another_programs_container_is_checked_by_its_records_crcs() -> None:
     assert "archive/data/0" in fault.reason
 
 
+def test_a_container_whose_records_overlap_is_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as container:
+        container.writestr("data", bytes(1000))
+        container.filelist *= 1000
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda _: pytest.fail("it was read"))
+    _, fault = check_container(memoryview(file.getvalue()))
+    assert fault is not None
+    assert "overlap" in fault.reason
+
+
 def test_a_container_without_crcs_is_said_to_be_unchecked() -> None:
     torch.serialization.set_crc32_options(False)
     try:

@@ -105,6 +105,20 @@ def test_memory_of_copies_is_used_again_and_grows_with_the_state() -> None:
         assert whole.boxes[0].values.untyped_storage().nbytes() == whole.boxes[0].values.nbytes
 
 
+def test_boxes_without_numbers_and_single_numbers_are_copied() -> None:
+    empty, count = torch.empty(0, 5), torch.tensor(7.0, dtype=torch.float64)
+    state = {
+        "model.empty": ShardedState((4, 5), (LocalBox((4, 0), empty),)),
+        "optimizer.count": ShardedState((), (LocalBox((), count),)),
+    }
+    staging = Staging(torch.device("cpu"))
+    staging.reserve(state)
+    copy = staging.copy(state)
+    count.fill_(8.0)
+    assert copy["model.empty"].boxes[0].values.shape == (0, 5)
+    assert torch.equal(copy["optimizer.count"].boxes[0].values, torch.tensor(7.0, dtype=torch.float64))
+
+
 def test_a_state_that_grows_is_saved_whole(ranks: MakeRanks, tmp_path: Path) -> None:
     both = "model.own0 model.own1"
     for found in ranks(2).run(saver_runs.grow, tmp_path):
@@ -245,6 +259,11 @@ def test_a_run_keeps_the_newest_some_for_ever_and_the_best(ranks: MakeRanks, tmp
     assert names(out) == [f"step-{step:08d}" for step in sorted({3, 6, 7, *best})]
     for step in best:
         assert read_metadata(checkpoint_path(out, step)).evaluation["evaluation_loss"] == losses[step]
+
+
+def test_a_run_goes_on_where_old_checkpoints_cannot_be_deleted(ranks: MakeRanks, tmp_path: Path) -> None:
+    ranks(2).run(saver_runs.save_where_nothing_can_be_deleted, tmp_path)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 def refused(out: Path, *overrides: str) -> Any:

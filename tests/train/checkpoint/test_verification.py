@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 
 from stretto.bench.flips import FlipsSetting
 from stretto.models import GPT
-from stretto.train.checkpoint import checkpoint_path
+from stretto.train.checkpoint import checkpoint_path, verification
 from stretto.train.checkpoint.file_tensors import CheckedTensor
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import read_metadata
@@ -100,6 +100,18 @@ def test_files_that_are_missing_cut_short_or_too_long_are_found(copy: Path) -> N
     (path / "metadata.json").unlink()
     (path / ".metadata").touch()
     assert "the checkpoint is not complete" in damages(path)[0]
+
+
+def test_pieces_that_overlap_are_named_and_not_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint_path(copy, 2)
+
+    def repeat(index: dict[str, Any]) -> None:
+        index["tensors"]["model.again"] = index["tensors"]["model.norm.weight"]
+
+    runs.edit_index(path, repeat)
+    monkeypatch.setattr(verification, "read_range", lambda *_: pytest.fail("it was read"))
+    (damage,) = damages(path)
+    assert "two pieces overlap" in damage
 
 
 def test_of_format_1_the_indices_are_compared_with_each_other(copy: Path) -> None:

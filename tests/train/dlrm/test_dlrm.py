@@ -5,10 +5,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from tests.conftest import Ranks
 from tests.pool import Pool
 from tests.train.dlrm import dlrm_runs
@@ -25,6 +27,8 @@ from stretto.train.data import Sampler
 from stretto.train.data.clicks import ClickBatch
 from stretto.train.dlrm.evaluation import roc_auc
 from stretto.train.dlrm.preflight import open_clicks
+from stretto.train.dlrm.task import DLRMTask
+from stretto.train.observe.metrics import CorruptionError, DivergenceError
 from stretto.train.optimizer import learning_rate
 from stretto.train.preflight import preflight
 
@@ -286,3 +290,43 @@ def test_the_auc_of_one_kind_of_label_or_of_no_number_is_undefined() -> None:
     for shape in ((3,), (2, 1)):
         with pytest.raises(ValueError, match=r"scores and labels are \[samples\] both, not \[2\] and"):
             roc_auc(torch.randn(2), torch.ones(shape))
+
+
+def train_with_flipped_bit(config: DLRMTrainConfig) -> str:
+    """Train; after step 3 a bit of rank 1's top MLP flips. Returns the error."""
+    step = DLRMTask.step
+
+    def flip_after(task: DLRMTask, number: int, lr: float) -> Any:
+        result = step(task, number, lr)
+        if number == 3 and torch.distributed.get_rank() == 1:
+            next(iter(task.model.top.parameters())).detach().view(torch.uint8).view(-1)[1] ^= 1
+        return result
+
+    with mock.patch.object(DLRMTask, "step", flip_after), pytest.raises(CorruptionError) as found:
+        dlrm_runs.train_quietly(config)
+    return str(found.value)
+
+
+def test_mlps_are_compared_over_all_ranks_and_tables_are_not(ranks: MakeRanks, tmp_path: Path) -> None:
+    assert len(run(ranks, tmp_path / "sound", "ranks=3", "train.batch=18", "train.verify_steps=1")) == 6
+    config = dlrm_runs.configure(tmp_path / "run", "ranks=3", "train.batch=18", "train.verify_steps=2")
+    for message in ranks(3).run(train_with_flipped_bit, config):
+        assert message.startswith("rank 1 (host ")
+        assert (
+            "holds other weights than ranks 0 and 2: top.0.weight after step 4, which were equal at step 2" in message
+        )
+
+
+def test_the_batch_of_a_step_whose_loss_is_nan_is_saved(ranks: MakeRanks, tmp_path: Path) -> None:
+    config = dlrm_runs.configure(tmp_path, "ranks=2", "train.lr=1e300", "train.warmup_steps=0", "train.optimizer=sgd")
+    with pytest.raises(DivergenceError, match=r"its batch is saved in .*nonfinite/step-0000000\d") as failed:
+        ranks(2).run(dlrm_runs.train_quietly, config)
+    step = int(str(failed.value).partition("nonfinite/step-")[2][:8])
+    data = open_clicks(config)
+    samples = Sampler(data.samples, 16, 5).indices(step - 1)
+    for rank, own in enumerate(np.split(samples, 2)):
+        saved = load_file(tmp_path / "nonfinite" / f"step-{step:08d}" / f"rank-{rank}.safetensors")
+        expected = data.training.read(own)
+        assert np.array_equal(saved["samples"], own)
+        for name in ("dense", "labels", "indices", "offsets"):
+            assert np.array_equal(saved[name], getattr(expected, name)), name

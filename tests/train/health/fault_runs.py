@@ -17,6 +17,7 @@ import torch.distributed as dist
 from stretto.memory import group_timeout
 from stretto.train import trainer
 from stretto.train.checkpoint.saver import Saver
+from stretto.train.checkpoint.writing import CheckpointWriter
 from stretto.train.config import TrainConfig, load_config
 from stretto.train.data import Sampler
 from stretto.train.gpt.task import GPTTask
@@ -30,6 +31,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "step": (GPTTask, "_update"),
     "evaluate": (GPTTask, "evaluate"),
     "save": (Saver, "save"),
+    "write": (CheckpointWriter, "write_data"),
 }
 
 

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is the culprit, from the heartbeats of all ranks: a store and a clock that the test moves."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from stretto.train.health.beat import Beat, list_ranks
+from stretto.train.health import flight_recorder, progress
+from stretto.train.health.beat import Beat, Save, list_ranks
+from stretto.train.health.failures import Failure
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.monitor import START_LIMIT, Monitor
+from stretto.train.launch.watch import RankWatch
 
 LIMIT = 20.0  # seconds: a heartbeat a second
 
@@ -67,6 +77,7 @@ def test_a_silent_rank_is_named_within_the_limit_and_not_before_it_is_near():
     job.pass_time(4)
     stall = job.monitor.find_stall()
     assert (stall.kind, stall.culprits, stall.waiting) == ("silent", (2,), (0, 1, 3))
+    assert Failure.of_stall(stall).order[1] == pytest.approx(time.time() - stall.seconds, abs=5)
     assert stall.seconds <= LIMIT
     assert stall.text == (
         "rank 2 (host another-host, pid 1002) is silent in step 31, phase step: its heartbeats have stopped: no "
@@ -96,6 +107,38 @@ def test_a_chain_of_waits_leads_to_the_rank_that_waits_for_nobody():
     job.still.add(3)
     job.pass_time(19)
     assert job.monitor.find_stall().culprits == (3,)
+
+
+def test_a_rank_that_waits_for_a_message_is_not_taken_for_the_one_that_has_to_send_it():
+    """A pipeline of ranks 0 and 1 on ranks 2 and 3, and rank 1 is in a loop."""
+    job = Job(4)
+    job.pass_time(5)
+    job.still |= {1, 3}
+    job.change(3, peers=(1,), message="the activation of stage 1", line="time.sleep(self._pause)")
+    job.wait_in(0, 17, "batch", (0, 1))
+    job.wait_in(2, 17, "batch", (2, 3))
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.culprits, stall.waiting) == ((1,), (0, 2, 3))
+
+
+def test_a_rank_that_waits_for_nobody_knows_whom_is_not_the_culprit():
+    job = Job(2)
+    job.pass_time(5)
+    job.still |= {0, 1}
+    job.change(0, peers=(), line="time.sleep(self._pause)")
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.culprits, stall.waiting) == ((1,), (0,))
+
+
+def test_a_message_that_is_waited_for_is_told():
+    job = Job(2)
+    job.pass_time(5)
+    job.still |= {0, 1}
+    job.change(0, peers=(1,), message="the activation of stage 1")
+    job.pass_time(19)
+    assert job.monitor.find_stall().text.endswith("; rank 0 waits for it (the activation of stage 1)")
 
 
 def test_a_rank_whose_last_progress_was_a_little_later_is_found():
@@ -175,6 +218,64 @@ def test_a_writer_that_hangs_is_found_by_the_threads_that_wait_for_it():
     assert job.monitor.find_stall().culprits == (1,)
 
 
+def test_a_writer_that_hangs_beside_training_is_found_though_all_ranks_train():
+    job = Job(3)
+    saves = dict.fromkeys(range(3), 0.0)
+
+    def pass_time(seconds: int, writes: set[int]) -> None:
+        for _ in range(seconds):
+            for rank in saves:
+                saves[rank] = 0.0 if rank in writes else saves[rank] + 1.0
+                job.change(rank, saves=Save(28, saves[rank], "writing.py:97 in write_data"))
+            job.pass_time(1)
+
+    pass_time(40, {0, 1, 2})
+    assert job.monitor.find_stall() is None
+    for rank in (0, 2):
+        job.wait_in(rank, 3, "saves", is_background=True)
+    job.still.clear()
+    pass_time(40, {1})
+    assert job.monitor.find_stall() is None, "two ranks wait for one that writes"
+    pass_time(9, set())
+    assert job.monitor.find_warning() is None
+    pass_time(2, set())
+    assert job.monitor.find_warning().culprits == (1,)
+    pass_time(8, set())
+    stall = job.monitor.find_stall()
+    assert (stall.kind, stall.culprits, stall.waiting) == ("stalled", (1,), (0, 2))
+    assert stall.text == (
+        "rank 1 (host another-host, pid 1001) is stuck in phase save of step 28, in the thread that writes, at "
+        "writing.py:97 in write_data: no progress for 19 s (train.timeout is 20 s); ranks 0 and 2 wait for it in "
+        "all_reduce number 3 of group saves"
+    )
+
+
+def test_a_writer_that_hangs_is_found_while_its_main_thread_waits_at_a_barrier():
+    job = Job(3)
+    job.pass_time(5)
+    for rank in range(3):
+        job.still.add(rank)
+        job.change(rank, phase="save", line="if lock.acquire(block, timeout):")
+    for rank in (0, 2):
+        job.wait_in(rank, 3, "saves", is_background=True)
+        job.change(rank, line="if lock.acquire(block, timeout):")
+    job.change(1, line="group.monitored_barrier(limit)")
+    job.pass_time(19)
+    stall = job.monitor.find_stall()
+    assert (stall.culprits, stall.waiting) == ((1,), (0, 2))
+
+
+def test_the_rank_that_others_wait_for_is_named_and_not_one_that_nobody_waits_for():
+    job = Job(4)
+    job.pass_time(5)
+    for rank in (0, 2):
+        job.wait_in(rank, 7, "x", (0, 1, 2))
+    job.still |= {1, 3}
+    job.change(1, line="process.wait()")
+    job.pass_time(19)
+    assert job.monitor.find_stall().culprits == (1,)
+
+
 def test_a_rank_that_starts_has_a_minute_even_if_the_limit_is_shorter():
     job = Job(2)
     job.change(1, phase="build")
@@ -187,6 +288,25 @@ def test_a_rank_that_starts_has_a_minute_even_if_the_limit_is_shorter():
     assert job.monitor.find_stall().culprits == (1,)
 
 
+def test_nobody_is_warned_of_before_half_of_the_own_limit():
+    job = Job(4)
+    for rank in (2, 3):
+        job.change(rank, phase="load", line="import torch")
+    job.wait_in(0, 7)
+    job.pass_time(6)
+    job.still |= {2, 3}
+    job.pass_time(6)  # rank 0 has waited for 12 seconds, and the others have done nothing for 6
+    assert job.monitor.find_warning() is None
+    job.pass_time(5)
+    assert job.monitor.find_warning().culprits == (2, 3)
+    starting = Job(2)
+    starting.change(1, phase="build")
+    starting.wait_in(0, 7)
+    starting.still.add(1)
+    starting.pass_time(15)
+    assert starting.monitor.find_warning() is None, "a rank that starts has a minute"
+
+
 def test_a_rank_that_never_sends_a_heartbeat_is_named():
     job = Job(2)
     job.stopped.add(1)
@@ -194,6 +314,48 @@ def test_a_rank_that_never_sends_a_heartbeat_is_named():
     stall = job.monitor.find_stall()
     assert stall.culprits == (1,)
     assert "rank 1 has not sent a heartbeat since its process was started" in stall.text
+
+
+def test_a_process_that_is_stopped_before_its_first_heartbeat_is_named_with_its_state_at_the_limit():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        job = Job(2)
+        job.monitor.pids[0] = process.pid
+        job.stopped.add(0)
+        job.pass_time(19)
+        stall = job.monitor.find_stall()
+        assert (stall.kind, stall.culprits) == ("silent", (0,))
+        assert stall.text.startswith(
+            f"rank 0 (pid {process.pid}) has not sent a heartbeat since its process was started: its process is "
+            "stopped by a signal: no progress for 19 s"
+        )
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_whose_wait_has_failed_are_no_culprits():
+    job = Job(4)
+    job.still |= set(range(4))
+    for rank in range(4):
+        job.change(rank, phase="start", line="time.sleep(0.02)")
+    job.pass_time(12)
+    assert job.monitor.find_stall(limit=10, failed=[0, 1, 2]).culprits == (3,)
+
+
+def test_ranks_that_have_lost_their_connection_and_are_about_to_say_so_are_not_stuck():
+    """Ranks 2 and 3 wait for reports of their pipeline; the others are in a collective that these will not enter."""
+    job = Job(4)
+    job.pass_time(5)
+    for rank in (0, 1):
+        job.wait_in(rank, 4, "batch")
+    for rank in (2, 3):
+        job.still.add(rank)
+        job.change(rank, peers=(), has_failed=True, line="lock.acquire(block, timeout)")
+    job.pass_time(30)
+    assert job.monitor.find_stall() is None
 
 
 def test_a_warning_comes_once_at_half_of_the_limit():
@@ -240,3 +402,48 @@ def test_ranks_that_are_done_are_not_waited_for():
 )
 def test_ranks_are_listed_as_people_do(ranks, text):
     assert list_ranks(ranks) == text
+
+
+def test_a_failure_is_known_since_the_first_rank_said_that_it_lost_its_connection(tmp_path):
+    job = Job(2)
+    watch = RankWatch(tmp_path, 2, LIMIT)
+    watch.monitor = job.monitor
+    job.pass_time(3)
+    lost = "RuntimeError: gloo: Connection closed by peer"
+    failures = [Failure(rank, lost, None, (2, at), "lost connection", True) for rank, at in ((1, 500.0), (0, 501.0))]
+    found = watch.find_culprit([0, 1], failures)
+    assert (found.kind, found.order) == ("lost connection", (0, 500.0))
+
+
+def test_a_collective_of_a_writer_that_has_ended_is_not_one_that_is_waited_in(monkeypatch):
+    idents = []
+
+    def write():
+        with progress.writing(4, lambda: 0, "7"):
+            idents.append(threading.get_ident())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    writer.join()
+    entry = {"is_p2p": False, "process_group": ("7", "saves"), "retired": False, "state": "scheduled"}
+    entry |= {"profiling_name": "gloo:gather", "collective_seq_id": 35, "thread_id": str(idents[0])}
+    monkeypatch.setattr(flight_recorder, "dump", lambda: {"gloo": {"entries": [entry]}})
+    assert flight_recorder.find_collectives() == ([], {"7": 35})
+    entry["thread_id"] = str(threading.get_ident())
+    (wait,), _ = flight_recorder.find_collectives()
+    assert (wait.group, wait.number, wait.is_background) == ("saves", 35, False)
+
+
+def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_path: Path):
+    job = Job(2)
+    watch = RankWatch(tmp_path, 2, LIMIT)
+    watch.monitor = job.monitor
+    job.pass_time(3)
+    assert not watch.is_saving([0, 1], 5.0)
+    job.change(1, phase="save")
+    job.pass_time(3)
+    assert watch.is_saving([0, 1], 5.0)
+    assert not watch.is_saving([0], 5.0), "rank 1 has ended"
+    job.still.add(1)
+    job.pass_time(6)
+    assert not watch.is_saving([0, 1], 5.0)

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,13 +47,33 @@ def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_
     assert "rank 1 waits for it in all_reduce number" in failure.reason
     folder = report_folder(out)
     assert f"stacks are in {folder}" in str(failure)
-    assert "all_reduce" in (folder / "rank-1-stack.txt").read_text()
+    assert "most recent call first" in (folder / "rank-1-stack.txt").read_text()
     assert "in strike" in (folder / "rank-0-stack.txt").read_text(), "where it was stopped"
     recorded = json.loads((folder / "rank-1-flight.json").read_text())
     assert recorded["gloo"]["entries"][-1]["retired"] is False
-    assert "stopped by a signal" in (folder / "report.txt").read_text()
+    report = (folder / "report.txt").read_text()
+    assert "stopped by a signal" in report
+    assert re.search(r"\n1 .* waiting .* all_reduce \d+ of ", report)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert ["the run ends when it reaches the limit" in text for text in warnings].count(True) == 1
+
+
+@pytest.mark.parametrize("phase", ["data", "step"])
+def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_messages(tmp_path, monkeypatch, phase):
+    overrides = ("grid.data=2", "grid.pipe=2", "train.micro_batch=1")
+    failure = fail(tmp_path / "out", monkeypatch, f"loop {phase} 1", *overrides)
+    assert (failure.kind, failure.rank) == ("stalled", 1)
+    assert "ranks 0, 2 and 3 wait for it" in failure.reason or "ranks 0-2" in failure.reason
+
+
+@pytest.mark.parametrize("is_async", ["true", "false"])
+def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeypatch, is_async):
+    failure = fail(tmp_path / "out", monkeypatch, "loop write 1", f"train.async_save={is_async}")
+    assert (failure.kind, failure.rank) == ("stalled", 1)
+    assert "is stuck in phase save of step 6, in the thread that writes, at fault_runs.py:" in failure.reason
+    assert "in spin" in failure.reason
+    assert "rank 0 waits for it in " in failure.reason
+    assert "of group saves" in failure.reason
 
 
 FAULTS = [

@@ -117,7 +117,7 @@ def _config(folder: Path, setting: SavesSetting, ranks: int) -> TrainConfig:
             "grid": {"data": ranks},
             "data": {"path": str(folder / "text.txt")},
             "model": {"layers": setting.layers, "hidden": setting.hidden, "heads": setting.hidden // 64},
-            "train": {"steps": 1 << 30, "batch": max(ranks, setting.batch), "seq_len": 256},
+            "train": {"steps": 1 << 30, "batch": ranks * max(1, setting.batch // ranks), "seq_len": 256},
         },
         [],
     )

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from stretto.memory import PeerError, find_own_rank, group_timeout, store_all_gather
+from stretto.memory import PeerError, find_own_rank, group_timeout, store_all_gather, waiting_for
 from stretto.memory.failures import register
 from stretto.parallel.pipeline.failure_reports import FailureReports, Report
 from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey, ReceiveBuffers
@@ -342,14 +342,15 @@ class Carrier(ABC):
         since = time.monotonic()
         self._awaited = (list(ranks), what, since)
         try:
-            while not is_there():
-                if self._failure is not None:
-                    break
-                waited = time.monotonic() - since
-                if waited > self.limit:
-                    self._time_out(ranks, what, taking)
-                    break
-                self._pause(self.limit - waited + 0.001)
+            with waiting_for([self._global_ranks[rank] for rank in ranks], what):
+                while not is_there():
+                    if self._failure is not None:
+                        break
+                    waited = time.monotonic() - since
+                    if waited > self.limit:
+                        self._time_out(ranks, what, taking)
+                        break
+                    self._pause(self.limit - waited + 0.001)
         finally:
             self._awaited = None
             self._returned = time.monotonic()

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +42,7 @@ from stretto.train.checkpoint.writing import (
     write_checkpoint,
 )
 from stretto.train.health import advance
+from stretto.train.health.progress import writing
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Saver:
         self._wanted, self._is_async = is_async, False
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._writers = writers or max(1, min(MOST_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
+        self._gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread has the first one
         self._timeout = group_timeout(None)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout), group_desc="saves")
         self.staging = Staging(device)
@@ -258,13 +259,22 @@ class Saver:
     def _write(self, writer: CheckpointWriter, state: dict[str, ShardedState], needed: int) -> None:
         """The thread: write a checkpoint, and then delete those that are no longer kept."""
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             if self._is_async:
                 self.staging.wait_on_host()
-            write_checkpoint(state, writer, needed=needed, group=self._group, is_beside_training=self._is_async)
+            with writing(writer.description["step"], lambda: writer.bytes_written(self._rank), self._group.group_name):
+                write_checkpoint(state, writer, needed=needed, group=self._group, is_beside_training=self._is_async)
             if self._rank == 0:
-                with suppress(FileNotFoundError):  # the user deletes checkpoints, too
-                    remove_surplus(self._out, self._retention)
+                self._remove_surplus()
         except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it in the main thread)
             self._error = error
+
+    def _remove_surplus(self) -> None:
+        """Delete what is no longer kept. A run does not end because that fails: the new checkpoint is whole."""
+        try:
+            remove_surplus(self._out, self._retention)
+        except FileNotFoundError:
+            return  # the user deletes checkpoints, too
+        except OSError as error:
+            logger.warning("a checkpoint that is no longer kept cannot be deleted: %s", error)

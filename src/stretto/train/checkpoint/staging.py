@@ -26,8 +26,12 @@ from stretto.train.checkpoint.storage import LazyBox, LocalBox, ShardedState
 MOST_ALLOCATED = 32 << 30
 """Bytes of one allocation of pinned memory, unless a box is larger; no copy crosses two."""
 ALIGNMENT = 512  # bytes, of a box in it
-PIECE = 64 << 20
-"""Bytes of one copy. The copy engine serves other streams between two: a step's loss is read meanwhile."""
+PIECE = 256 << 20
+"""Bytes of one copy. Between two the copy engine serves other streams, such as the one that brings a step's loss.
+
+A stream takes about a thousand copies ahead, and then the host waits: with pieces of 64 MiB, a state of 80.9 GB had
+1,350, and the host's call took 0.36 s.
+"""
 
 
 class Key(NamedTuple):
@@ -97,8 +101,8 @@ class Staging:
     def reserve(self, state: Mapping[str, ShardedState]) -> None:
         """Allocate memory for the boxes of a state that have none yet. Raises as `allocate_pinned` does.
 
-        Pinning takes a second or so for 4 GB, so it is done before the first save. Memory of boxes that the state no
-        longer has is freed.
+        Pinning takes seconds (3.8 s for 80.9 GB with 16 cores), so it is done before the first save. Memory of boxes
+        that the state no longer has is freed.
         """
         sizes = sizes_of(state)
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if sizes.get(key) == buffer.numel()}

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stretto.train.checkpoint.storage import AtomicWriter, ShardedState, StateSavePlanner
+from stretto.train.health.progress import WRITES_FILE
 
 OVERHEAD = 0.01
 """Of a checkpoint's tensors: what headers, padding and the index add, at most, beside BYTES_OF_BOX."""
@@ -89,7 +90,7 @@ class CheckpointWriter(AtomicWriter):
         parts = list(_divide(plan, self._threads))
         write = super().write_data
         try:
-            with ThreadPoolExecutor(len(parts), "stretto-save-file") as pool:
+            with ThreadPoolExecutor(len(parts), WRITES_FILE) as pool:
                 written = list(pool.map(lambda part: write(part, planner).wait(), parts))
         except Exception as error:
             if self._disk_error is not None:

@@ -21,15 +21,30 @@ MISSED = 5  # heartbeats in a row that are missed by a silent rank: a busy machi
 
 
 @dataclass(frozen=True)
+class Save:
+    """A checkpoint that a thread of a rank writes beside training.
+
+    step: of the checkpoint. since: seconds without progress of that thread. where: its innermost Python frame.
+    """
+
+    step: int
+    since: float
+    where: str
+
+
+@dataclass(frozen=True)
 class Beat:
     """A heartbeat of one rank.
 
-    number: of the heartbeat, from 1 on. since: seconds without progress, by the rank's own clock. waits: the unfinished
-    collectives that it has entered, if it makes no progress. entered: how many collectives each group has had on this
-    rank, by the group's name. where: Python's frames of the main thread, innermost first. line: the source of the
-    innermost one. cpu: seconds of CPU time since the last progress. stack_file, place_file: descriptors of files, which
-    `stacks.read_stacks` and `progress.read_place` read. error_file: of torch.distributed.elastic. is_done: the rank has
-    ended training. busy: see `slow_ranks`.
+    number: of the heartbeat, from 1 on. since: seconds without progress, by the rank's own clock. saves: the checkpoint
+    that is being written beside training. waits: the unfinished collectives that it has entered, if it makes no
+    progress. entered: how many collectives each group has had on this rank, by the group's name. peers: the ranks of
+    which the main thread waits for one outside of collectives, for a pipeline's `message` for example; empty if it is
+    not known which, None if it does not. has_failed: a wait for another rank has failed, and the error is on its way.
+    where: Python's frames of the main thread, innermost first. line: the source of the innermost one. cpu: seconds of
+    CPU time since the last progress. stack_file, place_file: descriptors of those files that `stacks.read_stacks` and
+    `progress.read_place` read. error_file: of torch.distributed.elastic. is_done: the rank has ended training. busy:
+    see `slow_ranks`.
     """
 
     rank: int
@@ -40,8 +55,12 @@ class Beat:
     step: int | None
     since: float
     device: str = "cpu"
+    saves: "Save | None" = None
     waits: tuple[OpenCollective, ...] = ()
     entered: tuple[tuple[str, int], ...] = ()
+    peers: tuple[int, ...] | None = None
+    message: str = ""
+    has_failed: bool = False
     where: tuple[str, ...] = ()
     line: str = ""
     cpu: float = 0.0
@@ -60,8 +79,10 @@ class Beat:
         waits = (OpenCollective(**each | {"ranks": tuple(each["ranks"])}) for each in values["waits"])
         return replace(
             cls(**values),
+            saves=None if values["saves"] is None else Save(**values["saves"]),
             waits=tuple(waits),
             entered=tuple((name, number) for name, number in values["entered"]),
+            peers=None if values["peers"] is None else tuple(values["peers"]),
             where=tuple(values["where"]),
             busy=tuple((window, seconds) for window, seconds in values["busy"]),
         )
@@ -73,11 +94,15 @@ class Beat:
 
     def seems_to_wait(self) -> bool:
         """Whether the rank's main thread is in a call that waits for other ranks, as far as this rank knows."""
-        return bool(self.own_waits) or WAITING_CALL.search(self.line) is not None
+        return bool(self.own_waits) or self.peers is not None or WAITING_CALL.search(self.line) is not None
 
     def waits_for_thread(self) -> bool:
         """Whether the main thread waits for a thread that is in a collective, such as one that writes a checkpoint."""
-        return any(wait.is_background for wait in self.waits) and JOINING.search(self.line) is not None
+        return any(wait.is_background for wait in self.waits) and self.waits_for_own_thread()
+
+    def waits_for_own_thread(self) -> bool:
+        """Whether the main thread waits for another thread of its process."""
+        return JOINING.search(self.line) is not None
 
 
 def interval_of(timeout: float) -> float:

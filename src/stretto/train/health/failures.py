@@ -57,8 +57,8 @@ class Failure:
 
     @classmethod
     def of_stall(cls, stall: Stall) -> "Failure":
-        """The failure that a stall is: the first of its culprits stands for all."""
-        return cls(stall.culprits[0], stall.text, None, (0, time.time()), stall.kind)
+        """The failure that a stall is, since its last progress: the first of its culprits stands for all."""
+        return cls(stall.culprits[0], stall.text, None, (0, time.time() - stall.seconds), stall.kind)
 
 
 def kind_of(reason: str) -> Kind:
@@ -74,7 +74,7 @@ def is_consequence(reason: str) -> bool:
 
 
 def put_writer_first(failures: list[Failure]) -> list[Failure]:
-    """Put the rank first whose write of a checkpoint has failed, if the first failure says which: all raise it."""
+    """Put the rank first that could not write its part of a checkpoint, if the first failure says which it was."""
     found = WRITE_OF_RANK.search(failures[0].reason)
     if found is None:
         return failures

@@ -22,8 +22,9 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
+from stretto.memory.symmetric import current_wait
 from stretto.train.health import connections, evidence, flight_recorder, progress, stacks
-from stretto.train.health.beat import Beat, interval_of, line_of, prefix
+from stretto.train.health.beat import Beat, Save, interval_of, line_of, prefix
 from stretto.train.health.failures import is_consequence
 from stretto.train.health.peers import ASKED, PeerWatch
 from stretto.train.health.slow_ranks import SLOW_RANK, BusySampler
@@ -53,6 +54,8 @@ class Heartbeat:
         self._last: tuple[tuple[int, ...], dict[str, int]] = ((), {})
         self._groups = 0
         self._sampler: BusySampler | None = None
+        self._last_save: tuple[object, ...] = ()
+        self._save_progressed = time.monotonic()
         self._cpu_then = 0.0  # seconds of CPU time at the last progress
         self._progressed = time.monotonic()
         self._answered = ""
@@ -161,17 +164,22 @@ class Heartbeat:
 
     def _beat(self, is_done: bool) -> Beat:
         now, noted = time.monotonic(), progress.current()
-        state = (progress.count(), flight_recorder.counters())
+        counters = flight_recorder.counters()
+        state = (progress.count(), counters)
         if state != self._last:
             self._last, self._progressed, self._cpu_then = state, now, time.process_time()
         since = now - self._progressed
         waits: tuple[flight_recorder.OpenCollective, ...] = ()
         entered: dict[str, int] = {}
-        if since > self.interval / 2:  # the whole buffer is read only while nothing progresses
+        saves = self._look_at_save(counters, now)
+        if (
+            max(since, saves.since if saves else 0.0) > self.interval / 2
+        ):  # the whole buffer is read only while nothing progresses
             found, entered = flight_recorder.find_collectives()
             waits = tuple(found)
+        peer_wait = current_wait(self._main) if since > self.interval / 2 else None
         self._number += 1
-        frames = self._frames()
+        frames = self._frames(self._main)
         return Beat(
             rank=self.rank,
             host=self._host,
@@ -180,8 +188,12 @@ class Heartbeat:
             phase=noted.phase,
             step=noted.step,
             since=since,
+            saves=saves,
             waits=waits,
             entered=tuple(entered.items()),
+            peers=None if peer_wait is None else peer_wait.ranks,
+            message="" if peer_wait is None else peer_wait.what,
+            has_failed=peer_wait is not None and peer_wait.has_failed,
             where=tuple(_describe_frame(frame) for frame in frames),
             line=line_of(frames[0]) if frames else "",
             cpu=time.process_time() - self._cpu_then,
@@ -192,10 +204,24 @@ class Heartbeat:
             is_done=is_done,
         )
 
-    def _frames(self) -> list[FrameType]:
-        """The main thread's frames, innermost first."""
+    def _look_at_save(self, counters: dict[str, int], now: float) -> Save | None:
+        """How the thread is that writes a checkpoint beside training, if there is one."""
+        writing = progress.current_writing()
+        if writing is None:
+            return None
+        collectives = [counters.get(f"gloo {writing.group}{what}") for what in ("", " finished")]
+        state = (writing, writing.progress(), progress.count_of_threads(), *collectives)
+        if state != self._last_save:
+            self._last_save, self._save_progressed = state, now
+        files = [thread.ident for thread in threading.enumerate() if thread.name.startswith(progress.WRITES_FILE)]
+        innermost = [frames[0] for thread in (*files, writing.thread) if (frames := self._frames(thread))]
+        at = next((frame for frame in innermost if frame.f_code.co_name != "_worker"), None)  # that one has no work
+        return Save(writing.step, now - self._save_progressed, "" if at is None else _describe_frame(at))
+
+    def _frames(self, thread: int | None) -> list[FrameType]:
+        """A thread's frames, innermost first."""
         frames: list[FrameType] = []
-        frame = sys._current_frames().get(self._main) if self._main is not None else None
+        frame = sys._current_frames().get(thread) if thread is not None else None
         while frame is not None and len(frames) < FRAMES:
             frames.append(frame)
             frame = frame.f_back

@@ -5,10 +5,12 @@ A rank makes no progress while its heartbeat says so (`since`), and while no hea
 progress, the culprits are, in this order:
 
 1. silent ranks: no heartbeat arrives;
-2. stalled ranks: others wait for them in a collective that they have not entered, and they wait for nobody;
+2. stalled ranks: others wait for them, in a collective that they have not entered or for a message, and they wait for
+   nobody;
 3. stalled ranks: ranks whose main thread is in no call that waits, as far as Python's frames and the recorder tell;
 4. the same as 2 for threads that write checkpoints, while main threads wait for these;
-5. ranks that wait for each other, since they have entered collectives in different orders.
+5. ranks that wait for each other, since they have entered collectives in different orders;
+6. where main threads make progress: ranks whose thread that writes a checkpoint makes none, and waits for no rank.
 
 Ranks for which nobody waits and which use a CPU are no culprits: they may all compile, as long as they like.
 """
@@ -60,8 +62,9 @@ class Monitor:
         self._ranks, self._clock = range(ranks), clock
         self._read = self._started = clock()
         self._arrived: dict[int, float] = {}
+        self.pids: dict[int, int] = {}  # processes of ranks on this machine, where that is known without a heartbeat
         self._warned: tuple[int, ...] = ()
-        self._failed: Collection[int] = ()
+        self._failed: set[int] = set()
         self._slow = SlowRanks()
 
     @property
@@ -94,35 +97,50 @@ class Monitor:
         running: the ranks whose processes run; None: all that are not done. failed: those of them whose wait for
         another rank has failed.
         """
-        self._failed = failed
         running = self.watched(running)
+        self._failed = {*failed, *(rank for rank in running if rank in self.beats and self.beats[rank].has_failed)}
         allowed = self.limit if limit is None else limit
         idle = {rank: self.idle(rank) for rank in running}
         if not any(idle[rank] >= (allowed if limit is not None else self._allowed(rank)) for rank in running):
-            return None
+            return self._find_stuck_save(running, allowed)
         # A rank that others wait for may have made its last progress a little later than they did.
         stuck = {rank for rank in running if idle[rank] >= allowed / 2}
         found = self._find_culprits(stuck)
         if found is None:
-            return None
+            return self._find_stuck_save(running, allowed)
         kind, culprits = found
         seconds = min(idle[rank] for rank in culprits)
         waiting = tuple(sorted(rank for rank in stuck if rank not in culprits and self._is_waiting(rank)))
         return Stall(kind, culprits, waiting, seconds, self._describe(kind, culprits, waiting, seconds))
 
+    def _find_stuck_save(self, running: Collection[int], allowed: float) -> Stall | None:
+        """The ranks whose thread that writes a checkpoint beside training makes no progress, and waits for no rank."""
+        idle = {rank: seconds for rank in running if (seconds := self.idle_in_save(rank)) is not None}
+        if not any(seconds >= allowed for seconds in idle.values()):
+            return None
+        stuck = [rank for rank, seconds in idle.items() if seconds >= allowed / 2]
+        waiting = tuple(sorted(rank for rank in stuck if any(wait.is_background for wait in self.beats[rank].waits)))
+        culprits = tuple(sorted(set(stuck) - set(waiting)))
+        if not culprits:
+            return None
+        seconds = min(idle[rank] for rank in culprits)
+        parts = [self._describe_culprit(rank, in_save=True) for rank in culprits]
+        return Stall("stalled", culprits, waiting, seconds, self._say(parts, culprits, waiting, seconds))
+
     def find_warning(self, running: Collection[int] | None = None) -> Stall | None:
         """A stall that has reached half of the time limit, if it was not returned before."""
         half = self.timeout / 2
-        if any(self.idle(rank) >= half for rank in self.watched(running)):
-            if all(self.idle(rank) < max(half, self._allowed(rank) / 2) for rank in self.watched(running)):
-                return None  # ranks that start have more time
-            stall = self.find_stall(running, half)
-            if stall is not None and stall.culprits != self._warned:
-                self._warned = stall.culprits
-                return stall
+        longest = {rank: max(self.idle(rank), self.idle_in_save(rank) or 0.0) for rank in self.watched(running)}
+        if all(seconds < half for seconds in longest.values()):
+            self._warned = ()
             return None
-        self._warned = ()
-        return None
+        stall = self.find_stall(running, half)
+        if stall is None or stall.culprits == self._warned:
+            return None
+        if any(longest[rank] < max(half, self._allowed(rank) / 2) for rank in stall.culprits):
+            return None  # they may be slow, or start, and still have time
+        self._warned = stall.culprits
+        return stall
 
     def find_slow(self, running: Collection[int] | None = None) -> SlowRank | None:
         """The slowest rank of the last steps, if it is much slower than the others and was not returned before."""
@@ -144,6 +162,11 @@ class Monitor:
             return self._clock() - self._started
         return self._clock() - self._arrived[rank] + self.beats[rank].since
 
+    def idle_in_save(self, rank: int) -> float | None:
+        """Seconds without progress of the thread of a rank that writes a checkpoint beside training, if one does."""
+        saves = self.beats[rank].saves if rank in self.beats else None
+        return None if saves is None else self._clock() - self._arrived[rank] + saves.since
+
     def is_silent(self, rank: int) -> bool:
         """Whether heartbeats of a rank have stopped to arrive, or have never arrived."""
         silence = self._clock() - self._arrived.get(rank, self._started)
@@ -154,7 +177,8 @@ class Monitor:
     def state_of(self, rank: int) -> str | None:
         """What the kernel says of the process of a rank on this machine, if it does not only run."""
         beat = self.beats.get(rank)
-        return process_state(beat.pid) if beat is not None and beat.host == socket.gethostname() else None
+        pid = self.pids.get(rank) if beat is None else beat.pid if beat.host == socket.gethostname() else None
+        return None if pid is None else process_state(pid)
 
     def name(self, rank: int) -> str:
         """Name a rank with its host and process."""
@@ -184,7 +208,8 @@ class Monitor:
     ) -> tuple[Literal["silent", "stalled", "lost connection"], tuple[int, ...]] | None:
         if silent := [rank for rank in stuck if self.is_silent(rank) and rank not in self._failed]:
             return "silent", tuple(sorted(silent))
-        awaited = {rank: self._awaited_by(self.beats[rank].own_waits) & set(stuck) for rank in stuck}
+        stuck = [rank for rank in stuck if rank in self.beats]
+        awaited = {rank: self._awaited_by_main(self.beats[rank]) & set(stuck) for rank in stuck}
         targets = set().union(*awaited.values())
         if ends := [rank for rank in targets if not awaited[rank] and rank not in self._failed]:
             return "stalled", tuple(sorted(ends))
@@ -193,8 +218,10 @@ class Monitor:
                 return "stalled", tuple(sorted(idle))
             return None
         in_threads = set().union(*(self._awaited_by(self.beats[rank].waits) & set(stuck) for rank in stuck))
-        if ends := [rank for rank in in_threads if not self._awaited_by(self.beats[rank].waits)]:
+        if ends := [rank for rank in in_threads - self._failed if not self._awaited_by(self.beats[rank].waits)]:
             return "stalled", tuple(sorted(ends))
+        if self._failed:
+            return None  # what has failed there is the cause, and ends the run
         if targets:
             return "stalled", tuple(sorted(targets))
         entered = [rank for rank in stuck if self.beats[rank].own_waits]
@@ -210,6 +237,10 @@ class Monitor:
             return True
         beat = self.beats.get(rank)
         return beat is not None and not self.is_silent(rank) and (beat.seems_to_wait() or beat.waits_for_thread())
+
+    def _awaited_by_main(self, beat: Beat) -> set[int]:
+        """The ranks for which a rank's main thread waits: in collectives, or for messages."""
+        return self._awaited_by(beat.own_waits) | set(beat.peers or ())
 
     def _awaited_by(self, waits: Iterable[OpenCollective]) -> set[int]:
         """The ranks that have not entered one of these collectives."""
@@ -228,14 +259,18 @@ class Monitor:
                 f"{list_ranks(culprits)} are all in {_describe_collective(wait)}, which has not finished for "
                 f"{seconds:.3g} s: a connection between them is lost"
             )
-        parts = [self._describe_culprit(rank) for rank in culprits]
+        return self._say([self._describe_culprit(rank) for rank in culprits], culprits, waiting, seconds)
+
+    def _say(self, parts: list[str], culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float) -> str:
         said = f"{'; '.join(parts)}: no progress for {seconds:.3g} s (train.timeout is {self.timeout:g} s)"
         return said + self._describe_waiting(waiting, culprits)
 
-    def _describe_culprit(self, rank: int) -> str:
+    def _describe_culprit(self, rank: int, *, in_save: bool = False) -> str:
         beat = self.beats.get(rank)
         if beat is None:
-            return f"rank {rank} has not sent a heartbeat since its process was started"
+            named = f"rank {rank} (pid {self.pids[rank]})" if rank in self.pids else f"rank {rank}"
+            state = self.state_of(rank)
+            return f"{named} has not sent a heartbeat since its process was started{f': {state}' if state else ''}"
         place = self.describe_place(rank)
         if self.is_silent(rank):
             state = self.state_of(rank) or "its heartbeats have stopped"
@@ -244,8 +279,10 @@ class Monitor:
                     ", while its process runs: C code holds Python's interpreter lock, or the machine is overloaded"
                 )
             return f"{self.name(rank)} is silent in {place}: {state}"
-        at = f", at {beat.where[0]}" if beat.where else ""
-        return f"{self.name(rank)} is stuck in {place}{at}"
+        where = beat.where[0] if beat.where else ""
+        if beat.saves is not None and (in_save or beat.waits_for_own_thread()):
+            place, where = f"phase save of step {beat.saves.step}, in the thread that writes", beat.saves.where
+        return f"{self.name(rank)} is stuck in {place}{f', at {where}' if where else ''}"
 
     def _describe_waiting(self, waiting: tuple[int, ...], culprits: tuple[int, ...]) -> str:
         if not waiting:
@@ -255,6 +292,8 @@ class Monitor:
         if waits:
             first = min(waits, key=lambda wait: (wait.group != "data", wait.number))
             where = f" in {_describe_collective(first)}" + (" and others" if len(waits) > 1 else "")
+        elif messages := [self.beats[rank].message for rank in waiting if self.beats[rank].message]:
+            where = f" ({messages[0]})"
         verb, whom = "waits" if len(waiting) == 1 else "wait", "it" if len(culprits) == 1 else "them"
         return f"; {list_ranks(waiting)} {verb} for {whom}{where}"
 

@@ -10,7 +10,7 @@ import mmap
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import IO
 
 PHASES = ("start", "build", "load", "data", "step", "evaluate", "save", "exit")
 STARTING = ("start", "build")  # phases that import and compile for unknown times
+WRITES_FILE = "stretto-save-file"  # how the names of threads begin that write a checkpoint's files
 WITH_THREADS = ("load", "save", "exit")  # phases in which the main thread may wait for threads that read and write
 
 _LAYOUT = struct.Struct("<qqq")  # the phase's number, the step (-1: none), how many notes there have been
@@ -32,6 +33,20 @@ class Progress:
     count: int
 
 
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint that a thread beside the main one writes. step: of the checkpoint.
+
+    progress: returns a value that changes while this rank writes. group: the name of the group in whose collectives
+    only this thread is while it writes.
+    """
+
+    step: int
+    thread: int
+    progress: Callable[[], object]
+    group: str
+
+
 class _SharedPlace:
     """The mapped file in which other processes find this one's phase and step."""
 
@@ -44,6 +59,8 @@ class _SharedPlace:
 _progress = Progress("start", None, 0)
 _advances = [0, 0]  # of the main thread, of other threads
 _shared: _SharedPlace | None = None
+_writing: Writing | None = None
+writers: set[int] = set()  # the threads that have written checkpoints
 
 
 def current() -> Progress:
@@ -72,6 +89,28 @@ def note(phase: str, step: int | None = None) -> None:
 def advance() -> None:
     """Note progress within a phase that may take long, for example after each piece of a checkpoint, in any thread."""
     _advances[threading.current_thread() is not threading.main_thread()] += 1
+
+
+@contextmanager
+def writing(step: int, progress: Callable[[], object], group: str) -> Iterator[None]:
+    """Say that this thread writes a checkpoint in the block, beside the main thread. See `Writing`."""
+    global _writing
+    _writing = Writing(step, threading.get_ident(), progress, group)
+    writers.add(_writing.thread)
+    try:
+        yield
+    finally:
+        _writing = None
+
+
+def current_writing() -> Writing | None:
+    """The checkpoint that is being written beside the main thread, if there is one."""
+    return _writing
+
+
+def count_of_threads() -> int:
+    """How often threads other than the main one have called `advance`."""
+    return _advances[1]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
+from stretto.memory.symmetric import current_wait
 from stretto.train.health import progress
 from stretto.train.health.beat import WAITING_CALL, line_of
 
@@ -82,6 +83,8 @@ class BusySampler:
             waits += self._is_waiting()
 
     def _is_waiting(self) -> bool:
+        if current_wait(self._main) is not None:
+            return True
         frame = sys._current_frames().get(self._main) if self._main is not None else None
         if frame is None:
             return False

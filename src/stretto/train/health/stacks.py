@@ -94,7 +94,7 @@ def spy(pid: int) -> str | None:
     command = [program, "dump", "--pid", str(pid), "--nonblocking"]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_LIMIT, check=True)
-        return f"{' '.join(command[1:])}, by py-spy\n{done.stdout}"
+        return f"by py-spy {' '.join(command[1:])}\n{done.stdout}"
     return None
 
 

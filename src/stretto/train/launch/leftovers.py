@@ -18,7 +18,8 @@ from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
-PATTERNS = ("nccl-*", "torch_*", "sem.mp-*", "cuda.shm.*", "nvshmem*")
+# Not sem.mp-*: the semaphores of other programs cannot be told from orphans, since no process has them by that name.
+PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
 
 
 def remove_partial_files(out: Path) -> None:

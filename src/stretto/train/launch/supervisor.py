@@ -35,8 +35,8 @@ POLL = 0.05  # seconds
 class StopTimeouts:
     """Time limits in seconds.
 
-    stop: for ranks that were asked to stop. After a rank has failed, report: for the others to write their own errors;
-    end: for them to exit when they are asked to.
+    stop: for ranks that were asked to stop, while none of them writes a checkpoint. After a rank has failed, report:
+    for the others to write their own errors; end: for them to exit when they are asked to.
     """
 
     stop: float = 60.0
@@ -103,7 +103,7 @@ class Supervisor:
         elif self._is_stopping and not self._has_forwarded:
             self._has_forwarded = True
             self._signal_all(signal.SIGTERM)
-        elif self._is_second_request or (self._is_stopping and self._seconds_of_stop() > self._timeouts.stop):
+        elif self._is_second_request or self._stops_too_slowly():
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
             self.failures = [Failure.of_stall(stall)]
@@ -126,6 +126,13 @@ class Supervisor:
     def _seconds_of_stop(self) -> float:
         """Seconds since the ranks were asked to stop."""
         return time.monotonic() - self._stop_requested
+
+    def _stops_too_slowly(self) -> bool:
+        """Whether the ranks have not stopped in time. A large checkpoint may take longer, as long as it progresses."""
+        limit = self._timeouts.stop
+        if not self._is_stopping or self._seconds_of_stop() <= limit:
+            return False
+        return self.watch is None or not self.watch.is_saving(self._running_ranks(), limit)
 
     def _stop_at_once(self) -> None:
         running = self._running_ranks()
