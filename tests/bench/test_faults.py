@@ -255,6 +255,17 @@ def test_only_connections_with_the_peer_are_found():
                 peer.communicate()
 
 
+def test_a_fault_at_the_start_waits_for_the_next_attempt(tmp_path):
+    from stretto.bench.faults.inject import has_failed, name_attempt, write_fired
+
+    first, second = (Fault(number=number, kind="kill", rank=0, place="import") for number in range(2))
+    attempts = [name_attempt(17, {"STRETTO_ATTEMPT": str(number)}) for number in range(2)]
+    assert not has_failed(tmp_path, first, attempts[0])
+    write_fired(tmp_path, first, tmp_path, attempts[0], step=0)
+    assert has_failed(tmp_path, second, attempts[0])
+    assert not has_failed(tmp_path, second, attempts[1])
+
+
 def test_processes_are_found_by_their_environment(tmp_path):
     environment = os.environ | {"STRETTO_FAULTS": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)

@@ -14,12 +14,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.faults.plan import Fault, Job, message_of
+from stretto.bench.faults.plan import STARTING, Fault, Job, message_of
 from stretto.bench.faults.sockets import descriptors_to_peer
 from stretto.train.checkpoint.folders import checkpoints_by_step
 from stretto.train.checkpoint.writing import CheckpointWriter
@@ -52,6 +52,7 @@ class Injector:
     def __init__(self, folder: Path, rank: int, out: Path) -> None:
         self._folder, self._rank, self._out = folder, rank, out
         self._faults = Job.of_json(json.loads((folder / PLAN_FILE).read_text())).faults
+        self._attempt = name_attempt(os.getppid(), os.environ)
         self._step = 0
         self._is_first_step = True
         (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
@@ -106,6 +107,8 @@ class Injector:
         for fault in self._faults:
             if not self._has_fired(fault):
                 is_due = fault.step is None or self._step >= fault.step
+                if fault.place in STARTING and has_failed(self._folder, fault, self._attempt):
+                    return
                 if fault.rank == self._rank and fault.place == place and is_due:
                     self._start(fault)
                 return
@@ -144,7 +147,7 @@ class Injector:
         os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
     def _fire(self, fault: Fault, **about: Any) -> None:
-        write_fired(self._folder, fault, self._out, step=self._step, **about)
+        write_fired(self._folder, fault, self._out, self._attempt, step=self._step, **about)
 
     def _log(self, event: str, **about: Any) -> None:
         line = {"time": time.monotonic(), "event": event, "rank": self._rank, "pid": os.getpid(), "step": self._step}
@@ -152,10 +155,27 @@ class Injector:
             file.write(json.dumps(line | about) + "\n")
 
 
-def write_fired(folder: Path, fault: Fault, out: Path, **about: Any) -> None:
-    """Note that a fault happens now, and which checkpoints there are."""
+def name_attempt(command: int, environment: Mapping[str, str]) -> str:
+    """Name a start of the ranks by the process that has started them and the number in their environment."""
+    return f"{command} {environment.get('STRETTO_ATTEMPT', '')}"
+
+
+def has_failed(folder: Path, fault: Fault, attempt: str) -> bool:
+    """Whether the fault before this one has happened in the same attempt, which another one must not join."""
+    before = folder / f"fired-{fault.number - 1}.json"
+    return bool(fault.number) and json.loads(before.read_text())["attempt"] == attempt
+
+
+def write_fired(folder: Path, fault: Fault, out: Path, attempt: str, **about: Any) -> None:
+    """Note that a fault happens now, in which attempt, and which checkpoints there are."""
     checkpoints = [int(path.name.removeprefix("step-")) for path in checkpoints_by_step(out)]
-    line = {"time": time.monotonic(), "number": fault.number, "checkpoints": checkpoints, "pid": os.getpid()}
+    line = {
+        "time": time.monotonic(),
+        "number": fault.number,
+        "checkpoints": checkpoints,
+        "pid": os.getpid(),
+        "attempt": attempt,
+    }
     path = folder / f"fired-{fault.number}.json"
     hidden = path.with_suffix(".writing")
     hidden.write_text(json.dumps(line | about))

@@ -94,6 +94,7 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
             expected = undisturbed[str(job.grid)]["metrics"]
             record = _run_job(job, work / f"job-{job.number}", setting)
             rows = judge(job, record, expected, setting.timeout + setting.grace)
+            rows = json.loads(json.dumps(rows).replace(f"{work}/", ""))  # messages name the job's files
             difference, problems = judge_end(job, record, expected)
             end = {"job": job.number, "loss_difference": difference, "problems": problems}
             print_job(rows, end)

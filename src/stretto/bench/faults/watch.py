@@ -25,6 +25,8 @@ from stretto.bench.faults.inject import (
     EVENTS_FILE,
     FOLDER,
     PLAN_FILE,
+    has_failed,
+    name_attempt,
     write_fired,
 )
 from stretto.bench.faults.plan import CHECKPOINT_EVERY, EVALUATE_EVERY, Fault, Job
@@ -144,7 +146,8 @@ class Watcher:
         self._events = _Lines(folder / EVENTS_FILE)
         self._ended = _Lines(folder / ENDED_FILE)
         self._seen: set[int] = set()  # processes of ranks
-        self._starting: tuple[Fault, int, float] | None = None  # a rank that gets a signal while it starts, and when
+        # A rank that gets a signal while it starts: the fault, its process, the attempt, and when.
+        self._starting: tuple[Fault, int, str, float] | None = None
         self._shm_before: set[str] = set()
         self._gave_up: list[float] = []
         self._looked_at = 0  # how many events
@@ -234,16 +237,19 @@ class Watcher:
         new = [process for process in children_of(command) if process not in self._seen]
         fault = self._next_fault()
         for process in new:
-            rank = read_environment(process).get("RANK")
+            environment = read_environment(process)
+            rank, attempt = environment.get("RANK"), name_attempt(command, environment)
             if rank is None:
                 continue  # it has not been executed yet, or is no rank
             self._seen.add(process)
-            if fault is not None and fault.place == "import" and rank == str(fault.rank) and self._starting is None:
-                self._starting = (fault, process, time.monotonic() + fault.delay)
-        if self._starting is not None and time.monotonic() >= self._starting[2]:
-            fault, process, _ = self._starting
+            if fault is None or fault.place != "import" or self._starting is not None:
+                continue
+            if rank == str(fault.rank) and not has_failed(self._folder, fault, attempt):
+                self._starting = (fault, process, attempt, time.monotonic() + fault.delay)
+        if self._starting is not None and time.monotonic() >= self._starting[3]:
+            fault, process, attempt, _ = self._starting
             self._starting = None
-            write_fired(self._folder, fault, self._out, step=0)
+            write_fired(self._folder, fault, self._out, attempt, step=0)
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
