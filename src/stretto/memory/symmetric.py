@@ -75,10 +75,15 @@ def has_reached(seen: int, target: int) -> bool:
 
 @dataclass(frozen=True)
 class PeerWait:
-    """What a thread waits for. ranks: global ones, empty if it is not known which. what: of them; may be empty."""
+    """What a thread waits for.
+
+    ranks: global ones, empty if it is not known which. what: of them; may be empty. has_failed: whether a wait for
+    another rank has failed before, and this one is for the others' reports of it.
+    """
 
     ranks: tuple[int, ...] = ()
     what: str = ""
+    has_failed: bool = False
 
 
 _UNKNOWN = PeerWait()
@@ -91,11 +96,14 @@ def current_wait(thread: int | None) -> PeerWait | None:
 
 
 @contextmanager
-def waiting_for(ranks: Collection[int], what: str) -> Iterator[None]:
-    """Say that this thread waits for one of the ranks in the block, so that a stall is not taken for its own."""
+def waiting_for(ranks: Collection[int], what: str, *, has_failed: bool = False) -> Iterator[None]:
+    """Say that this thread waits for one of the ranks in the block, so that a stall is not taken for its own.
+
+    The arguments are `PeerWait`'s fields.
+    """
     thread = threading.get_ident()
     before = _waits.get(thread)
-    _waits[thread] = PeerWait(tuple(ranks), what)
+    _waits[thread] = PeerWait(tuple(ranks), what, has_failed)
     try:
         yield
     finally:

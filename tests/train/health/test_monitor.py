@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is the culprit, from the heartbeats of all ranks: a store and a clock that the test moves."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from stretto.train.health import flight_recorder, progress
 from stretto.train.health.beat import Beat, Save, list_ranks
+from stretto.train.health.failures import Failure
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.monitor import START_LIMIT, Monitor
 from stretto.train.launch.watch import RankWatch
@@ -69,6 +77,7 @@ def test_a_silent_rank_is_named_within_the_limit_and_not_before_it_is_near():
     job.pass_time(4)
     stall = job.monitor.find_stall()
     assert (stall.kind, stall.culprits, stall.waiting) == ("silent", (2,), (0, 1, 3))
+    assert Failure.of_stall(stall).order[1] == pytest.approx(time.time() - stall.seconds, abs=5)
     assert stall.seconds <= LIMIT
     assert stall.text == (
         "rank 2 (host another-host, pid 1002) is silent in step 31, phase step: its heartbeats have stopped: no "
@@ -307,6 +316,48 @@ def test_a_rank_that_never_sends_a_heartbeat_is_named():
     assert "rank 1 has not sent a heartbeat since its process was started" in stall.text
 
 
+def test_a_process_that_is_stopped_before_its_first_heartbeat_is_named_with_its_state_at_the_limit():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        job = Job(2)
+        job.monitor.pids[0] = process.pid
+        job.stopped.add(0)
+        job.pass_time(19)
+        stall = job.monitor.find_stall()
+        assert (stall.kind, stall.culprits) == ("silent", (0,))
+        assert stall.text.startswith(
+            f"rank 0 (pid {process.pid}) has not sent a heartbeat since its process was started: its process is "
+            "stopped by a signal: no progress for 19 s"
+        )
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_whose_wait_has_failed_are_no_culprits():
+    job = Job(4)
+    job.still |= set(range(4))
+    for rank in range(4):
+        job.change(rank, phase="start", line="time.sleep(0.02)")
+    job.pass_time(12)
+    assert job.monitor.find_stall(limit=10, failed=[0, 1, 2]).culprits == (3,)
+
+
+def test_ranks_that_have_lost_their_connection_and_are_about_to_say_so_are_not_stuck():
+    """Ranks 2 and 3 wait for reports of their pipeline; the others are in a collective that these will not enter."""
+    job = Job(4)
+    job.pass_time(5)
+    for rank in (0, 1):
+        job.wait_in(rank, 4, "batch")
+    for rank in (2, 3):
+        job.still.add(rank)
+        job.change(rank, peers=(), has_failed=True, line="lock.acquire(block, timeout)")
+    job.pass_time(30)
+    assert job.monitor.find_stall() is None
+
+
 def test_a_warning_comes_once_at_half_of_the_limit():
     job = Job(2)
     job.pass_time(5)
@@ -351,6 +402,36 @@ def test_ranks_that_are_done_are_not_waited_for():
 )
 def test_ranks_are_listed_as_people_do(ranks, text):
     assert list_ranks(ranks) == text
+
+
+def test_a_failure_is_known_since_the_first_rank_said_that_it_lost_its_connection(tmp_path):
+    job = Job(2)
+    watch = RankWatch(tmp_path, 2, LIMIT)
+    watch.monitor = job.monitor
+    job.pass_time(3)
+    lost = "RuntimeError: gloo: Connection closed by peer"
+    failures = [Failure(rank, lost, None, (2, at), "lost connection", True) for rank, at in ((1, 500.0), (0, 501.0))]
+    found = watch.find_culprit([0, 1], failures)
+    assert (found.kind, found.order) == ("lost connection", (0, 500.0))
+
+
+def test_a_collective_of_a_writer_that_has_ended_is_not_one_that_is_waited_in(monkeypatch):
+    idents = []
+
+    def write():
+        with progress.writing(4, lambda: 0, "7"):
+            idents.append(threading.get_ident())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    writer.join()
+    entry = {"is_p2p": False, "process_group": ("7", "saves"), "retired": False, "state": "scheduled"}
+    entry |= {"profiling_name": "gloo:gather", "collective_seq_id": 35, "thread_id": str(idents[0])}
+    monkeypatch.setattr(flight_recorder, "dump", lambda: {"gloo": {"entries": [entry]}})
+    assert flight_recorder.find_collectives() == ([], {"7": 35})
+    entry["thread_id"] = str(threading.get_ident())
+    (wait,), _ = flight_recorder.find_collectives()
+    assert (wait.group, wait.number, wait.is_background) == ("saves", 35, False)
 
 
 def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_path: Path):

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from stretto.memory import PeerError
+from stretto.memory import PeerError, waiting_for
 
 GRACE = 1.5
 """Seconds that a rank has to write its report, from the moment that another rank asks for it."""
@@ -192,4 +192,5 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=run, name="stretto-failure-report", daemon=True)
     thread.start()
-    thread.join(seconds)
+    with waiting_for((), "the reports of other ranks", has_failed=True):
+        thread.join(seconds)

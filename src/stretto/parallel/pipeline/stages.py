@@ -356,7 +356,7 @@ def make_group(ranks: Sequence[int], grid: Grid, backend: str | None = None) -> 
     dist.all_gather_object(gathered, sorted(ranks))
     mine: Any = None
     for members in sorted(set(map(tuple, gathered))):
-        group = dist.new_group(list(members), timeout=grid.timeout, backend=backend)
+        group = dist.new_group(list(members), timeout=grid.timeout, backend=backend, group_desc="pipe")
         if dist.get_rank() in members:
             mine = group
     return mine

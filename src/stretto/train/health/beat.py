@@ -53,10 +53,11 @@ class Beat:
     that is being written beside training. waits: the unfinished collectives that it has entered, if it makes no
     progress. entered: how many collectives each group has had on this rank, by the group's name. peers: the ranks of
     which the main thread waits for one outside of collectives, for a pipeline's `message` for example; empty if it is
-    not known which, None if it does not. where: Python's frames of the main thread, innermost first. line: the source
-    of the innermost one. cpu: seconds of CPU time since the last progress. stack_file, place_file: descriptors of those
-    files that `stacks.read_stacks` and `progress.read_place` read. error_file: of torch.distributed.elastic. is_done:
-    the rank has ended training. busy: see `slow_ranks`.
+    not known which, None if it does not. has_failed: a wait for another rank has failed, and the error is on its way.
+    where: Python's frames of the main thread, innermost first. line: the source of the innermost one. cpu: seconds of
+    CPU time since the last progress. stack_file, place_file: descriptors of those files that `stacks.read_stacks` and
+    `progress.read_place` read. error_file: of torch.distributed.elastic. is_done: the rank has ended training. busy:
+    see `slow_ranks`.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Beat:
     entered: tuple[tuple[str, int], ...] = ()
     peers: tuple[int, ...] | None = None
     message: str = ""
+    has_failed: bool = False
     where: tuple[str, ...] = ()
     line: str = ""
     cpu: float = 0.0

@@ -57,8 +57,8 @@ class Failure:
 
     @classmethod
     def of_stall(cls, stall: Stall) -> "Failure":
-        """The failure that a stall is: the first of its culprits stands for all."""
-        return cls(stall.culprits[0], stall.text, None, (0, time.time()), stall.kind)
+        """The failure that a stall is, since its last progress: the first of its culprits stands for all."""
+        return cls(stall.culprits[0], stall.text, None, (0, time.time() - stall.seconds), stall.kind)
 
 
 def kind_of(reason: str) -> Kind:

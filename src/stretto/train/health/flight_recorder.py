@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stretto.train.health import progress
+
 TIMING = "TORCH_NCCL_ENABLE_TIMING"
 SETTINGS = {
     "TORCH_FR_BUFFER_SIZE": "2000",  # entries: the collectives of several steps
@@ -83,6 +85,7 @@ def find_collectives() -> tuple[list[OpenCollective], dict[str, int]]:
         for thread in threading.enumerate()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
     }
+    ended = progress.writers - {thread.ident for thread in threading.enumerate()}
     axes = {name: group for group, name in _groups().items()}
     for recorded in dump().values():
         for entry in recorded.get("entries", ()):
@@ -91,7 +94,8 @@ def find_collectives() -> tuple[list[OpenCollective], dict[str, int]]:
             group_name, description = entry["process_group"]
             number = entry["collective_seq_id"]
             entered[group_name] = max(number, entered.get(group_name, 0))
-            if entry["retired"] or entry["state"] == "completed":
+            thread = int(entry.get("thread_id", 0))
+            if entry["retired"] or entry["state"] == "completed" or thread in ended:  # its wait has failed
                 continue
             group = axes.get(group_name)
             open_[group_name] = OpenCollective(
@@ -100,7 +104,7 @@ def find_collectives() -> tuple[list[OpenCollective], dict[str, int]]:
                 group_name,
                 number,
                 () if group is None else tuple(dist.get_process_group_ranks(group)),
-                is_background=int(entry.get("thread_id", 0)) in others,
+                is_background=thread in others,
             )
     return sorted(open_.values(), key=lambda each: each.number), entered
 

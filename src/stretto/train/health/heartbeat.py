@@ -197,6 +197,7 @@ class Heartbeat:
             entered=tuple(entered.items()),
             peers=None if peer_wait is None else peer_wait.ranks,
             message="" if peer_wait is None else peer_wait.what,
+            has_failed=peer_wait is not None and peer_wait.has_failed,
             where=tuple(_describe_frame(frame) for frame in frames),
             line=line_of(frames[0]) if frames else "",
             cpu=time.process_time() - self._cpu_then,

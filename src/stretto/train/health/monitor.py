@@ -62,8 +62,9 @@ class Monitor:
         self._ranks, self._clock = range(ranks), clock
         self._read = self._started = clock()
         self._arrived: dict[int, float] = {}
+        self.pids: dict[int, int] = {}  # processes of ranks on this machine, where that is known without a heartbeat
         self._warned: tuple[int, ...] = ()
-        self._failed: Collection[int] = ()
+        self._failed: set[int] = set()
         self._slow = SlowRanks()
 
     @property
@@ -96,8 +97,8 @@ class Monitor:
         running: the ranks whose processes run; None: all that are not done. failed: those of them whose wait for
         another rank has failed.
         """
-        self._failed = failed
         running = self.watched(running)
+        self._failed = {*failed, *(rank for rank in running if rank in self.beats and self.beats[rank].has_failed)}
         allowed = self.limit if limit is None else limit
         idle = {rank: self.idle(rank) for rank in running}
         if not any(idle[rank] >= (allowed if limit is not None else self._allowed(rank)) for rank in running):
@@ -176,7 +177,8 @@ class Monitor:
     def state_of(self, rank: int) -> str | None:
         """What the kernel says of the process of a rank on this machine, if it does not only run."""
         beat = self.beats.get(rank)
-        return process_state(beat.pid) if beat is not None and beat.host == socket.gethostname() else None
+        pid = self.pids.get(rank) if beat is None else beat.pid if beat.host == socket.gethostname() else None
+        return None if pid is None else process_state(pid)
 
     def name(self, rank: int) -> str:
         """Name a rank with its host and process."""
@@ -206,6 +208,7 @@ class Monitor:
     ) -> tuple[Literal["silent", "stalled", "lost connection"], tuple[int, ...]] | None:
         if silent := [rank for rank in stuck if self.is_silent(rank) and rank not in self._failed]:
             return "silent", tuple(sorted(silent))
+        stuck = [rank for rank in stuck if rank in self.beats]
         awaited = {rank: self._awaited_by_main(self.beats[rank]) & set(stuck) for rank in stuck}
         targets = set().union(*awaited.values())
         if ends := [rank for rank in targets if not awaited[rank] and rank not in self._failed]:
@@ -215,8 +218,10 @@ class Monitor:
                 return "stalled", tuple(sorted(idle))
             return None
         in_threads = set().union(*(self._awaited_by(self.beats[rank].waits) & set(stuck) for rank in stuck))
-        if ends := [rank for rank in in_threads if not self._awaited_by(self.beats[rank].waits)]:
+        if ends := [rank for rank in in_threads - self._failed if not self._awaited_by(self.beats[rank].waits)]:
             return "stalled", tuple(sorted(ends))
+        if self._failed:
+            return None  # what has failed there is the cause, and ends the run
         if targets:
             return "stalled", tuple(sorted(targets))
         entered = [rank for rank in stuck if self.beats[rank].own_waits]
@@ -263,7 +268,9 @@ class Monitor:
     def _describe_culprit(self, rank: int, *, in_save: bool = False) -> str:
         beat = self.beats.get(rank)
         if beat is None:
-            return f"rank {rank} has not sent a heartbeat since its process was started"
+            named = f"rank {rank} (pid {self.pids[rank]})" if rank in self.pids else f"rank {rank}"
+            state = self.state_of(rank)
+            return f"{named} has not sent a heartbeat since its process was started{f': {state}' if state else ''}"
         place = self.describe_place(rank)
         if self.is_silent(rank):
             state = self.state_of(rank) or "its heartbeats have stopped"

@@ -60,6 +60,7 @@ _progress = Progress("start", None, 0)
 _advances = [0, 0]  # of the main thread, of other threads
 _shared: _SharedPlace | None = None
 _writing: Writing | None = None
+writers: set[int] = set()  # the threads that have written checkpoints
 
 
 def current() -> Progress:
@@ -95,6 +96,7 @@ def writing(step: int, progress: Callable[[], object], group: str) -> Iterator[N
     """Say that this thread writes a checkpoint in the block, beside the main thread. See `Writing`."""
     global _writing
     _writing = Writing(step, threading.get_ident(), progress, group)
+    writers.add(_writing.thread)
     try:
         yield
     finally:

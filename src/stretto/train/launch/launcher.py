@@ -221,7 +221,8 @@ class _Agent(LocalElasticAgent):
         for rank, handler in self._pcontext.subprocess_handlers.items():
             self._supervisor.add(rank, handler.proc, Path(self._pcontext.error_files[rank]))
         if self._supervisor.watch is not None and worker_group.master_addr and worker_group.master_port:
-            self._supervisor.watch.connect(worker_group.master_addr, worker_group.master_port)
+            pids = {rank: handler.proc.pid for rank, handler in self._pcontext.subprocess_handlers.items()}
+            self._supervisor.watch.connect(worker_group.master_addr, worker_group.master_port, pids)
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

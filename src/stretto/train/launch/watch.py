@@ -6,7 +6,7 @@ Also when ranks do not stop after Ctrl-C: then it says what is saved and what is
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,10 +38,11 @@ class RankWatch:
         self._looked = 0.0
         self.monitor: Monitor | None = None
 
-    def connect(self, host: str, port: int) -> None:
-        """Read heartbeats from the ranks' store from now on."""
+    def connect(self, host: str, port: int, pids: Mapping[int, int]) -> None:
+        """Read heartbeats from the ranks' store from now on. pids: their processes."""
         store = dist.TCPStore(host, port, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
         self.monitor = Monitor(dist.PrefixStore(prefix(), store), self._ranks, self._timeout)
+        self.monitor.pids.update(pids)
 
     def look(self, running: Collection[int]) -> Stall | None:
         """Read the heartbeats, if it is time. Returns a stall that has reached the time limit; warns at half of it.
@@ -100,7 +101,8 @@ class RankWatch:
         rank, said = describe_lost(pairs, list(lost))
         own = next((each for each in failures if each.rank == rank), None)
         reason = f"{said}: {(own or failures[0]).reason}"
-        return Failure(rank, reason, None if own is None else own.trace, (0, 0.0), "lost connection")
+        order = (0, min(each.order[1] for each in failures))
+        return Failure(rank, reason, None if own is None else own.trace, order, "lost connection")
 
     def describe_unstopped(self, running: Collection[int], seconds: float) -> str:
         """Say which of the ranks that still run did not stop in so many seconds, and which steps are not saved."""
