@@ -153,7 +153,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         if Heartbeat.running is not None:
-            Heartbeat.running.begin_steps(grid.device.type)
+            is_captured = isinstance(config, TrainConfig) and config.train.cuda_graph
+            Heartbeat.running.begin_steps(grid.device.type, is_captured=is_captured)
         try:
             bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)
         except DivergenceError as error:

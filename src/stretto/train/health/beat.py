@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from stretto.train.health.flight_recorder import OpenCollective
 
@@ -30,6 +30,19 @@ class Save:
     step: int
     since: float
     where: str
+
+
+class Window(NamedTuple):
+    """What a rank measures in some steps, in which it is slow or is not.
+
+    number: of the window. busy: seconds of a step in which the rank did not wait. step: seconds of a step. view: by
+    what: "cpu" by the lines of Python that wait, and so does "host" where a GPU computes; "nccl" by NCCL's kernels.
+    """
+
+    number: int
+    busy: float
+    step: float
+    view: Literal["cpu", "host", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Beat:
     place_file: int | None = None
     error_file: str = ""
     is_done: bool = False
-    busy: tuple[tuple[int, float], ...] = ()
+    busy: tuple[Window, ...] = ()
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -84,7 +97,7 @@ class Beat:
             entered=tuple((name, number) for name, number in values["entered"]),
             peers=None if values["peers"] is None else tuple(values["peers"]),
             where=tuple(values["where"]),
-            busy=tuple((window, seconds) for window, seconds in values["busy"]),
+            busy=tuple(Window(*each) for each in values["busy"]),
         )
 
     @property

@@ -18,7 +18,13 @@ import torch.distributed as dist
 
 from stretto.train.health import progress
 
-SETTINGS = {"TORCH_FR_BUFFER_SIZE": "2000"}  # entries: the collectives of several steps
+TIMING = "TORCH_NCCL_ENABLE_TIMING"
+SETTINGS = {
+    "TORCH_FR_BUFFER_SIZE": "2000",  # entries: the collectives of several steps
+    # An event more on the device for each collective of NCCL, and a query of it when it has finished: see device_waits.
+    TIMING: "1",
+}
+OLD_NAMES = {TIMING: "NCCL_ENABLE_TIMING"}  # torch knows them, too
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,23 @@ class OpenCollective:
 
 def environment() -> dict[str, str]:
     """The environment variables that switch the recorder on, without those that the user has set."""
-    return {name: value for name, value in SETTINGS.items() if name not in os.environ}
+    return {
+        name: value for name, value in SETTINGS.items() if not {name, OLD_NAMES.get(name, name)} & os.environ.keys()
+    }
 
 
 def dump() -> dict[str, Any]:
     """The recorder's contents, {"gloo": ..., "nccl": ...}, as torch gives them: groups, their counters, and entries."""
     return {name: _parse(function(True, False)) for name, function in _functions()}
+
+
+def nccl_entries() -> list[dict[str, Any]]:
+    """The entries of NCCL's collectives, oldest first; none where torch is built without NCCL, or cannot tell."""
+    with suppress(RuntimeError, ValueError):
+        for name, function in _functions():
+            if name == "nccl":
+                return list(_parse(function(True, False)).get("entries", ()))
+    return []
 
 
 def counters() -> dict[str, int]:

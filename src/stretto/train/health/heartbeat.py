@@ -88,13 +88,17 @@ class Heartbeat:
         if Heartbeat.running is self:
             Heartbeat.running = None
 
-    def begin_steps(self, device: str) -> None:
-        """Call when all groups are made, before the first step: measure how slow this rank is, if it is on a CPU."""
+    def begin_steps(self, device: str, *, is_captured: bool = False) -> None:
+        """Call when all groups are made, before the first step: measure how slow this rank is.
+
+        device: "cpu" or "cuda". is_captured: whether steps are CUDA graphs, whose collectives nothing times.
+        """
         if self._store is not None:
             with suppress(RuntimeError):
                 connections.write_addresses(self._store, self.rank)
-        if device == "cpu" and self._sampler is None:
-            self._sampler = BusySampler()
+        if self._sampler is None:
+            has_gpu = device == "cuda"
+            self._sampler = BusySampler(has_gpu=has_gpu, reads_nccl=has_gpu and not is_captured)
             self._sampler.start()
 
     def slow_rank(self) -> dict[str, float] | None:
