@@ -65,7 +65,8 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     """
     require_loggers(config.train)
     is_callers_group = dist.is_initialized()
-    os.environ.update(flight_recorder.environment())  # before the process group is made
+    is_captured = isinstance(config, TrainConfig) and config.train.cuda_graph
+    os.environ.update(flight_recorder.environment(times_nccl=not is_captured))  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
     with beating(config.train.timeout, config.out, ranks=config.ranks):

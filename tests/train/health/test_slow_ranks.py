@@ -207,8 +207,9 @@ def test_steps_are_seen_with_the_unix_time_that_the_recorder_has_too(monkeypatch
 def test_nccl_times_collectives_unless_the_user_has_said_otherwise(monkeypatch):
     for name in ("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING", "TORCH_FR_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert flight_recorder.environment()["TORCH_NCCL_ENABLE_TIMING"] == "1"
+    assert flight_recorder.environment(times_nccl=True)["TORCH_NCCL_ENABLE_TIMING"] == "1"
+    assert set(flight_recorder.environment(times_nccl=False)) == {"TORCH_FR_BUFFER_SIZE"}
     for name in ("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"):  # torch's name, and its old one
         with monkeypatch.context() as patched:
             patched.setenv(name, "0")
-            assert set(flight_recorder.environment()) == {"TORCH_FR_BUFFER_SIZE"}
+            assert set(flight_recorder.environment(times_nccl=True)) == {"TORCH_FR_BUFFER_SIZE"}

@@ -43,10 +43,16 @@ class OpenCollective:
     is_background: bool = False
 
 
-def environment() -> dict[str, str]:
-    """The environment variables that switch the recorder on, without those that the user has set."""
+def environment(*, times_nccl: bool) -> dict[str, str]:
+    """The environment variables that switch the recorder on, without those that the user has set.
+
+    times_nccl: also record how long NCCL's kernels run. Not for steps that a CUDA graph holds: it would capture the
+    events, and nobody reads them.
+    """
     return {
-        name: value for name, value in SETTINGS.items() if not {name, OLD_NAMES.get(name, name)} & os.environ.keys()
+        name: value
+        for name, value in SETTINGS.items()
+        if not {name, OLD_NAMES.get(name, name)} & os.environ.keys() and (times_nccl or name != TIMING)
     }
 
 

@@ -119,8 +119,11 @@ class RankWatch:
 
 
 def rank_environment() -> dict[str, str]:
-    """The environment of ranks whose heartbeats the launcher reads, with torch's flight recorder."""
-    return {BY_LAUNCHER: "1"} | flight_recorder.environment()
+    """The environment of ranks whose heartbeats the launcher reads, with torch's flight recorder.
+
+    Whether NCCL's kernels are timed, each rank decides before it makes its process group.
+    """
+    return {BY_LAUNCHER: "1"} | flight_recorder.environment(times_nccl=False)
 
 
 def describe_unstopped(out: Path, monitor: Monitor | None, running: Collection[int], seconds: float) -> str:
