@@ -81,7 +81,7 @@ def strike(kind: str) -> None:
             raise RuntimeError("no luck")
         case "limits":  # the time limits of all groups, in place of "no luck"
             groups = dist.distributed_c10d._world.pg_map
-            raise RuntimeError(" ".join(f"{group.group_desc}={group_timeout(group)}" for group in groups))
+            raise RuntimeError(", ".join(f"{group.group_desc}={group_timeout(group)}" for group in groups))
         case "slow":
             time.sleep(0.2)
         case _:
