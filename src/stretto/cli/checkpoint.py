@@ -158,7 +158,7 @@ def _summarize(path: Path) -> dict[str, Any]:
 def _describe_grid(run: Mapping[str, Any]) -> str:
     """The axes of a run's grid that have more than one rank."""
     grid = run.get("grid")
-    sizes = {axis: size for axis, size in grid.items() if size != 1} if isinstance(grid, dict) else {}
+    sizes = {axis: size for axis, size in grid.items() if size not in (1, "cut")} if isinstance(grid, dict) else {}
     return " ".join(f"{axis}={size}" for axis, size in sizes.items()) or ("one rank" if isinstance(grid, dict) else "")
 
 
