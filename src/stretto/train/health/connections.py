@@ -24,9 +24,13 @@ def _key(rank: int) -> str:
     return f"connections {rank}"
 
 
-def write_addresses(store: dist.Store, rank: int) -> None:
-    """Write the local addresses of this process's connections to the store. Linux."""
-    store.set(_key(rank), json.dumps(sorted(_local_addresses())))
+def write_addresses(store: dist.Store, rank: int, known: set[str]) -> None:
+    """Write the local addresses of this process's connections to the store. Linux.
+
+    known: those that were found before, which are written too, since they may have been lost meanwhile; updated.
+    """
+    known |= _local_addresses()
+    store.set(_key(rank), json.dumps(sorted(known)))
 
 
 def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -> list[tuple[int, int]]:

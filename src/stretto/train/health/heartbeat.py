@@ -53,6 +53,7 @@ class Heartbeat:
         self._number = 0
         self._last: tuple[tuple[int, ...], dict[str, int]] = ((), {})
         self._groups = 0
+        self._addresses: set[str] = set()
         self._sampler: BusySampler | None = None
         self._last_save: tuple[object, ...] = ()
         self._save_progressed = time.monotonic()
@@ -95,7 +96,7 @@ class Heartbeat:
         """
         if self._store is not None:
             with suppress(RuntimeError):
-                connections.write_addresses(self._store, self.rank)
+                connections.write_addresses(self._store, self.rank, self._addresses)
         if self._sampler is None:
             has_gpu = device == "cuda"
             self._sampler = BusySampler(has_gpu=has_gpu, reads_nccl=has_gpu and not is_captured)
@@ -131,7 +132,7 @@ class Heartbeat:
                 self._answer(store)
                 if len(self._last[1]) != self._groups:  # there are new groups, and thus new connections
                     self._groups = len(self._last[1])
-                    connections.write_addresses(store, self.rank)
+                    connections.write_addresses(store, self.rank, self._addresses)
                 if self._peers is not None:
                     self._peers.look()
             except Exception as error:  # noqa: BLE001  (torch's errors of the store, of any class: beats must go on)

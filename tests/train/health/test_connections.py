@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who lost whom, from gloo's errors and the addresses that ranks have written."""
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from stretto.train.health import connections
+
+
+@pytest.fixture
+def connected():
+    """Two connected sockets, one for each of two ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        yield one, other
+        one.close()
+        other.close()
+
+
+def error_at(other):
+    """The error of the rank at the other end, with the port as gloo prints it."""
+    host, port = other.getpeername()
+    return f"RuntimeError: [pair.cc:553] Connection closed by peer [{host}]:{port % 256 * 256 + port // 256}. GLHF!"
+
+
+def test_addresses_are_known_after_their_connection_is_lost(connected):
+    one, other = connected
+    store, known = dist.HashStore(), set()
+    connections.write_addresses(store, 1, known)
+    reasons = {2: error_at(other)}
+    one.close()
+    connections.write_addresses(store, 1, known)  # a later group's
+    assert connections.find_lost_pairs(store, reasons, 4) == [(1, 2)]
+
+
+def test_a_rank_that_loses_all_its_connections_is_the_one_that_is_named():
+    assert connections.describe_lost([(0, 2), (1, 2), (2, 3)], [0, 1, 2, 3]) == (
+        2,
+        "rank 2 lost its connections to ranks 0, 1 and 3, and all processes live",
+    )
+    rank, text = connections.describe_lost([(1, 3)], [1, 3])
+    assert (rank, text) == (1, "ranks 1 and 3 lost their connection to each other, and all processes live")
+    rank, text = connections.describe_lost([], [3])
+    assert (rank, text) == (3, "rank 3 lost its connection to another rank, and all processes live")
