@@ -36,6 +36,14 @@ def test_addresses_are_known_after_their_connection_is_lost(connected):
     assert connections.find_lost_pairs(store, reasons, 4) == [(1, 2)]
 
 
+def test_a_quoted_error_is_the_other_ranks(connected):
+    one, other = connected
+    store = dist.HashStore()
+    connections.write_addresses(store, 3, set())
+    quoting = f"PeerError: rank 0 of the pipe: waited in vain; noticed first by rank 1 of the pipe: {error_at(other)}"
+    assert connections.find_lost_pairs(store, {0: quoting, 2: error_at(other)}, 4) == [(2, 3)]
+
+
 def test_a_rank_that_loses_all_its_connections_is_the_one_that_is_named():
     assert connections.describe_lost([(0, 2), (1, 2), (2, 3)], [0, 1, 2, 3]) == (
         2,

@@ -41,7 +41,8 @@ def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -
             owners |= dict.fromkeys(json.loads(store.get(_key(rank))), rank)
     pairs = set()
     for rank, reason in reasons.items():
-        for host, port in ADDRESS.findall(reason):
+        # What follows a semicolon is another rank's error, which ranks of a pipeline quote.
+        for host, port in ADDRESS.findall(reason.partition("; ")[0]):
             # gloo (as of torch 2.13) prints the port's two bytes in network order, that is, swapped.
             swapped = int(port) % 256 * 256 + int(port) // 256
             peer = owners.get(f"{host} {swapped}", owners.get(f"{host} {port}"))
