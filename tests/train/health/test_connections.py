@@ -37,7 +37,7 @@ def test_addresses_are_known_after_their_connection_is_lost(connected):
 
 
 def test_a_quoted_error_is_the_other_ranks(connected):
-    one, other = connected
+    _, other = connected
     store = dist.HashStore()
     connections.write_addresses(store, 3, set())
     quoting = f"PeerError: rank 0 of the pipe: waited in vain; noticed first by rank 1 of the pipe: {error_at(other)}"
