@@ -480,7 +480,23 @@ def simulator_speed(count: int) -> dict[str, Any]:
     return {"megabytes": 256, "cluster": "perlmutter", "rows": rows}
 
 
+def faults(count: int) -> dict[str, Any]:
+    kinds = ("SIGKILL", "SIGSTOP", "endless loop", "exception", "full disk", "dropped connection")
+    found = [
+        {
+            "kind": kind,
+            "seconds_named": 0.5 + place + 0.1 * number,
+            "seconds_again": None if number == 2 else 14.0 + place + number,
+            "problems": ["it was named too late"] if number == 3 else [],
+        }
+        for place, kind in enumerate(kinds[: count + 1])
+        for number in range(4 * count)
+    ]
+    return {"ranks": 4, "timeout": 8.0, "limit": 11.0, "faults": found, "rows": []}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "faults.json": faults,
     "train.json": train,
     "peers-llama-7b-2.json": peers,
     "overlap.json": overlap,

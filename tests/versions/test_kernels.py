@@ -27,6 +27,7 @@ from stretto.optim.state import kernels as state_kernels
 from stretto.parallel.comm import copy_engine_scatter
 from stretto.tiles import begin_call, signals
 from stretto.tiles.compile_only import compile_kernel
+from stretto.train import bit_hash_kernel
 
 FLOATS = torch.zeros(256)
 WORDS = torch.zeros(256, dtype=torch.int32)
@@ -102,6 +103,10 @@ def launch_cross_entropy(name: str) -> Launch:
     )
 
 
+def launch_hash() -> Launch:
+    return Launch(bit_hash_kernel._add_hash, (WORDS, LONGS, 4096, bit_hash_kernel.GOLDEN, 1024), {"num_warps": 8})
+
+
 def launch_sum_of_parts() -> Launch:
     arguments = make_channel("p2p"), WORDS, WORDS, FLOATS, FLOATS, FLOATS, 4096, 8192, 2048
     return Launch(copy_engine_scatter.sum_parts, arguments, {"num_warps": 8})
@@ -162,6 +167,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     },
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
+    "train.bit_hash_kernel._add_hash": launch_hash,
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),

@@ -58,7 +58,7 @@ def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_
     assert ["the run ends when it reaches the limit" in text for text in warnings].count(True) == 1
 
 
-@pytest.mark.parametrize("phase", ["data", "step"])
+@pytest.mark.parametrize("phase", [pytest.param("data", marks=pytest.mark.exhaustive), "step"])
 def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_messages(tmp_path, monkeypatch, phase):
     overrides = ("grid.data=2", "grid.pipe=2", "train.micro_batch=1")
     failure = fail(tmp_path / "out", monkeypatch, f"loop {phase} 1", *overrides)

@@ -103,6 +103,7 @@ def test_a_restart_gives_the_bits_of_an_undisturbed_run(out: Path) -> None:
     assert_nothing_left(out)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("forks_processes")
 def test_a_run_goes_from_4_to_2_ranks_and_back_to_4_by_itself(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

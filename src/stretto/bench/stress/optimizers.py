@@ -11,10 +11,12 @@ from stretto.bench.stress.team import Team
 from stretto.execution import StateOptions
 from stretto.memory import failures
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
+from stretto.train.bit_hash import multipliers
 from stretto.train.stored_optimizer import NoRanks, adamw_update, build_store
 
 ENTRIES = 6
 _ADAMW = "optim.adamw_kernel._adamw"
+_HASH = "train.bit_hash_kernel._add_hash"
 _MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
 
 
@@ -146,9 +148,37 @@ class HostStateCase(StressCase):
         return [Check(one, right) for one, right in zip(found, self._expected[entry], strict=True)]
 
 
+class HashCase(StressCase):
+    """Hashes of words of 4, 2 and 1 bytes (`train.verify_steps`), which must be those of torch's operators."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._device = team.device
+        count = 70_001 if team.is_cuda else 301
+        dtypes = (torch.int32, torch.int16, torch.uint8)
+        self._words, self._expected = [], []
+        for entry in range(ENTRIES):
+            dtype = dtypes[entry % len(dtypes)]
+            numbers = torch.iinfo(dtype)
+            words = team.integers((count,), "words", entry, team.rank, low=numbers.min, high=numbers.max).to(dtype)
+            self._words.append(words)
+            right = (words.cpu().long() * multipliers(0, count)).sum()
+            self._expected.append(right.to(team.device).view(1))
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.train import bit_hash_kernel
+
+        total = torch.zeros(1, dtype=torch.int64, device=self._device)
+        bit_hash_kernel.launch(self._words[entry], total)
+        return [Check(total, self._expected[entry])]
+
+
 def list_configurations() -> list[Configuration]:
-    """All configurations of optimizers."""
+    """All configurations of optimizers, and that of the hash of weights."""
     return [
+        Configuration("weights/hash", "optimizer", (_HASH,), "hashes that replicas compare", HashCase),
         Configuration("optimizer/adamw", "optimizer", (_ADAMW,), "one kernel a parameter", AdamWCase),
         Configuration(
             "optimizer/mixed", "optimizer", _MIXED, "AdamW and SGD on split bf16 weights", MixedPrecisionCase
