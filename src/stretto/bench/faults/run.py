@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,11 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
             expected = undisturbed[str(job.grid)]["metrics"]
             record = _run_job(job, work / f"job-{job.number}", setting)
             rows = judge(job, record, expected, setting.timeout + setting.grace)
-            rows = json.loads(json.dumps(rows).replace(f"{work}/", ""))  # messages name the job's files
+            # Messages name the job's files and this machine, which a result does not.
+            text = (
+                json.dumps(rows).replace(f"{work}/", "").replace(f"(host {socket.gethostname()},", "(host localhost,")
+            )
+            rows = json.loads(text)
             difference, problems = judge_end(job, record, expected)
             end = {"job": job.number, "loss_difference": difference, "problems": problems}
             print_job(rows, end)
