@@ -44,9 +44,8 @@ def _first_nonfinite(weights: dict[str, Tensor]) -> tuple[int, str] | None:
         if not is_finite:
             nans, infinities = int(weight.isnan().sum()), int(weight.isinf().sum())
             counts = [f"{count} {kind}" for count, kind in ((nans, "NaN"), (infinities, "infinite")) if count]
-            return list(weights).index(
-                name
-            ), f"{name} is not finite: of {weight.numel()} numbers, {' and '.join(counts)}"
+            text = f"{name} is not finite: of {weight.numel()} numbers, {' and '.join(counts)}"
+            return list(weights).index(name), text
     return None
 
 

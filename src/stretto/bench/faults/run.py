@@ -96,10 +96,8 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
             record = _run_job(job, work / f"job-{job.number}", setting)
             rows = judge(job, record, expected, setting.timeout + setting.grace)
             # Messages name the job's files and this machine, which a result does not.
-            text = (
-                json.dumps(rows).replace(f"{work}/", "").replace(f"(host {socket.gethostname()},", "(host localhost,")
-            )
-            rows = json.loads(text)
+            text = json.dumps(rows).replace(f"{work}/", "")
+            rows = json.loads(text.replace(f"(host {socket.gethostname()},", "(host localhost,"))
             difference, problems = judge_end(job, record, expected)
             end = {"job": job.number, "loss_difference": difference, "problems": problems}
             print_job(rows, end)

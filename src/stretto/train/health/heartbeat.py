@@ -177,9 +177,8 @@ class Heartbeat:
         waits: tuple[flight_recorder.OpenCollective, ...] = ()
         entered: dict[str, int] = {}
         saves = self._look_at_save(counters, now)
-        if (
-            max(since, saves.since if saves else 0.0) > self.interval / 2
-        ):  # the whole buffer is read only while nothing progresses
+        idle = max(since, saves.since if saves else 0.0)
+        if idle > self.interval / 2:  # the whole buffer is read only while nothing progresses
             found, entered = flight_recorder.find_collectives()
             waits = tuple(found)
         peer_wait = current_wait(self._main) if since > self.interval / 2 else None
