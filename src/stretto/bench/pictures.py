@@ -26,6 +26,7 @@ _PLOTS = {
     "faults.json": "faults.report:plot_faults",
     "messages.json": "messages.plot:plot_messages",
     "plan.json": "plan.plot:plot_plan",
+    "layouts-*.json": "plan.plot:plot_layouts",
     "collectives.json": "collectives.plot:plot_collectives",
     "compile.json": "collectives.plot:plot_compile",
     "pipelining.json": "collectives.plot:plot_pipelining",

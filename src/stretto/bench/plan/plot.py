@@ -19,7 +19,15 @@ _QUANTITIES = (("step time", "milliseconds", "ms"), ("peak memory", "gib", "GiB"
 
 def plot_plan(result: Path, picture: Path) -> None:
     """Draw a row of panels a workload: a line a grid, from its predicted to its measured time, and memory."""
-    data = json.loads(result.read_text())
+    _plot_predicted(json.loads(result.read_text()), picture, "grid", "Grids are the sizes of data, x, y and z")
+
+
+def plot_layouts(result: Path, picture: Path) -> None:
+    """Draw a line a layout, from its predicted to its measured time, and memory; and peers, which have no prediction."""
+    _plot_predicted(json.loads(result.read_text()), picture, "layout", "Layouts are grids with how they run")
+
+
+def _plot_predicted(data: Mapping[str, Any], picture: Path, kind: str, what_they_are: str) -> None:
     rows_of: dict[str, list[Mapping[str, Any]]] = {}
     for row in data["rows"]:
         if row.get("measured_milliseconds") is not None:
@@ -31,20 +39,21 @@ def plot_plan(result: Path, picture: Path) -> None:
     with drawing(picture, 9, sum(heights) or 1) as drawn:
         panels = drawn.panels(len(heights), len(quantities), height_ratios=heights or None, sharey="row")
         for across, (workload, rows) in zip(panels, rows_of.items(), strict=False):
-            for panel, (what, key, unit) in zip(across, quantities, strict=True):
+            for panel, (quantity, key, unit) in zip(across, quantities, strict=True):
                 _plot_pairs(panel, rows, key)
-                panel.set_xlabel(f"{what} ({unit})")
+                panel.set_xlabel(f"{quantity} ({unit})")
             across[0].set_yticks(range(len(rows)), [row["grid"] for row in rows])
             across[0].set_ylim(len(rows) - 0.4, -0.6)
-            chosen = min(rows, key=lambda row: row["predicted_milliseconds"])["grid"]
-            title = f"{workload}\npredicted to be the fastest: {chosen}; the fastest: {rows[0]['grid']}"
+            predicted = [row for row in rows if row.get("predicted_milliseconds") is not None]
+            chosen = min(predicted, key=lambda row: row["predicted_milliseconds"])["grid"]
+            title = f"{workload}\npredicted to be the fastest: {chosen}; the fastest: {predicted[0]['grid']}"
             across[0].set_title(title, loc="left")
-        drawn.title = "Predicted before it was measured, grid by grid"
+        drawn.title = f"Predicted before it was measured, {kind} by {kind}"
         drawn.subtitle = describe_origin(data)
-        drawn.caption = "Grids are the sizes of data, x, y and z, the fastest measured first."
+        drawn.caption = f"{what_they_are}, the fastest measured first."
         missing = sum(row.get("measured_milliseconds") is None for row in data["rows"])
         if missing:
-            drawn.caption += f" Not drawn: {missing} predicted grids that were not measured (the table says why)."
+            drawn.caption += f" Not drawn: {missing} predicted {kind}s that were not measured (the table says why)."
 
 
 def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> None:
@@ -67,6 +76,14 @@ def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> Non
         markeredgewidth=1.6,
         label="predicted",
     )
+    alone = [
+        (place, row[f"measured_{key}"])
+        for place, row in enumerate(rows)
+        if row.get(f"measured_{key}") is not None and row.get(f"predicted_{key}") is None
+    ]
+    if alone:
+        places, measured = zip(*alone, strict=True)
+        panel.plot(measured, places, linestyle="none", marker="s", markersize=6, color=PEER.colour, label="FSDP2")
     panel.tick_params(axis="y", length=0)
     panel.set_xlim(left=0)
 

@@ -5,8 +5,10 @@ Parallelized in torchtitan's manner: sequence-parallel norms, the vocabulary sha
 loss, each block compiled by itself, and FSDP2 over each block, the embedding, and the last norm with the head.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -201,25 +203,85 @@ def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def build_offloaded(
-    config: GPTConfig, device: torch.device, *, learning_rate: float
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A GPT under FSDP2 with `CPUOffloadPolicy`, which keeps parameters, gradients and state on the CPU; and AdamW.
+@dataclass(frozen=True)
+class FsdpOptions:
+    """How FSDP2 trains a GPT over all ranks, with gradients reduced in `dtype`, that of the computation.
 
-    Blocks are checkpointed; the computation and the reduction are in bf16.
+    frees_weights: gather weights again in the backward pass. recompute: checkpoint every block's activations.
+    is_on_host: parameters, gradients and optimizer state are on the CPU (`CPUOffloadPolicy`).
     """
+
+    dtype: torch.dtype = torch.bfloat16
+    learning_rate: float = 1e-5
+    frees_weights: bool = False
+    recompute: bool = False
+    is_on_host: bool = False
+
+
+def build_accumulating(
+    config: GPTConfig, tokens: Tensor, micro_batch: int, device: torch.device, options: FsdpOptions
+) -> Callable[[], Stepped]:
+    """Build a step over this rank's rows, int64 [rows, seq_len + 1], in micro-batches of so many rows.
+
+    Gradients accumulate, unreduced, until the last of them. The loss that a step returns is the mean over these rows.
+    """
+    if len(tokens) % micro_batch:
+        raise ValueError(f"{len(tokens)} rows cannot be cut into micro-batches of {micro_batch}")
+    model, optimizer = build_fsdp(config, device, options)
+    inputs, targets = tokens[:, :-1].split(micro_batch), tokens[:, 1:].split(micro_batch)
+    count = tokens.shape[0] * (tokens.shape[1] - 1)
+
+    def step() -> Stepped:
+        total = torch.zeros((), device=device)
+        for number, (some, some_targets) in enumerate(zip(inputs, targets, strict=True)):
+            model.set_requires_gradient_sync(number == len(inputs) - 1)  # type: ignore[operator]
+            loss = model(some.contiguous(), some_targets.contiguous(), count)
+            loss.backward()
+            total += loss.detach()
+        if options.is_on_host:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        else:
+            norm = clip_sharded_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return Stepped(total, norm)
+
+    return step
+
+
+def build_fsdp(
+    config: GPTConfig, device: torch.device, options: FsdpOptions
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A GPT under FSDP2 over all ranks, with random weights, and torch's fused AdamW."""
     with torch.device("meta"):
         model = GPT(config)
-    checkpoint_activations(model)
+    if options.recompute:
+        checkpoint_activations(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-    model.to_empty(device="cpu")
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.dtype),
+        reshard_after_forward=options.frees_weights,
+        **({"offload_policy": CPUOffloadPolicy()} if options.is_on_host else {}),
+    )
+    for block in model.blocks:
+        shard(block)
+    shard(model, reshard_after_forward=False)  # of embedding and head: the backward pass begins with them
+    model.to_empty(device="cpu" if options.is_on_host else device)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():  # drawn on the device: a CPU draws them one by one
             own = local_shard(parameter)
             drawn = torch.empty(own.shape, device=device)
             own.copy_(drawn.normal_(std=0.02) if own.dim() >= 2 else drawn.fill_(1.0))
-    return model, torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    return model, torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def build_offloaded(
+    config: GPTConfig, device: torch.device, *, learning_rate: float
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A GPT under FSDP2 with `CPUOffloadPolicy`, blocks checkpointed, weights freed after use; and AdamW."""
+    options = FsdpOptions(learning_rate=learning_rate, frees_weights=True, recompute=True, is_on_host=True)
+    return build_fsdp(config, device, options)

@@ -15,6 +15,12 @@ from stretto.bench.faults.settings import FaultsSetting
 from stretto.bench.flips import FlipsSetting
 from stretto.bench.messages.settings import MessagesSetting, require_two_ranks
 from stretto.bench.operators.settings import OperatorsSetting
+from stretto.bench.plan.layout_settings import (
+    LayoutsSetting,
+    read_layout_predictions,
+    read_layouts,
+    shrink,
+)
 from stretto.bench.plan.settings import (
     MemorySetting,
     PlanSetting,
@@ -288,6 +294,34 @@ def plan(setting: PlanSetting, out: Path) -> Any:
     written = write_predictions(planned, cluster, setting.predict, shards_sequence=setting.shards_sequence)
     print(f"predictions written to {setting.predict}", file=sys.stderr)
     return written
+
+
+@bench_command("layouts", LayoutsSetting, needs=Needs.TWO_GPUS)
+def layouts(setting: LayoutsSetting, out: Path) -> Any:
+    """Grids with pipelines, experts and state on the host: measured beside what was predicted, and beside FSDP2.
+
+    Predict first (this needs no GPU): stretto bench layouts --file FILE --cluster CLUSTER.toml
+    """
+    file = read_layouts(setting.file).choose(setting.only)
+    file = shrink(file) if setting.small else file
+    if setting.cluster is not None:
+        from stretto.cluster import Cluster
+
+        cluster = Cluster.find(setting.cluster)
+
+        from stretto.bench.plan.layouts import predict_layouts
+
+        return predict_layouts(file, cluster, out)
+    predicted = read_layout_predictions(out, file)
+
+    from stretto.cluster.detection import count_gpus
+
+    if not count_gpus() and not setting.small:
+        raise ValueError("this bench takes GPUs, and torch sees none here; --small tries the command without one")
+
+    from stretto.bench.plan.layouts import bench_layouts
+
+    return bench_layouts(file, predicted, setting, out)
 
 
 @bench_command("schedules", SchedulesSetting)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto bench layouts`: training runs of one model, each laid out in another way, beside what the planner predicts.
+
+A layout is a whole configuration of `stretto train`: grid, pipeline schedule, experts, micro-batches, recomputation and
+the place of optimizer state. `predict_layouts` needs no GPU, so that its file can be committed before anything is
+measured; `bench_layouts` reads it. Each run is trained by the task that `stretto train` runs, on random tokens, and
+torch's FSDP2 trains the same model in the same job. Runs take turns, round by round.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from stretto.bench.harness import (
+    TORCH_DTYPES,
+    Column,
+    markdown_table,
+    print_table,
+    run_ranks,
+    shared_where_few,
+    write_result,
+)
+from stretto.bench.pictures import draw_result
+from stretto.bench.plan.comparison import compare, summarize
+from stretto.bench.plan.layout_settings import FsdpPeer, LayoutFile, LayoutsSetting, describe_options, predictions_file
+from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
+from stretto.bench.training.torch_peers import FsdpOptions, build_accumulating
+from stretto.cluster import Cluster
+from stretto.parallel import Grid
+from stretto.planner.grid_plan import GridPlan
+from stretto.train.config import TrainConfig
+from stretto.train.gpt.model_source import GPTSource
+from stretto.train.gpt.preflight import plan_of_run
+
+LEARNING_RATE = 1e-5
+GIB = 1 << 30
+# A rank that fails would leave the others to wait; NCCL ends them after so many seconds.
+TIME_LIMIT = 90.0
+COLUMNS = (
+    Column("grid", "layout"),
+    Column("predicted_milliseconds", "predicted (ms)", "{:.0f}"),
+    Column("measured_milliseconds", "measured (ms)", "{:.0f}"),
+    Column("time_ratio", "predicted / measured", "{:.2f}"),
+    Column("predicted_gib", "predicted (GiB)", "{:.1f}"),
+    Column("measured_gib", "measured (GiB)", "{:.1f}"),
+    Column("memory_ratio", "predicted / measured", "{:.2f}"),
+    Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
+    Column("loss", "first loss", "{:.3f}"),
+    Column("fits", "said to fit"),
+    Column("reason", "why not"),
+)
+PREDICTED_COLUMNS = (
+    Column("grid", "layout"),
+    Column("predicted_milliseconds", "predicted (ms)", "{:.0f}"),
+    Column("predicted_gib", "predicted (GiB)", "{:.1f}"),
+    Column("fits", "fits"),
+    Column("parts", "of which (ms)"),
+    Column("reason", "why not"),
+)
+SUMMARY_COLUMNS = (
+    Column("grids", "layouts measured"),
+    Column("rank_correlation", "rank correlation", "{:.3f}"),
+    Column("predicted_fastest", "predicted fastest"),
+    Column("measured_fastest", "truly fastest"),
+    Column("loss_by_choice", "slower by", "{:.1%}"),
+    Column("largest_time_error", "largest time error", "{:.1%}"),
+    Column("largest_memory_error", "largest memory error", "{:.1%}"),
+    Column("failed", "said to fit, but failed"),
+)
+
+
+@dataclass(frozen=True)
+class LayoutWorkload:
+    """What `measure` needs of a workload: the global batch, tokens of a sequence, and how steps are timed."""
+
+    batch: int
+    seq_len: int
+    warm_up: int
+    repeats: int
+    rounds: int
+
+
+def predict_layouts(file: LayoutFile, cluster: Cluster, out: Path) -> dict[str, Any]:
+    """Predict every layout's step and memory, print them, and write `out`/predictions-NAME.json. Returns its content.
+
+    A layout that cannot be has a reason in place of numbers. Raises ValueError for a cluster without the GPU's memory.
+    """
+    cluster.require("gpu.memory")
+    rows = [_predict(name, layout, cluster) for name, layout in file.layouts.items()]
+    print_table(f"{file.name} on {cluster.name}, predicted", PREDICTED_COLUMNS, rows)
+    written = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cluster": cluster.name,
+        "gpu": cluster.gpu.name,
+        "rows": rows,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    predictions_file(out, file.name).write_text(json.dumps(written, indent=1) + "\n")
+    return written
+
+
+def _predict(name: str, layout: TrainConfig, cluster: Cluster) -> dict[str, Any]:
+    row: dict[str, Any] = {"grid": name, "options": describe_options(layout)}
+    try:
+        plan = plan_of_run(layout, _source_of(layout), cluster)
+    except ValueError as error:
+        return row | {"predicted_milliseconds": None, "predicted_gib": None, "fits": "no", "reason": str(error)}
+    return row | {
+        "predicted_milliseconds": plan.step_time * 1e3,
+        "predicted_gib": plan.peak_memory / GIB,
+        "fits": "yes" if plan.fits else "no",
+        "parts": _describe_parts(plan),
+        "terms": {term: seconds * 1e3 for term, seconds in plan.terms.items()},
+        "memory": {part: size / GIB for part, size in plan.memory.items()},
+        "reason": None if plan.is_possible else plan.why,
+    }
+
+
+def _describe_parts(plan: GridPlan) -> str:
+    """The parts of a step that take a hundredth of it or more, in milliseconds."""
+    large = {term: seconds for term, seconds in plan.terms.items() if seconds >= plan.step_time / 100}
+    return ", ".join(f"{term} {seconds * 1e3:.0f}" for term, seconds in large.items())
+
+
+def _source_of(layout: TrainConfig) -> GPTSource:
+    """The layout's model. Raises ValueError for one whose vocabulary the file does not say."""
+    if layout.model.path is not None:
+        raise ValueError("layouts train a GPT from random weights: give model.layers, model.hidden, not model.path")
+    if layout.model.vocab is None and layout.model.name is None:
+        raise ValueError("model.vocab is absent, and there is no data that it could be read from")
+    vocab = layout.model.vocab or 0
+    return GPTSource(layout.model.to_gpt(data_vocab=vocab, seq_len=layout.train.seq_len))
+
+
+def bench_layouts(
+    file: LayoutFile, predicted: Sequence[Mapping[str, Any]], setting: LayoutsSetting, out: Path
+) -> dict[str, Any]:
+    """Measure every layout and peer in one job, print the table, and write `out`/layouts-NAME.json, .md and .png.
+
+    A layout that is predicted to need more than the GPU's memory is not tried: ranks that run out of memory at
+    different moments would wait for each other. Returns the rows and a summary.
+    """
+    ranks = file.first.ranks
+    with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder, shared_where_few(ranks):
+        tokens = _write_tokens(file.first, Path(folder))
+        layouts = {name: _with_data(layout, tokens, Path(folder)) for name, layout in file.layouts.items()}
+        measured = run_ranks(ranks, measure_layouts, layouts, dict(file.peers), list(predicted), setting)
+    peers = [row | {"workload": file.name} for row in measured if row["grid"] in file.peers]
+    rows = compare(file.name, predicted, [row for row in measured if row["grid"] not in file.peers])
+    fitting = {row["grid"]: row["fits"] for row in predicted}
+    rows = [row | {"fits": fitting[row["grid"]]} for row in rows]
+    summary = summarize(file.name, rows)
+    summary["failed"] = sum(row["fits"] == "yes" and row.get("measured_milliseconds") is None for row in rows)
+    print_table(f"{file.name}, {ranks} ranks", COLUMNS, rows + peers)
+    print_table("The planner's choice", SUMMARY_COLUMNS, [summary])
+    path = write_result(
+        out,
+        f"layouts-{file.name}",
+        COLUMNS,
+        rows + peers,
+        ranks=ranks,
+        gpus=torch.cuda.device_count(),
+        layouts={name: describe_options(layout) for name, layout in file.layouts.items()},
+        peers={name: asdict(peer) for name, peer in file.peers.items()},
+        summary=summary,
+    )
+    with path.with_suffix(".md").open("a") as text:
+        text.write("\n" + "\n".join(markdown_table(SUMMARY_COLUMNS, [summary])) + "\n")
+    draw_result(path)
+    return {"rows": rows + peers, "summary": summary}
+
+
+def _write_tokens(layout: TrainConfig, folder: Path) -> Path:
+    """Write random tokens, enough for two steps, in nanoGPT's format."""
+    vocab = _source_of(layout).config.vocab
+    count = 2 * layout.train.batch * layout.train.seq_len + 1
+    path = folder / "tokens.bin"
+    np.random.default_rng(0).integers(0, vocab, count, dtype=np.uint32).tofile(path)
+    return path
+
+
+def _with_data(layout: TrainConfig, tokens: Path, folder: Path) -> TrainConfig:
+    """The layout's configuration with data, as plain options again, so that everything is checked once more."""
+    options = layout.model_dump(mode="json", exclude_unset=True)
+    options["data"] = {"path": str(tokens), "format": "nanogpt", "token_dtype": "uint32"}
+    options["out"] = str(folder / "run")
+    return TrainConfig.model_validate(options)
+
+
+def measure_layouts(
+    layouts: Mapping[str, TrainConfig],
+    peers: Mapping[str, FsdpPeer],
+    predicted: Sequence[Mapping[str, Any]],
+    setting: LayoutsSetting,
+) -> list[dict[str, Any]]:
+    """The job of each rank; returns a row a layout and peer: times and memory, or the reason why there are none."""
+    first = next(iter(layouts.values()))
+    world = Grid(data=first.ranks, timeout=TIME_LIMIT)  # joins the job
+    reasons = {str(row["grid"]): _why_not(row, world.device) for row in predicted}
+    runs = [
+        TrainingRun(name, partial(_build, layout, world.device))
+        for name, layout in layouts.items()
+        if reasons[name] is None
+    ]
+    runs += [
+        TrainingRun(name, partial(_build_peer, first, peer, world.device), is_peer=True) for name, peer in peers.items()
+    ]
+    run = first.train
+    workload = LayoutWorkload(run.batch, run.seq_len, setting.warm_up, setting.repeats, setting.rounds)
+    rows: list[dict[str, Any]] = [
+        {"grid": name, "reason": reasons[name]} for name in layouts if reasons[name] is not None
+    ]
+    for row in measure(runs, workload, world.device, extra=_close):
+        rows.append(
+            {
+                "grid": row["name"],
+                "measured_milliseconds": row.get("step_milliseconds"),
+                "measured_gib": row.get("peak_memory_gib"),
+                "tokens_per_second_per_gpu": row.get("tokens_per_second_per_gpu"),
+                "loss": row.get("loss"),
+                "seconds": row.get("seconds"),
+                "reason": row.get("error"),
+            }
+        )
+    return rows
+
+
+def _why_not(row: Mapping[str, Any], device: torch.device) -> str | None:
+    if row["reason"] is not None:
+        return str(row["reason"])
+    if device.type == "cuda":
+        has = torch.cuda.get_device_properties(device).total_memory / GIB
+        if row["predicted_gib"] > has:
+            return f"not tried: it would need {row['predicted_gib']:.0f} GiB of the {has:.0f} that there are"
+    return None
+
+
+class _TaskStep:
+    """Steps of the task that `stretto train` runs."""
+
+    def __init__(self, layout: TrainConfig, device: torch.device) -> None:
+        from stretto.train.gpt.task import GPTTask
+
+        self._grid = Grid(**layout.grid.sizes(), device=device, timeout=TIME_LIMIT)
+        self._task = GPTTask(layout, self._grid)
+        self._task.start()
+        self._step = 0
+
+    def __call__(self) -> Stepped:
+        self._step += 1
+        return Stepped(*self._task.step(self._step, LEARNING_RATE))
+
+    def close(self) -> None:
+        """End the pipeline's threads and what else a task keeps."""
+        self._task.close()
+
+
+def _build(layout: TrainConfig, device: torch.device) -> Step:
+    return _TaskStep(layout, device)
+
+
+def _close(step: Step) -> dict[str, Any]:
+    if isinstance(step, _TaskStep):
+        step.close()
+    return {}
+
+
+def _build_peer(layout: TrainConfig, peer: FsdpPeer, device: torch.device) -> Step:
+    run, model = layout.train, _source_of(layout).config
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    options = FsdpOptions(
+        dtype=TORCH_DTYPES[run.dtype],
+        learning_rate=LEARNING_RATE,
+        frees_weights=peer.frees_weights,
+        recompute=peer.recompute,
+        is_on_host=peer.optimizer_state == "host",
+    )
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(model.vocab, (run.batch // ranks, run.seq_len + 1), generator=generator).to(device)
+    step: Callable[[], tuple[Any, Any]] = build_accumulating(model, tokens, peer.micro_batch, device, options)
+    return lambda: Stepped(*step())
