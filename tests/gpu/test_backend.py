@@ -3,15 +3,17 @@
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,8 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import stretto  # noqa: F401  (makes the backend's name known)
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
+from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.memory import shared_gpus
 from tests.gpu.watched import run_watched
+
+SEED = 20261126
 
 
 def mlp() -> nn.Sequential:
@@ -293,6 +298,80 @@ def trace_ddp(folder: Path) -> None:
         torch.cuda.synchronize()
     profile.export_chrome_trace(str(folder / f"ddp-{dist.get_rank()}.json"))
     dist.destroy_process_group()
+
+
+def repeat_calls(folder: Path) -> None:
+    """Calls of few kinds in random order, on several streams, of which one rank or another is late."""
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
+    dist.init_process_group("stretto")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    same, own = random.Random(SEED), random.Random(SEED + 1 + rank)
+    results: list[tuple[str, Tensor, Tensor]] = []
+    numbers = torch.arange(world * 512, device="cuda", dtype=torch.float32)
+    torch.cuda.synchronize()  # which all streams read
+
+    def call(number: int, is_async: bool) -> None:
+        operation, size = same.choice(("all_reduce", "gather", "scatter", "exchange")), same.choice((96, 512))
+        x = numbers[: world * size] * (rank + 1) + number
+        whole = numbers[: world * size]
+        if operation == "all_reduce":
+            work = dist.all_reduce(x, async_op=is_async)
+            y, right = x, whole * sum(range(1, world + 1)) + number * world
+        elif operation == "gather":
+            y = torch.empty_like(x)
+            work = dist.all_gather_into_tensor(y, x[:size], async_op=is_async)
+            right = torch.cat([whole[:size] * (each + 1) + number for each in range(world)])
+        elif operation == "scatter":
+            y = torch.empty_like(x[:size])
+            work = dist.reduce_scatter_tensor(y, x, async_op=is_async)
+            right = whole[rank * size : (rank + 1) * size] * sum(range(1, world + 1)) + number * world
+        else:
+            y = torch.empty_like(x)
+            work = dist.all_to_all_single(y, x, async_op=is_async)
+            part = whole[rank * size : (rank + 1) * size]
+            right = torch.cat([part * (each + 1) + number for each in range(world)])
+        if work is not None:
+            work.wait()
+        results.append((f"call {number}, {operation} of {size}, async {is_async}", y, right))
+
+    def call_all(numbers_of_calls: range) -> None:
+        for number in numbers_of_calls:
+            if own.random() < 0.1:
+                torch.cuda._sleep(own.randrange(200_000))
+            with torch.cuda.stream(same.choice(streams)):
+                call(number, same.random() < 0.5)
+
+    call_all(range(60))
+    install(find("ring-all-reduce").compile(ranks=world), max_bytes=world * 96 * 4)
+    call_all(range(60, 120))
+    before = sum(call_counts().values())
+    with mock.patch.object(Dispatcher, "start", autospec=True, side_effect=Dispatcher.start) as through_python:
+        call_all(range(120, 240))
+    torch.cuda.synchronize()
+    wrong = [name for name, y, right in results if not torch.equal(y, right)]
+    counted = {" ".join(key): number for key, number in call_counts().items()}
+    written = {
+        "wrong": wrong,
+        "counted": counted,
+        "calls": sum(counted.values()) - before,
+        "through_python": through_python.call_count,
+    }
+    (folder / f"repeated-{rank}.json").write_text(json.dumps(written))
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, 5)
+def test_repeated_calls_are_launched_without_python_and_keep_their_order(tmp_path: Path, world: int) -> None:
+    run_watched(world, repeat_calls, tmp_path)
+    for rank in range(world):
+        found = json.loads((tmp_path / f"repeated-{rank}.json").read_text())
+        assert found["wrong"] == [], f"seed {SEED}"
+        assert found["calls"] == 120
+        installed = found["counted"]["allreduce schedule ring-all-reduce"]
+        assert installed > 5, found
+        # Those of an installed schedule, and perhaps a kind or two that had not come before.
+        assert found["through_python"] <= installed + 16, found
 
 
 @pytest.mark.ranks(2, 4)

@@ -362,3 +362,72 @@ def test_waits_on_the_gpu_take_the_time_limit_that_the_group_has_at_the_call(gpu
     assert (waiting.limit, other.limit) == (None, None)  # what it was made with
     gpu.call(2, timeout=7.5)
     assert (waiting.limit, other.limit, gpu.workspace.limit) == (7_500_000_000, None, 7_500_000_000)
+
+
+class FastCalls:
+    """What launches calls without Python, as the runner sees it; `launch` puts one on the current stream."""
+
+    def __init__(self, gpu):
+        self._gpu, self._last, self.followed, self.held = gpu, None, [], 0
+
+    def launch(self, name):
+        assert not self.held
+        self._gpu.streams.current.put(self._gpu.kernel._run, name)
+        self._last = self._gpu.streams.current.cuda_stream, self._gpu.streams.current.record_event()
+
+    def hold(self):
+        self.held += 1
+        last, self._last = self._last, None
+        return last
+
+    def release(self):
+        self.held -= 1
+
+    def follow(self, handle, end):
+        self.followed.append((handle, end))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_call_comes_after_those_that_were_launched_without_python(gpu, is_async):
+    gpu.runner._fast = fast = FastCalls(gpu)
+    gpu.call(1, is_async=False)
+    fast.launch(2)
+    with gpu.streams.use(gpu.streams.stream()):
+        work = gpu.call(3, is_async)
+    for name in (3, 2, 1):
+        gpu.kernel.release(name)
+    work.end.synchronize()
+    assert gpu.kernel.ended == [1, 2, 3]
+    assert fast.held == 0
+    # And the other way round: they learn where the runner's last call ends.
+    handle, end = fast.followed[-1]
+    assert handle == (gpu.workspace.group_stream if is_async else gpu.kernel.ran_on[3]).cuda_stream
+    assert end is work.end
+
+
+def test_a_barrier_comes_after_calls_that_were_launched_without_python(gpu):
+    gpu.runner._fast = fast = FastCalls(gpu)
+    gpu.call(1)
+    gpu.kernel.release(1)
+    fast.launch(2)
+    work = gpu.runner.after_schedules(SimpleNamespace(wait=lambda: True))
+    fast.launch(3)
+    with ThreadPoolExecutor(1) as pool:
+        begin = pool.submit(gpu.runner.begin_barrier, False, False)
+        time.sleep(0.05)  # for a barrier that does not wait
+        assert not begin.done()
+        gpu.kernel.release(2)
+        assert work.wait()
+        assert not begin.done()
+        gpu.kernel.release(3)
+        begin.result(SECONDS)
+    gpu.runner._worker.close(SECONDS)
+
+
+def test_a_call_of_a_graph_leaves_the_last_call_as_it_was(gpu):
+    gpu.runner._fast = fast = FastCalls(gpu)
+    gpu.call(1)
+    gpu.streams.is_capturing = True
+    gpu.call(2)
+    assert len(fast.followed) == 1
+    assert fast.held == 0

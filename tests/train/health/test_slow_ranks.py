@@ -178,9 +178,11 @@ def test_a_wait_in_a_thread_of_the_autograd_engine_is_a_wait_of_the_rank(monkeyp
     assert sampler._is_waiting()
 
 
-def test_steps_are_seen_with_the_unix_time_that_the_recorder_has_too(monkeypatch):
-    """The sampler's thread itself, on steps that the test notes."""
+@pytest.mark.parametrize(("waits", "busy"), [(True, 0.0046), (False, 0.005)], ids=["host waits", "host never waits"])
+def test_steps_are_seen_with_the_unix_time_that_the_recorder_has_too(monkeypatch, waits, busy):
+    """The sampler's thread itself, on steps that the test notes. A host that never waits is held up by nobody."""
     monkeypatch.setattr(slow_ranks, "PERIOD", 0.0005)
+    monkeypatch.setattr(BusySampler, "_is_waiting", lambda self: waits)
     times = []
     monkeypatch.setattr(device_waits, "read_seconds", lambda starts: times.append(list(starts)) or (0.005, 0.0004))
     sampler = BusySampler(has_gpu=True, reads_nccl=True)
@@ -197,7 +199,7 @@ def test_steps_are_seen_with_the_unix_time_that_the_recorder_has_too(monkeypatch
         progress.note(before.phase, 0)
     (window,) = sampler.windows()
     assert (window.number, window.view) == (0, "nccl")
-    assert (window.busy, window.step) == (pytest.approx(0.0046), 0.005)
+    assert (window.busy, window.step) == (pytest.approx(busy), 0.005)
     (starts,) = times
     assert len(starts) > WINDOW / 2
     assert starts == sorted(set(starts))

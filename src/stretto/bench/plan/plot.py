@@ -23,7 +23,7 @@ def plot_plan(result: Path, picture: Path) -> None:
 
 
 def plot_layouts(result: Path, picture: Path) -> None:
-    """Draw a line a layout, from its predicted to its measured time, and memory; and peers, which have no prediction."""
+    """Draw a line a layout, from its predicted to its measured time, and memory; peers have no prediction."""
     _plot_predicted(json.loads(result.read_text()), picture, "layout", "Layouts are grids with how they run")
 
 
@@ -82,8 +82,14 @@ def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> Non
         if row.get(f"measured_{key}") is not None and row.get(f"predicted_{key}") is None
     ]
     if alone:
-        places, measured = zip(*alone, strict=True)
-        panel.plot(measured, places, linestyle="none", marker="s", markersize=6, color=PEER.colour, label="FSDP2")
+        panel.plot(
+            *zip(*((value, place) for place, value in alone), strict=True),
+            linestyle="none",
+            marker="s",
+            markersize=6,
+            color=PEER.colour,
+            label="FSDP2",
+        )
     panel.tick_params(axis="y", length=0)
     panel.set_xlim(left=0)
 

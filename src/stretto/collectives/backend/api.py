@@ -188,7 +188,7 @@ def call_counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, st
     Keys are (c10d's operation, "schedule NAME" or the inner backend: "gloo" or "nccl"). ValueError for a group of
     another backend.
     """
-    return find_dispatcher(group).counter.read()
+    return find_dispatcher(group).counts()
 
 
 def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, timeout: float) -> T:

@@ -8,9 +8,10 @@ one after another on whichever streams (`CollectiveWorkspace.follow_stream`). Wh
 run on the group's stream, forked from the caller's, which keeps their order: `follow_stream` does nothing there.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.nvrtc import launch_addresses
 from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import EndOfCall
 from stretto.collectives.schedule import Schedule
@@ -37,10 +39,14 @@ logger = logging.getLogger("stretto.collectives")
 
 
 class CudaRunner:
-    """Runner for CUDA tensors. Each rank has a GPU, all in one machine, and all access each other's memory."""
+    """Runner for CUDA tensors. Each rank has a GPU, all in one machine, and all access each other's memory.
 
-    def __init__(self, member: Member) -> None:
+    fast: what launches calls again that were made before (native/fast_calls.hpp); None: nothing does.
+    """
+
+    def __init__(self, member: Member, fast: Any = None) -> None:
         self._member = member
+        self._fast = fast
         self._communicator: CudaCommunicator | None = None
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
@@ -112,13 +118,51 @@ class CudaRunner:
         buffers = _find_buffers(call.collective, input, output, self._member.rank)
         if buffers is None:
             return _left_to_nccl("its output overlaps its input")
+        is_captured = communicator.workspace.is_capturing
         kernel, name, why = communicator.find(call.collective, *buffers, call.reduction or "sum")
         if kernel is None or name is None:
-            return _left_to_nccl(why)
-        return FastestRun(self._enqueue(call, lambda: kernel(*buffers)), name, why)
+            return FastestRun(None, "", why, is_settled=not is_captured)
+        work = self._enqueue(call, lambda: kernel(*buffers))
+        if self._fast is not None and not is_captured and isinstance(kernel, FusedScheduleKernel):
+            self._remember(call, kernel, name)
+        return FastestRun(work, name, why)
+
+    def _remember(self, call: BackendCall, kernel: FusedScheduleKernel, name: str) -> None:
+        """Have such calls launched without Python from now on, if they are one launch."""
+        assert self._communicator is not None
+        launch = kernel.last_launch()
+        if launch is None:
+            return
+        stream = torch.cuda.current_stream(self._communicator.workspace.device)
+        self._fast.add_stream(stream.stream_id, stream.cuda_stream)
+        milliseconds = round(call.timeout * 1000)
+        kind = (call.operation, list(call.outputs), list(call.inputs), call.reduction, call.root)
+        self._fast.add(*kind, milliseconds, call.title, f"schedule {name}", *launch)
+
+    def _catch_up(self) -> None:
+        """Learn of calls that were launched without Python since; none is until `_fast.release`."""
+        if self._fast is not None and (last := self._fast.hold()) is not None:
+            assert self._communicator is not None
+            handle, end = last
+            self._communicator.workspace.resume(handle, end)
+            self._last_end = end
+
+    @contextlib.contextmanager
+    def _caught_up(self) -> Iterator[None]:
+        """A context in which this runner knows the group's last call, and no other begins without Python."""
+        self._catch_up()
+        try:
+            yield
+        finally:
+            if self._fast is not None:
+                self._fast.release()
 
     def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
         """Make the current stream wait for the last call, or the host; see `Runner.begin_barrier`."""
+        with self._caught_up():
+            self._begin_barrier(on_gpu, is_async)
+
+    def _begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
         if self._last_end is None or torch.cuda.is_current_stream_capturing():
             return
         if on_gpu:
@@ -129,7 +173,8 @@ class CudaRunner:
 
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that ends when this one has, and the GPU has finished the last call before it."""
-        end = self._last_end
+        with self._caught_up():
+            end = self._last_end
         if end is None or torch.cuda.is_current_stream_capturing() or end.query():
             return barrier
         work = make_work(self._member.rank, "barrier", ())
@@ -149,7 +194,8 @@ class CudaRunner:
 
     def discard(self, schedule: Schedule) -> None:
         """Drop the schedule and its kernels once the GPU has finished with them, except those that graphs replay."""
-        self._finish()
+        with self._caught_up():
+            self._finish()
         self._schedules.pop(id(schedule))
         self._tile_bytes.pop(id(schedule), None)
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
@@ -157,6 +203,8 @@ class CudaRunner:
     def close(self, seconds: float) -> None:
         """Wait for the GPU, save a failure that was never raised, and free everything."""
         self._worker.close(seconds)
+        if self._fast is not None:
+            self._fast.clear()
         self._last_end = None
         if self._communicator is not None:
             torch.cuda.synchronize(self._communicator.workspace.device)
@@ -171,6 +219,10 @@ class CudaRunner:
 
     def _enqueue(self, call: BackendCall, launch: Callable[[], None]) -> "Work":
         """Launch a call's kernels on the stream that they belong to; returns their Work."""
+        with self._caught_up():
+            return self._launch(call, launch)
+
+    def _launch(self, call: BackendCall, launch: Callable[[], None]) -> "Work":
         assert self._communicator is not None
         workspace = self._communicator.workspace
         workspace.set_limit(call.timeout)  # the group's, which `set_timeout` may have changed
@@ -196,6 +248,8 @@ class CudaRunner:
         if not is_captured:
             self._last_end = work.end
             workspace.mark_end(work.end)
+            if self._fast is not None and workspace.last_stream >= 0:
+                self._fast.follow(workspace.last_stream, work.end)
         return work
 
     def _finish(self) -> None:
@@ -212,9 +266,17 @@ class CudaRunner:
             )
             if self._obstacle is None:
                 self._communicator = CudaCommunicator(group)
+                self._open_fast_calls(self._communicator)
             else:
                 logger.debug("group %s runs no schedules on its GPUs: %s", self._member.name, self._obstacle)
         return self._communicator
+
+    def _open_fast_calls(self, communicator: CudaCommunicator) -> None:
+        if self._fast is None:
+            return
+        stream = communicator.workspace.group_stream
+        device = communicator.workspace.device.index
+        self._fast.open(self._member.rank, device, *launch_addresses(), stream.stream_id, stream.cuda_stream)
 
     def _kernel(
         self, schedule: Schedule, call: BackendCall, in_place: bool

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -90,20 +90,42 @@ class Dispatcher:
     """Decides what runs the calls of one group, on this rank. The backend holds it; it holds neither backend nor group.
 
     inner: the name of the inner backend by device type ("gloo", "nccl"). nccl_warmup: NCCL's, where there are GPUs.
+    fast: what runs repeated calls on GPUs without this dispatcher, which fills it (native/fast_calls.hpp).
     """
 
-    def __init__(self, member: Member, inner: dict[str, str], nccl_warmup: NcclWarmup | None = None) -> None:
+    def __init__(
+        self, member: Member, inner: dict[str, str], nccl_warmup: NcclWarmup | None = None, fast: Any = None
+    ) -> None:
         self.member = member
         self.inner = inner
         self.counter = CallCounter(member.name)
-        self.installed: tuple[InstalledSchedule, ...] = ()
+        self._installed: tuple[InstalledSchedule, ...] = ()
         self._runners: dict[str, Runner | None] = {}
         self._nccl_warmup = nccl_warmup
         self._is_bypassed = False
         self._debug_check = DebugCheck(member) if is_debugging() else None
+        self._fast = None if is_debugging() else fast
         self.is_closed = False
         self.load_schedules: Callable[[], object] | None = None
         """What installs schedules before the first call that one could run, in which all ranks take part."""
+
+    @property
+    def installed(self) -> tuple[InstalledSchedule, ...]:
+        """The schedules that users have installed, in the order in which they did."""
+        return self._installed
+
+    @installed.setter
+    def installed(self, schedules: tuple[InstalledSchedule, ...]) -> None:
+        self._installed = schedules
+        if self._fast is not None:
+            self._fast.clear()  # one of them may run what another kernel has run
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """The calls so far, by (operation, what ran it)."""
+        counts = Counter(self.counter.read())
+        for operation, ran_as, number in () if self._fast is None else self._fast.counts():
+            counts[operation, ran_as] += number
+        return dict(counts)
 
     def __call__(
         self,
@@ -146,7 +168,10 @@ class Dispatcher:
                 self.counter.count(call, f"schedule {fastest.name}", fastest.why)
                 return fastest.work
             reason = why if fastest is None else f"{why}; {fastest.why}"
-            self.counter.count(call, self.inner.get(call.device_type, "nothing"), reason)
+            inner = self.inner.get(call.device_type, "nothing")
+            self.counter.count(call, inner, reason)
+            if self._fast is not None and inner == "nccl" and fastest is not None and fastest.is_settled:
+                self._fast.add_inner(call.operation, call.outputs, call.inputs, call.reduction, call.root, inner)
             return None
         runner = self.runner(call.device_type)
         assert runner is not None
@@ -182,17 +207,21 @@ class Dispatcher:
     def runner(self, device_type: str) -> Runner | None:
         """The group's runner for tensors on such devices, made at its first use; None where there is none."""
         if device_type not in self._runners:
-            self._runners[device_type] = runner_for(device_type, self.member)
+            self._runners[device_type] = runner_for(device_type, self.member, self._fast)
         return self._runners[device_type]
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
         """A context in which the inner backends run everything, uncounted: Stretto's own messages."""
         self._is_bypassed = True
+        if self._fast is not None:
+            self._fast.pause()
         try:
             yield
         finally:
             self._is_bypassed = False
+            if self._fast is not None:
+                self._fast.release()
 
     def close(self, seconds: float) -> None:
         """End the group; calls that have started may take `seconds` more. The counts stay.

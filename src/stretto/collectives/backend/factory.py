@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.host_fallback import HostFallback
-from stretto.collectives.backend.native import make_backend
+from stretto.collectives.backend.native import make_backend, make_fast_calls
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import Member
 from stretto.memory import shared_gpus
@@ -69,20 +69,21 @@ def _create(
     cpu._set_sequence_number_for_group()
     member = Member(rank, size, name)
     cuda, dispatch = None, None
+    fast = make_fast_calls()
     if not _has_gpus():
         dispatcher = Dispatcher(member, {"cpu": "gloo"})
     elif shared_gpus.is_enabled():
         shared_gpus.install()
-        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "gloo"})
+        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "gloo"}, fast=fast)
         dispatch = HostFallback(dispatcher, cpu, dist.PrefixStore("by host", store), member)
     else:
         cuda = _create_nccl(store, rank, size, timeout, name, ranks, options)
-        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, NcclWarmup(cuda, member))
+        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, NcclWarmup(cuda, member), fast)
     _dispatchers[name] = dispatcher
     if size > 1 and (folder := os.environ.get(SCHEDULES_VARIABLE)):
         dispatcher.load_schedules = partial(_load_schedules, name, folder)
     milliseconds = round(timeout.total_seconds() * 1000)
-    backend: Any = make_backend(rank, size, cpu, cuda, dispatch or dispatcher, _split, milliseconds)
+    backend: Any = make_backend(rank, size, cpu, cuda, dispatch or dispatcher, _split, milliseconds, fast)
     backend.options.group_name = name
     backend.options.global_ranks_in_group = ranks
     return backend

@@ -50,8 +50,11 @@ def make_backend(
     dispatch: Callable[..., "Work | None"],
     split: Callable[..., "Backend | None"],
     milliseconds: int,
+    fast: Any = None,
 ) -> "Backend":
     """Make the c10d backend over these inner ones: `StrettoBackend` in native/backend.hpp, with its arguments.
+
+    fast: of `make_fast_calls`.
 
     CompilerError where it cannot be compiled and this torch allows no backend in Python.
     """
@@ -60,7 +63,17 @@ def make_backend(
         from stretto.collectives.backend.python_backend import PythonBackend
 
         return PythonBackend(rank, size, cpu, cuda, dispatch, split, milliseconds)
-    return module.StrettoBackend(rank, size, cpu, cuda, dispatch, split, module.StrettoOptions(milliseconds))
+    options = module.StrettoOptions(milliseconds)
+    return module.StrettoBackend(rank, size, cpu, cuda, dispatch, split, options, fast or module.FastCalls())
+
+
+def make_fast_calls() -> Any:
+    """Make what runs repeated calls of one group without Python (native/fast_calls.hpp); None without a compiler.
+
+    CompilerError as of `make_backend`.
+    """
+    module = _find_extension()
+    return None if module is None else module.FastCalls()
 
 
 def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:

@@ -2,7 +2,7 @@
 """The interface of what runs schedules on one type of device, and where each type's runner is chosen."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,13 @@ class FastestRun(NamedTuple):
     """A call that was started by the fastest known implementation.
 
     work: None if the inner backend is to run the call; name: of the implementation; why: the reason for the choice.
+    is_settled: whether the same holds for all calls of such tensors.
     """
 
     work: "Work | None"
     name: str
     why: str
+    is_settled: bool = False
 
 
 class Runner(Protocol):
@@ -85,7 +87,7 @@ class Runner(Protocol):
         """Accept no more calls, wait up to `seconds` for those that have started, and free everything. Idempotent."""
 
 
-def runner_for(device_type: str, member: Member) -> Runner | None:
+def runner_for(device_type: str, member: Member, fast: Any = None) -> Runner | None:
     """Make the runner for this group's tensors on devices of this type; None where Stretto has none.
 
     This is the one place to plug in a device's executor.
@@ -98,6 +100,6 @@ def runner_for(device_type: str, member: Member) -> Runner | None:
         case "cuda":
             from stretto.collectives.backend.cuda_runner import CudaRunner
 
-            return CudaRunner(member)
+            return CudaRunner(member, fast)
         case _:
             return None

@@ -6,8 +6,9 @@ main thread every 20 ms: whether its innermost Python frame is in a call that wa
 looks, over WINDOW steps, gives the seconds of a step in which the rank was busy. It costs less than 0.2% of a CPU.
 
 On GPUs the host does not see when a kernel waits for other ranks: there the rank is busy while no kernel of NCCL runs
-(`device_waits`). Where NCCL's times are not to be had (CUDA graphs, gloo between ranks that share a GPU, Stretto's own
-kernels), the host's view is taken, which shows slow hosts and slow data, and no slow GPUs.
+(`device_waits`), or while its host does not wait, whichever is longer. Where NCCL's times are not to be had (CUDA
+graphs, gloo between ranks that share a GPU, Stretto's own kernels), the host's view is taken, which shows slow hosts
+and slow data, and no slow GPUs.
 """
 
 import statistics
@@ -104,8 +105,10 @@ class BusySampler:
             self._begun += 1
             read = device_waits.read_seconds(self._starts)
             if read is not None:
-                a_step, in_nccl = read
-                busy, view, self._has_nccl = a_step - in_nccl, "nccl", True
+                share, (a_step, in_nccl) = busy / a_step, read
+                # Kernels of a rank that launches them first wait in every step, though all hosts be equally slow: a
+                # rank whose host never waits is held up by nobody.
+                busy, view, self._has_nccl = max(a_step - in_nccl, share * a_step), "nccl", True
             elif self._has_nccl:  # the other ranks have it, probably
                 return
             elif self._begun == device_waits.FIRST_WINDOWS:

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "fast_calls.hpp"
 #include "work.hpp"
 
 namespace stretto {
@@ -53,6 +54,7 @@ class StrettoBackend : public Backend {
   // "coalescing", "even sizes", "uneven sizes" (of an all-to-all that is given sizes or lists), "cuda" (where no tensor
   // shows it), "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
   // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None on a rank outside.
+  // fast: what runs calls without `dispatch`, which fills it.
   StrettoBackend(
       int rank,
       int size,
@@ -60,8 +62,10 @@ class StrettoBackend : public Backend {
       intrusive_ptr<Backend> cuda,
       py::object dispatch,
       py::object split,
-      intrusive_ptr<StrettoOptions> options)
+      intrusive_ptr<StrettoOptions> options,
+      std::shared_ptr<FastCalls> fast)
       : Backend(rank, size),
+        fast_(std::move(fast)),
         cpu_(std::move(cpu)),
         cuda_(std::move(cuda)),
         dispatch_(std::move(dispatch)),
@@ -418,6 +422,12 @@ class StrettoBackend : public Backend {
       const char* note,
       bool is_async) {
     const auto limit = timeout.count() > 0 ? timeout : options_->timeout;
+    if (!coalescing_ && !*note) {
+      auto known = fast_->start(operation, outputs, inputs, reduction, root, limit.count(), is_async);
+      if (known.is_known) {
+        return std::move(known.work);
+      }
+    }
     py::gil_scoped_acquire gil;
     const char* sent_note = coalescing_ ? "coalescing" : note;
     auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), sent_note, is_async);
@@ -460,6 +470,7 @@ class StrettoBackend : public Backend {
     }
   }
 
+  std::shared_ptr<FastCalls> fast_;
   intrusive_ptr<Backend> cpu_;
   intrusive_ptr<Backend> cuda_;
   OwnedPyObject dispatch_;

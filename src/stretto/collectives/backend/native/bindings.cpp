@@ -55,6 +55,50 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<std::string, const std::vector<at::Tensor>&>(), py::arg("name"), py::arg("tensors"))
       .def("__enter__", [](stretto::Range&) {})
       .def("__exit__", [](stretto::Range& self, const py::args&) { self.end(); });
+  py::class_<stretto::FastCalls, std::shared_ptr<stretto::FastCalls>>(module, "FastCalls")
+      .def(py::init<>())
+      .def(
+          "open",
+          &stretto::FastCalls::open,
+          py::arg("rank"),
+          py::arg("device"),
+          py::arg("launch"),
+          py::arg("is_capturing"),
+          py::arg("group_stream"),
+          py::arg("group_handle"))
+      .def(
+          "add",
+          &stretto::FastCalls::add,
+          py::arg("operation"),
+          py::arg("outputs"),
+          py::arg("inputs"),
+          py::arg("reduction"),
+          py::arg("root"),
+          py::arg("milliseconds"),
+          py::arg("title"),
+          py::arg("ran_as"),
+          py::arg("function"),
+          py::arg("blocks"),
+          py::arg("threads"),
+          py::arg("values"),
+          py::arg("input_at"),
+          py::arg("output_at"))
+      .def(
+          "add_inner",
+          &stretto::FastCalls::add_inner,
+          py::arg("operation"),
+          py::arg("outputs"),
+          py::arg("inputs"),
+          py::arg("reduction"),
+          py::arg("root"),
+          py::arg("ran_as"))
+      .def("add_stream", &stretto::FastCalls::add_stream, py::arg("number"), py::arg("handle"))
+      .def("clear", &stretto::FastCalls::clear)
+      .def("hold", &stretto::FastCalls::hold)
+      .def("pause", &stretto::FastCalls::pause)
+      .def("release", &stretto::FastCalls::release)
+      .def("follow", &stretto::FastCalls::follow, py::arg("handle"), py::arg("end"))
+      .def("counts", &stretto::FastCalls::counts);
   py::class_<stretto::StrettoBackend, c10d::Backend, c10::intrusive_ptr<stretto::StrettoBackend>>(
       module, "StrettoBackend")
       .def(
@@ -65,14 +109,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
               c10::intrusive_ptr<c10d::Backend>,
               py::object,
               py::object,
-              c10::intrusive_ptr<stretto::StrettoOptions>>(),
+              c10::intrusive_ptr<stretto::StrettoOptions>,
+              std::shared_ptr<stretto::FastCalls>>(),
           py::arg("rank"),
           py::arg("size"),
           py::arg("cpu"),
           py::arg("cuda"),
           py::arg("dispatch"),
           py::arg("split"),
-          py::arg("options"))
+          py::arg("options"),
+          py::arg("fast"))
       .def_property_readonly("dispatch", &stretto::StrettoBackend::dispatch)
       .def_property_readonly("options", &stretto::StrettoBackend::options)
       // Under the name that gloo and NCCL use for it.

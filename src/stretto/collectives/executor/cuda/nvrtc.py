@@ -72,6 +72,16 @@ def _compiler() -> str:
 class Launchable(Protocol):
     """A kernel to those that launch it: parameters of 8 bytes by name, and launches."""
 
+    @property
+    def handle(self) -> int:
+        """The driver's handle of the kernel."""
+
+    def parameters(self) -> tuple[int, ...]:
+        """The values of all parameters, in order, for the next launch."""
+
+    def place(self, name: str) -> int:
+        """Where a parameter is among all."""
+
     def set(self, name: str, value: int) -> None:
         """Set a parameter for all following launches."""
 
@@ -109,6 +119,19 @@ class Function:
         self._pointers = (ctypes.c_void_p * len(names))(*addresses)
         self._parameters = ctypes.addressof(self._pointers)
 
+    @property
+    def handle(self) -> int:
+        """The driver's handle of the kernel."""
+        return self._handle
+
+    def parameters(self) -> tuple[int, ...]:
+        """The values of all parameters, in order, for the next launch."""
+        return tuple(self._values)
+
+    def place(self, name: str) -> int:
+        """Where a parameter is among all."""
+        return self._at[name]
+
     def set(self, name: str, value: int) -> None:
         """Set a parameter for all following launches."""
         self._values[self._at[name]] = value
@@ -123,6 +146,16 @@ class Function:
             result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, None)
         if result != 0:
             raise LaunchError(f"a kernel of {blocks} blocks of {threads} threads was not launched: {_describe(result)}")
+
+
+def launch_addresses() -> tuple[int, int]:
+    """The addresses of the driver's cuLaunchKernel and cuStreamIsCapturing."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = (ctypes.cast(each, ctypes.c_void_p).value for each in (driver.cuLaunchKernel, driver.cuStreamIsCapturing))
+    launch, is_capturing = found
+    assert launch is not None
+    assert is_capturing is not None
+    return launch, is_capturing
 
 
 def _describe(result: int) -> str:

@@ -326,6 +326,15 @@ class CollectiveWorkspace:
         """
         self._end = end
 
+    @property
+    def last_stream(self) -> int:
+        """The handle of the stream that the last call is on; -1 before the first."""
+        return self._raw_stream
+
+    def resume(self, stream: int, end: EndOfCall) -> None:
+        """Learn that later calls have been launched elsewhere, the last one on the stream of that handle."""
+        self._raw_stream, self._stream, self._end = stream, None, end
+
     def register(self, kernel: Waiting) -> int:
         """Give this kernel a number, by which a failure report names it."""
         self._registered += 1

@@ -29,6 +29,20 @@ class _Launches(NamedTuple):
     pieces: tuple[tuple[int, int, int], ...]
 
 
+class RecordedLaunch(NamedTuple):
+    """A launch, for those that repeat it with other addresses.
+
+    function: the driver's handle. values: all parameters; input_at, output_at: which of them are the addresses.
+    """
+
+    function: int
+    blocks: int
+    threads: int
+    values: tuple[int, ...]
+    input_at: int
+    output_at: int
+
+
 class FusedScheduleKernel:
     """Runs a schedule on one rank as one kernel. All ranks make and call it in the same order.
 
@@ -98,6 +112,14 @@ class FusedScheduleKernel:
             function.set("begin", begin)
             function.set("num_vectors", num_vectors)
             function.launch(blocks, plan.threads, stream=stream)
+
+    def last_launch(self) -> RecordedLaunch | None:
+        """What the last call has launched; None if that was more than one kernel, or none."""
+        plan, function = self._current, self._function
+        if plan is None or len(plan.pieces) != 1:
+            return None
+        places = function.place("input"), function.place("output")
+        return RecordedLaunch(function.handle, plan.pieces[0][2], plan.threads, function.parameters(), *places)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
         """Set the threads of a block (None: by size) and the most blocks. All ranks set the same.
