@@ -367,12 +367,19 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
     text = write_source(kernel.fused, 0, kernel.block_chunks, variant)
     most = int(re.search(r"__launch_bounds__\((\d+)\)", text)[1])
     assert most == (1024 if unroll == 1 else 512)
-    for size in (2, 1 << 10, 1 << 20, 2 << 20, 3_000_000, 8 << 20, 64 << 20):
+
+    def check(size, bound):
         plan = kernel._plan((size // 2, size // 2))
         assert plan.threads % 128 == 0
         assert plan.threads <= most
         for _, num_vectors, blocks in plan.pieces:
-            assert blocks <= 99
-            assert -(-num_vectors // (blocks * plan.threads * unroll)) == -(-num_vectors // (99 * most * unroll))
+            assert blocks <= bound
+            assert -(-num_vectors // (blocks * plan.threads * unroll)) == -(-num_vectors // (bound * most * unroll))
+
+    for size in (2, 1 << 10, 1 << 20, 2 << 20, 3_000_000, 8 << 20):
+        check(size, 99)
+    check(64 << 20, 48)  # a large all-reduce leaves more to the products beside it, unless `tune` says otherwise
+    kernel.tune(None, 99)
+    check(64 << 20, 99)
     with pytest.raises(ValueError, match="1 to 99 blocks, so that it leaves others a place, not 132: 99 would do"):
         kernel.tune(None, 132)
