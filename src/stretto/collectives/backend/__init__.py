@@ -4,7 +4,8 @@
 What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
 
     1. torch, c10d         the group's Backend object, which `factory.py` made when the group was made
-    2. native/backend.hpp  `StrettoBackend::allreduce` (or python_backend.py, without a compiler) asks Python:
+    2. native/backend.hpp  `StrettoBackend::allreduce` (or python_backend.py, without a compiler)
+         native/fast_calls.hpp   on GPUs launches calls of a kind that was made before; for all others, Python is asked:
     3. dispatcher.py       `Dispatcher.__call__` decides what runs the call, counts it, and logs it at debug level
          calls.py            describes the call (`BackendCall`), and tells whether any schedule could run it
          debug_check.py      with STRETTO_DEBUG=1: compares the call on all ranks first

@@ -96,7 +96,10 @@ class CudaRunner:
             for part in call.collectives():
                 run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
 
-        return self._enqueue(call, launch)
+        work = self._enqueue(call, launch)
+        if _is_one_run(call, in_place, self._member.rank):
+            self._remember(call, kernel, schedule.name)
+        return work
 
     def start_fastest(self, call: BackendCall) -> FastestRun:
         """Enqueue the fastest known kernel for a call on single contiguous tensors; no Work if NCCL is to run it."""
@@ -118,20 +121,20 @@ class CudaRunner:
         buffers = _find_buffers(call.collective, input, output, self._member.rank)
         if buffers is None:
             return _left_to_nccl("its output overlaps its input")
-        is_captured = communicator.workspace.is_capturing
         kernel, name, why = communicator.find(call.collective, *buffers, call.reduction or "sum")
         if kernel is None or name is None:
-            return FastestRun(None, "", why, is_settled=not is_captured)
+            return FastestRun(None, "", why, is_settled=not communicator.workspace.is_capturing)
         work = self._enqueue(call, lambda: kernel(*buffers))
-        if self._fast is not None and not is_captured and isinstance(kernel, FusedScheduleKernel):
-            self._remember(call, kernel, name)
+        self._remember(call, kernel, name)
         return FastestRun(work, name, why)
 
-    def _remember(self, call: BackendCall, kernel: FusedScheduleKernel, name: str) -> None:
-        """Have such calls launched without Python from now on, if they are one launch."""
+    def _remember(self, call: BackendCall, kernel: object, name: str) -> None:
+        """Have such calls launched without Python from now on, if they are one launch and no graph captures them."""
+        if self._fast is None or not isinstance(kernel, FusedScheduleKernel):
+            return
         assert self._communicator is not None
         launch = kernel.last_launch()
-        if launch is None:
+        if launch is None or self._communicator.workspace.is_capturing:
             return
         stream = torch.cuda.current_stream(self._communicator.workspace.device)
         self._fast.add_stream(stream.stream_id, stream.cuda_stream)
@@ -318,6 +321,20 @@ def _own_output(kernel: FusedScheduleKernel | InterpretedSchedule, rank: int, wh
     if collective.output_chunks == collective.chunks_per_loop:
         return whole
     return whole[start : start + collective.output_chunks * chunks]
+
+
+def _is_one_run(call: BackendCall, in_place: bool, rank: int) -> bool:
+    """Whether `run_staged` runs an installed schedule's kernel on the call's own tensors, without copies.
+
+    in_place: how the kernel takes input and output.
+    """
+    if call.is_own or call.note or len(call.inputs) != 1 or len(call.outputs) != 1:
+        return False
+    (input,), (output,) = call.inputs, call.outputs
+    if call.collective in (None, "reduce", "broadcast") or not input.is_contiguous() or not output.is_contiguous():
+        return False
+    buffers = _find_buffers(str(call.collective), input, output, rank)
+    return buffers is not None and (buffers[1] is None) == in_place
 
 
 def _find_buffers(collective: str, input: Tensor, output: Tensor, rank: int) -> tuple[Tensor, Tensor | None] | None:
