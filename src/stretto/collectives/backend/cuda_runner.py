@@ -22,7 +22,7 @@ from stretto.collectives.backend.calls import BackendCall, require_room, run_sta
 from stretto.collectives.backend.host_runner import Worker
 from stretto.collectives.backend.native import make_enqueued_work, make_work, profiled
 from stretto.collectives.backend.runner import FastestRun, Member
-from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.communicator import CudaCommunicator, Kernel
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.nvrtc import launch_addresses
@@ -128,9 +128,9 @@ class CudaRunner:
         self._remember(call, kernel, name)
         return FastestRun(work, name, why)
 
-    def _remember(self, call: BackendCall, kernel: object, name: str) -> None:
+    def _remember(self, call: BackendCall, kernel: Kernel | InterpretedSchedule, name: str) -> None:
         """Have such calls launched without Python from now on, if they are one launch and no graph captures them."""
-        if self._fast is None or not isinstance(kernel, FusedScheduleKernel):
+        if self._fast is None:
             return
         assert self._communicator is not None
         launch = kernel.last_launch()

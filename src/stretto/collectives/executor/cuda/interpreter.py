@@ -208,6 +208,9 @@ class InterpretedSchedule:
         if sized.output_copy is not None:
             sized.output_copy.write_back(input if output is None else output, self._scratch)
 
+    def last_launch(self) -> None:
+        """None: a call is more than a launch whose parameters differ by two addresses (`FusedScheduleKernel`)."""
+
     def describe_wait(self, block: int, level: int, message: int) -> str:
         """Describe what a thread block waited for, for a failure report. level: the step; message: which wait of it."""
         waiting = self.schedule.ranks[self.workspace.rank].thread_blocks[block]
