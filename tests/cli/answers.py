@@ -176,6 +176,8 @@ ANSWERS = (
     Answer("bench overlap --ranks 2 --grids q=2", REFUSED, "q"),
     Answer("bench plan --dtype fp7", REFUSED, "--dtype is bf16 or fp32"),
     Answer("bench plan --ranks 2", REFUSED, "predictions.json"),
+    Answer("bench layouts --file nowhere.toml", REFUSED, "there is no file of layouts nowhere.toml"),
+    Answer("bench layouts --repeats 0", REFUSED, "repeats is 0, but must be at least 1"),
     Answer("bench compile --largest 4", REFUSED, "the smallest case has 8 ranks"),
     Answer("bench published --batch 0", REFUSED, "0"),
     Answer("bench simulated-pipelines --batch 100", REFUSED, "128 would do"),

@@ -105,6 +105,15 @@ def plan(count: int) -> dict[str, Any]:
     return {"rows": [*rows, rows[0] | {"grid": "data=4", "measured_milliseconds": None}]}
 
 
+def layouts(count: int) -> dict[str, Any]:
+    rows = plan(count)["rows"][:count]
+    peers = [
+        {"workload": rows[0]["workload"], "grid": name, "measured_milliseconds": 281.0, "measured_gib": 50.0}
+        for name in ("FSDP2", "FSDP2, recomputation, CPUOffloadPolicy")
+    ]
+    return {"rows": [*rows, *peers]}
+
+
 def simulated_steps(count: int) -> dict[str, Any]:
     rows = [
         {
@@ -502,6 +511,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "overlap.json": overlap,
     "dlrm.json": dlrm,
     "plan.json": plan,
+    "layouts-llama.json": layouts,
     "simulated-steps.json": simulated_steps,
     "simulated-pipelines.json": simulated_pipelines,
     "collectives.json": collectives,
