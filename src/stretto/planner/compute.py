@@ -248,7 +248,7 @@ def _element_wise(
 
 
 def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple[float, float]:
-    """Bytes of turning a rank's weights into dtype before they are used, and its gradients back.
+    """Bytes of turning a rank's weights into dtype before they are used, and its gradients back and adding them up.
 
     Where optimizer state is apart, weights are in dtype, and gradients are copied or added to those that are kept.
     """
@@ -256,12 +256,16 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
     if config.state.is_apart:
         gradient, adds = number_bytes(workload, config.state).gradient, 1 - 1 / config.micro_batches(workload)
         return 0.0, parameters * (workload.element + (1 + adds) * gradient)
+    # Gradients of the micro-batches after the first are added: both are read, and the sum is written. What z sums
+    # comes in the dtype of the computation.
+    new = workload.element if grid.z > 1 else workload.master
+    adds = (1 - 1 / config.micro_batches(workload)) * parameters * (2 * workload.master + new)
     if workload.element == workload.master:
-        return 0.0, 0.0
+        return 0.0, adds
     cast = parameters * (workload.master + workload.element)
     # Products make the gradients that nobody sums in the parameters' dtype: only the wider numbers cost.
     is_summed = grid.z * grid.replicas > 1
-    return cast, cast if is_summed else parameters * (workload.master - workload.element)
+    return cast, adds + (cast if is_summed else parameters * (workload.master - workload.element))
 
 
 def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[float, float]:
@@ -287,7 +291,8 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
 def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:
     """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit.
 
-    Of pooled logits there are hardly any in the loss: they are made, and their gradient is.
+    Kernels that take 16-bit logits in slices read them twice and write their gradient, and nothing else. Of pooled
+    logits there are hardly any in the loss: they are made, and their gradient is.
     """
     model = workload.model
     outputs, hidden = -(-model.head_outputs // grid.x), model.hidden / grid.y
@@ -295,6 +300,8 @@ def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device:
     products += device.matmul(outputs, hidden, tokens, "TN")
     here = outputs if model.logits == "sliced" else model.head_outputs
     passes = 4 * workload.element + (0 if model.logits == "pooled" else 11 * workload.master)
+    if model.logits == "sliced" and workload.element == 2:
+        passes = 3 * workload.element
     return products + device.traffic(tokens * here * passes)
 
 

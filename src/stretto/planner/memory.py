@@ -15,7 +15,7 @@ from stretto.axes import GridSizes
 from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT, Recomputation
 from stretto.planner.architecture import Architecture
 from stretto.planner.capacity import peak
-from stretto.planner.experts.cost import local_expert_parameters
+from stretto.planner.experts.cost import group_of_shards, local_expert_parameters
 from stretto.planner.experts.layers import expert_parts
 from stretto.planner.layers import STATISTIC
 from stretto.planner.optimizer_state import number_bytes, parameters_and_optimizer, take_over
@@ -191,9 +191,9 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     tokens = config.micro_batch * workload.seq_len
     sizes = [_whole_weights(kind.model, grid) for kind in model.kinds]
     # Of the largest block, and of all of them.
-    of_linears, largest_linear = max(each.linears for each in sizes), max(each.largest for each in sizes)
+    of_linears, largest_linear = max(each.linears for each in sizes), max(each.largest_linear for each in sizes)
     experts = model.gathered_parameters
-    block_weights, largest = max(each.all for each in sizes), max(largest_linear, experts)
+    block_weights, largest = max(each.all for each in sizes), max(experts, *(each.largest for each in sizes))
     all_weights = sum(kind.blocks * each.all for kind, each in zip(model.kinds, sizes, strict=True))
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < of_number.weight
@@ -238,6 +238,9 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     # they become; experts' message has been sent before the next one is made.
     on_their_way = SCATTERS_IN_FLIGHT / max(each.tensors for each in sizes) * of_linears
     scattered = on_their_way * (1 + 1 / grid.z) + experts / grid.z if grid.z > 1 else 0.0
+    shards = group_of_shards(grid).size
+    if shards > 1:  # those of a block's divided experts go in one message
+        scattered += max(each.experts for each in sizes) * (1 + 1 / shards)
     # State apart has its gradients summed where they lie.
     bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_apart else 0.0
     moments = [
@@ -308,12 +311,14 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
 
 
 class _WholeWeights(NamedTuple):
-    """Numbers of one block's weights as a rank computes with them, whole over z: of its linears and divided experts,
-    the largest of these, how many there are; and of all that is gathered."""
+    """Numbers of one block's weights as a rank computes with them, whole over z: of its linears, the largest of these,
+    and how many there are; of divided experts; the largest of either; and of all that is gathered."""
 
     linears: float
-    largest: float
+    largest_linear: float
     tensors: int
+    experts: float
+    largest: float
     all: float
 
 
@@ -323,11 +328,19 @@ def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
         known: _WholeWeights = model.memo[key]
         return known
     divided = grid.expert * expert_parts(grid)
-    tensors = [linear.local_weights(grid) for linear in model.linears]
-    tensors += [count / divided for count in model.expert_tensors]
-    whole = sum(tensors)
-    model.memo[key] = _WholeWeights(whole, max(tensors), len(tensors), whole + model.gathered_parameters)
-    return _whole_weights(model, grid)
+    linears = [linear.local_weights(grid) for linear in model.linears]
+    experts = [count / divided for count in model.expert_tensors]
+    of_linears, of_experts = sum(linears), sum(experts)
+    made = _WholeWeights(
+        of_linears,
+        max(linears),
+        len(linears),
+        of_experts,
+        max(*linears, *experts),
+        of_linears + of_experts + model.gathered_parameters,
+    )
+    model.memo[key] = made
+    return made
 
 
 def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:

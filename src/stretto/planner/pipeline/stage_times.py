@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from stretto.axes import EXPERT
 from stretto.cluster import Cluster
+from stretto.planner.architecture import Architecture
 from stretto.planner.collective_times import chunked_sums, message_latency
 from stretto.planner.communication import Rates, leaves_node, message_numbers, message_rate
 from stretto.planner.compute import Device, compute, head_seconds
@@ -280,6 +281,15 @@ def cut_blocks(parts: PipelineParts, stages: int) -> tuple[int, ...]:
     # In twentieths of a block, so that most cuts of a search are known already.
     dense, first, last = (round(20 * part.whole / block) / 20 for part in (parts.kinds[0], parts.first, parts.last))
     return _cut(parts.pattern, stages, dense, first, last)
+
+
+def cut_by_weights(model: Architecture, stages: int) -> tuple[int, ...]:
+    """Cut a model's blocks into stages by the weights that a token is multiplied with, as `parallelize` does without
+    `cuts`. Raises ValueError for fewer blocks than stages."""
+    weights = [kind.model.active_weights / kind.model.layers for kind in model.kinds]
+    if len(weights) == 1:
+        weights *= 2
+    return partition([weights[has_moe] for has_moe in model.has_moe], stages, last=model.head_outputs * model.hidden)
 
 
 @lru_cache(maxsize=4096)

@@ -22,6 +22,7 @@ from stretto.planner.grid_plan import GridPlan
 from stretto.planner.grids import why_impossible
 from stretto.planner.optimizer_state import least_on_device, most_parameters, number_bytes, state_on_host
 from stretto.planner.pipeline.memory import most_local_parameters
+from stretto.planner.pipeline.stage_times import cut_by_weights
 from stretto.planner.search_space import PredictKeywords
 from stretto.planner.workload import NumberTypes
 from stretto.train.checkpoint import find_checkpoint
@@ -223,6 +224,10 @@ def plan_of_run(config: TrainConfig, source: ModelSource, cluster: Cluster) -> G
             f"cluster is {config.cluster!r}, but the planner does not know the blocks of this model, so that nothing "
             "can be predicted; cluster=none would do"
         )
+    options = config.execution
+    if config.grid.pipe > 1 and options.stages.cuts is None:  # as `parallelize` cuts it
+        stages = config.grid.pipe * options.stages.virtual_stages
+        options = replace(options, stages=replace(options.stages, cuts=cut_by_weights(architecture, stages)[1:-1]))
     return predict(
         architecture,
         cluster,
@@ -232,7 +237,7 @@ def plan_of_run(config: TrainConfig, source: ModelSource, cluster: Cluster) -> G
         micro_batch=run.micro_batch,
         dtype=run.dtype,
         optimizer=run.optimizer,
-        options=config.execution,
+        options=options,
         state=run.state,
         clips=run.clip is not None,
         **_schedule_of(config),
