@@ -11,7 +11,6 @@ before it is used (`checkpoint.pieces`).
 
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stretto.train.checkpoint.file_objects import ChecksummedFiles, MemoryFile
-from stretto.train.checkpoint.folders import remove_folder
+from stretto.train.checkpoint.folders import delete_tree, hide_folder
 from stretto.train.checkpoint.integrity import DamagedError, file_checksum
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,
@@ -199,7 +198,8 @@ class AtomicWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # torch calls this on rank 0, before any rank writes: only here can the folder be emptied.
-        shutil.rmtree(self.working_path, ignore_errors=True)
+        if os.path.lexists(self.working_path):
+            delete_tree(self.working_path)
         self.working_path.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
@@ -233,9 +233,11 @@ class AtomicWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.working_path)
-        remove_folder(self.final_path)
+        replaced = hide_folder(self.final_path)  # deleted last: a crash may come at any time
         self.working_path.rename(self.final_path)
         sync_folder(self.final_path.parent)
+        if replaced is not None:
+            delete_tree(replaced)
 
 
 def describe_file(path: Path) -> StoredFile:
