@@ -5,6 +5,7 @@ import io
 import json
 import random
 import shutil
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from stretto.train.checkpoint import (
     load_checkpoint,
     load_state,
     newest_checkpoint,
+    torch_container,
     training_state,
 )
 from stretto.train.checkpoint.integrity import (
@@ -232,6 +234,43 @@ def test_a_container_whose_records_overlap_is_refused_before_they_are_read(monke
     _, fault = check_container(memoryview(file.getvalue()))
     assert fault is not None
     assert "overlap" in fault.reason
+
+
+def test_every_flipped_bit_of_another_programs_container_is_a_fault_or_harmless() -> None:
+    """Also the bit that says that a record is encrypted, for which zipfile raises RuntimeError."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as container:
+        container.writestr("archive/data/0", bytes(range(100)))
+    content = bytearray(file.getvalue())
+    reasons = set()
+    for bit in range(8 * len(content)):
+        content[bit // 8] ^= 1 << bit % 8
+        _, fault = check_container(memoryview(content))
+        reasons.add("" if fault is None else fault.reason)
+        content[bit // 8] ^= 1 << bit % 8
+    assert any("is encrypted" in reason for reason in reasons)
+
+
+def test_a_record_beyond_what_can_be_addressed_is_a_fault() -> None:
+    name, content = b"archive/data/0", b"x" * 100
+    # An entry of the central directory whose record begins at byte 2^64 - 1, by a zip64 extra field.
+    sizes = struct.pack("<III", zlib.crc32(content), len(content), len(content))
+    entry = struct.pack("<4sHHHHHH", b"PK\1\2", 45, 45, 0, 0, 0, 0) + sizes
+    entry += struct.pack("<HHHHHII", len(name), 12, 0, 0, 0, 0, 0xFFFFFFFF) + name
+    entry += struct.pack("<HHQ", 1, 8, 2**64 - 1)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 1, 1, len(entry), len(content), 0)
+    _, fault = check_container(memoryview(content + entry + end))
+    assert fault is not None
+    assert "no zip container" in fault.reason
+
+
+def test_an_alignment_that_no_header_can_have_is_a_fault() -> None:
+    records = [torch_container._ZipRecord(b"a/.storage_alignment", 0, 5), torch_container._ZipRecord(b"a/data", 0, 8)]
+    header = torch_container._local_header(records[0], 0, 64)
+    content = header + b"99999" + torch_container._descriptor(records[0], is_wide=False)
+    with pytest.raises(torch_container._FaultError) as error:
+        torch_container._check_all(memoryview(content), records, threads=0)
+    assert "99999" in error.value.fault.reason
 
 
 def test_a_container_without_crcs_is_said_to_be_unchecked() -> None:

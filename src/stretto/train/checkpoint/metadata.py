@@ -135,15 +135,21 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     """Read and verify a checkpoint's index, and that its shard files are there, whole.
 
     Raises ValueError for a folder without a checkpoint, an index larger than MAX_METADATA_BYTES, another format, and a
-    shard file that is missing or too short.
+    shard file that is missing or too short; DamagedError where the disk has lost a file's bytes, or where the run has
+    deleted the checkpoint meanwhile; PermissionError for files that this user may not read.
     """
     file = path / METADATA_FILE
-    if not file.is_file():
-        if not path.is_dir():
-            raise ValueError(f"there is no checkpoint at {path}{did_you_mean_file(path)}")
-        raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
-    metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
-    check_files(path, metadata)
+    try:
+        if not file.is_file():
+            if not path.is_dir():
+                raise ValueError(f"there is no checkpoint at {path}{did_you_mean_file(path)}")
+            raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
+        metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
+        check_files(path, metadata)
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{error.filename or file} cannot be read: {error.strerror or error}") from error
     return metadata
 
 

@@ -72,7 +72,8 @@ def is_torch_checkpoint(path: Path) -> bool:
     from stretto.train.checkpoint.folders import is_checkpoint_name
 
     is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
-    return is_there and not (is_checkpoint_name(path.name) and path.parent.name == "checkpoints")
+    real = path.resolve()  # "." and links may lead to a checkpoint of Stretto's
+    return is_there and not (is_checkpoint_name(real.name) and real.parent.name == "checkpoints")
 
 
 class _IndexUnpickler(pickle.Unpickler):
