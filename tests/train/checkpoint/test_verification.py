@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import struct
 import warnings
@@ -437,3 +438,19 @@ def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(ValueError, match=r"pipe\.safetensors is no folder and no regular file"):
         verify(tmp_path / "pipe.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"\x80\x04K\x01r" + struct.pack("<I", 1 << 26) + b".", id="number of an object"),
+        pytest.param(b"\x80\x05\x96" + struct.pack("<Q", 1 << 30) + b"abc.", id="array of bytes"),
+        pytest.param(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"abc.", id="bytes"),
+    ],
+)
+def test_an_index_of_torchs_cannot_demand_more_memory_than_it_has_bytes(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "no index of torch.distributed.checkpoint" in damages(tmp_path)[0]
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < 100_000  # kB
