@@ -10,7 +10,6 @@ by a process on their machine: by a signal, else by py-spy, else the file says i
 """
 
 import json
-import socket
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -76,7 +75,7 @@ def write_missing_stacks(folder: Path, beats: Iterable[Beat]) -> None:
     """Write the stacks of the ranks on this machine that have not written their own."""
     for beat in beats:
         path = folder / f"rank-{beat.rank}-stack.txt"
-        if beat.host == socket.gethostname() and not path.exists():
+        if beat.is_here and not path.exists():
             path.write_text(stacks.read_stacks(beat.pid, beat.stack_file) or stacks.spy(beat.pid) or _last_known(beat))
 
 

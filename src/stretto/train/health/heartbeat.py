@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from stretto.memory.symmetric import current_wait
 from stretto.train.health import connections, evidence, flight_recorder, progress, stacks
-from stretto.train.health.beat import Beat, Save, interval_of, line_of, prefix
+from stretto.train.health.beat import Beat, Save, interval_of, line_of, prefix, process_space
 from stretto.train.health.failures import is_consequence
 from stretto.train.health.peers import ASKED, PeerWatch
 from stretto.train.health.slow_ranks import SLOW_RANK, BusySampler
@@ -187,6 +187,7 @@ class Heartbeat:
         return Beat(
             rank=self.rank,
             host=self._host,
+            processes=process_space(),
             pid=self._pid,
             number=self._number,
             phase=noted.phase,

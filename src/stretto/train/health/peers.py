@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -131,7 +130,7 @@ class PeerWatch:
             for rank in ranks:
                 if self._store.check([str(rank)]):
                     beats.append(Beat.of_json(self._store.get(str(rank))))
-        return [beat for beat in beats if beat.host == socket.gethostname()]
+        return [beat for beat in beats if beat.is_here]
 
 
 def _write_error(file: str, text: str, at: float) -> None:
