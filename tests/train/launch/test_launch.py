@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -174,6 +175,22 @@ def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
     with pytest.raises(RankFailure, match=reason):
         launch(entry, config_for(out, 2), QUICK)
     assert_nothing_left(out, pids(out, 2))
+
+
+def test_the_failure_is_reported_though_a_rank_cannot_be_killed(
+    out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that waits in the driver of a GPU that is lost. It is left behind, and the log says so."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", lambda *_: None)
+        timeouts = StopTimeouts(report=0.1, end=0.1, kill=0.3)
+        with pytest.raises(RankFailure, match="rank 0 of 2 failed: it exited with status 3"):
+            launch(launch_entries.exit_on_rank_0, config_for(out, 2), timeouts)
+    ended, left = pids(out, 2)
+    assert not is_alive(ended)
+    assert is_alive(left)
+    os.kill(left, signal.SIGKILL)
+    assert re.search(r"after SIGKILL: rank 1 \(pid \d+\): it runs; they are left behind", caplog.text)
 
 
 def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> None:

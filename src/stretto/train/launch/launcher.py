@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -39,7 +40,7 @@ from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
 from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
 from stretto.train.launch.restarts import NO_SPACE, FailedAttempt, run_with_restarts
-from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
+from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor, UnkillableError
 from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
@@ -188,6 +189,8 @@ def _run_ranks(
         with _quiet_agent(), changed_environment(variables), supervisor.handling_signals():
             try:
                 _Agent(spec, DefaultLogsSpecs(log_dir=folder), supervisor, wants_stop).run()
+            except UnkillableError as error:
+                logger.error("%s; they are left behind", error)
             finally:
                 supervisor.kill()
                 handler.shutdown()
@@ -214,6 +217,7 @@ class _Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs_specs)
         self._supervisor, self._wants_stop = supervisor, wants_stop
+        self._waits_for_ranks = True
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         workers = super()._start_workers(worker_group)
@@ -226,7 +230,11 @@ class _Agent(LocalElasticAgent):
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._supervisor.check()
+        try:
+            self._supervisor.check()
+        except UnkillableError:
+            self._waits_for_ranks = False
+            raise
         if self._wants_stop():
             self._supervisor.request_stop()
         if self._supervisor.has_running_ranks():
@@ -236,6 +244,10 @@ class _Agent(LocalElasticAgent):
         if result.state != WorkerState.SUCCEEDED and not self._supervisor.failures:
             self._supervisor.check()  # the last rank failed between the two checks
         return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        if self._waits_for_ranks:  # some versions of torch would wait for ever
+            super()._shutdown(*args, **kwargs)
 
 
 def _rendezvous(job: str) -> RendezvousHandler:
