@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.processes import forks_processes
 from tests.train.launch import launch_entries
 
 from stretto.train.config import TrainConfig, make_config
-from stretto.train.launch import RankFailure, allocator_environment, launch, resolve_device
+from stretto.train.launch import RankFailure, allocator_environment, launch, launcher, resolve_device
 from stretto.train.launch.supervisor import StopTimeouts, Supervisor
 from stretto.train.launch.watch import describe_saved
 from stretto.train.observe.metrics import last_step
@@ -201,6 +202,18 @@ def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> Non
     assert {file.name for file in out.glob("stopped-*")} == {"stopped-0", "stopped-1"}
     assert signal.getsignal(signal.SIGINT) == before
     assert_nothing_left(out, pids(out, 2))
+
+
+def test_a_signal_before_the_ranks_are_started_stops_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = launcher._rendezvous
+
+    def make_and_signal(job: str) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return make(job)
+
+    monkeypatch.setattr(launcher, "_rendezvous", make_and_signal)
+    assert launch(launch_entries.sum_until_stopped, config_for(out, 2), QUICK) == signal.SIGINT
+    assert not list(Path(tempfile.gettempdir()).iterdir())
 
 
 @pytest.mark.exhaustive

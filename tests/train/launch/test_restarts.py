@@ -263,6 +263,14 @@ def test_pauses_double_up_to_a_minute(out: Path, pauses: list[float]) -> None:
     assert attempts.resumed == [None] * 9
 
 
+def test_the_pause_is_a_minute_however_many_failures_there_were(out: Path, pauses: list[float]) -> None:
+    attempts = Attempts(configure(out, 2, "train.max_restarts=5000"), fail(0), finish)
+    loop = Restarts(attempts, attempts.config, QUICK, attempts.slots)
+    loop._failures = 4000  # 2 to this power is no floating-point number
+    loop.run()
+    assert pauses == [60]
+
+
 @pytest.mark.parametrize(
     "reason", ["DivergenceError: the loss is nan in step 3", "ValueError: data.path is 'x', but there is no such file"]
 )
@@ -320,6 +328,39 @@ def test_a_signal_in_the_pause_ends_the_run_at_once(out: Path, monkeypatch: pyte
     assert naps == [restarts.PAUSE_POLL]
     assert len(attempts.configs) == 2
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_comes_before_an_attempt_listens_stops_it_and_ends_the_run(out: Path) -> None:
+    def train_unless_stopped(attempts: Attempts) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # this attempt has no handlers of its own
+        assert attempts.wants_stop()
+
+    attempts = Attempts(configure(out, 2, "train.max_restarts=9"), train_unless_stopped)
+    assert attempts.run() == signal.SIGTERM
+
+
+def test_a_journal_that_is_no_text_is_kept_and_does_not_end_the_run(out: Path, pauses: list[float]) -> None:
+    """As a crash of the machine may leave it."""
+    out.mkdir(exist_ok=True)
+    (out / "restarts.jsonl").write_bytes(b'{"step": 1}\n\0\xff\xfe')
+    attempts = Attempts(configure(out, 2, "train.max_restarts=2"), fail(0), finish)
+    attempts.run()
+    *earlier, line, end = (out / "restarts.jsonl").read_bytes().split(b"\n")
+    assert (earlier, end) == ([b'{"step": 1}', b"\0\xff\xfe"], b"")
+    assert json.loads(line)["kind"] == "raised"
+
+
+def test_the_seconds_until_training_do_not_depend_on_the_systems_clock(
+    out: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def set_clock_and_finish(attempts: Attempts) -> None:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3600)
+        finish(attempts)
+
+    Attempts(configure(out, 2, "train.max_restarts=2"), fail(0), set_clock_and_finish).run()
+    (line,) = journal(out)
+    assert 0 <= line["seconds_until_training"] < 60
 
 
 def test_a_signal_that_stopped_an_attempt_ends_the_run(out: Path) -> None:

@@ -22,6 +22,7 @@ from stretto.train.checkpoint.folders import newest_checkpoint
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
 from stretto.train.config.rules import nearest_grid
+from stretto.train.data import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def mark_begun(out: Path, start: int) -> None:
     if job is None or continues_job(out):
         return
     try:
-        (out / MARK).write_text(json.dumps({"job": job, "start": start}), encoding="utf-8")
+        text = json.dumps({"job": job, "start": start}).encode()
+        write_atomically(out / MARK, lambda file: file.write(text))
     except OSError as error:  # a full disk
         logger.warning("%s cannot be written (%s): a restart will begin as this start did", out / MARK, error.strerror)
 

@@ -59,7 +59,8 @@ class Journal:
         self._file = out / RESTARTS_FILE
         self._earlier: list[str] | None = None  # lines of earlier runs in this folder
         self._failures: list[dict[str, Any]] = []
-        self._failed_at: float | None = None  # of the last failure, until a step follows it
+        # time.monotonic() of the last failure, until a step follows it: the system's clock may be set meanwhile.
+        self._failed_at: float | None = None
 
     @property
     def restarts(self) -> int:
@@ -79,13 +80,13 @@ class Journal:
             | {"restarted": restarted, "seconds_until_named": round(max(0.0, now - failed_at), 3)}
             | {"seconds_until_training": None}
         )
-        self._failed_at = failed_at if restarted else None
+        self._failed_at = time.monotonic() - max(0.0, now - failed_at) if restarted else None
         self._write()
 
     def note_training(self) -> float:
         """Note that a step has followed the last failure. Returns the seconds since the failure."""
         assert self._failed_at is not None
-        seconds = max(0.0, time.time() - self._failed_at)
+        seconds = time.monotonic() - self._failed_at
         self._failures[-1]["seconds_until_training"] = round(seconds, 3)
         self._failed_at = None
         self._write()
@@ -95,11 +96,12 @@ class Journal:
         """Replace the file. A disk that is full must not end a run that could go on."""
         try:
             if self._earlier is None:
-                known = self._file.read_text(encoding="utf-8") if self._file.is_file() else ""
-                self._earlier = [line for line in known.splitlines() if line.strip()]
+                # What a crash of the machine has left in it, maybe not text, stays as it is.
+                known = self._file.read_text(encoding="utf-8", errors="surrogateescape") if self._file.is_file() else ""
+                self._earlier = [line for line in known.split("\n") if line.strip()]
             lines = [*self._earlier, *map(json.dumps, self._failures)]
             text = "".join(f"{line}\n" for line in lines)
-            write_atomically(self._file, lambda file: file.write(text.encode()))
+            write_atomically(self._file, lambda file: file.write(text.encode(errors="surrogateescape")))
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._file, error.strerror or error)
 

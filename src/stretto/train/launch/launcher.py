@@ -172,7 +172,7 @@ def _run_ranks(
     """
     supervisor = Supervisor(timeouts, RankWatch(config.out, config.ranks, config.train.timeout))
     segments = list_segments()
-    with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
+    with supervisor.handling_signals(), tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(config.model_dump_json(), encoding="utf-8")
         handler = _rendezvous(job or uuid.uuid4().hex)
@@ -186,7 +186,7 @@ def _run_ranks(
             monitor_interval=0.1,
         )
         variables = _rank_environment(config.ranks) | {ATTEMPT: "0"} | dict(environment or {})
-        with _quiet_agent(), changed_environment(variables), supervisor.handling_signals():
+        with _quiet_agent(), changed_environment(variables):
             try:
                 _Agent(spec, DefaultLogsSpecs(log_dir=folder), supervisor, wants_stop).run()
             except UnkillableError as error:

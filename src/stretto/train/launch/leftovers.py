@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from stretto.train.checkpoint.folders import remove_leftovers
+from stretto.train.launch.elastic import MARK
+from stretto.train.launch.journal import RESTARTS_FILE
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE
 
@@ -30,6 +32,9 @@ def remove_partial_files(out: Path) -> None:
         remove_leftovers(out)
         for name in (METRICS_FILE, SUMMARY_FILE):
             (out / f".{name}.writing").unlink(missing_ok=True)
+        for name in (MARK, RESTARTS_FILE):
+            for partial in out.glob(f"{name}.*.partial"):
+                partial.unlink(missing_ok=True)
 
 
 def list_segments(folder: Path = FOLDER) -> set[str]:

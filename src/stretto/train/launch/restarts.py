@@ -104,7 +104,8 @@ class Restarts:
         with self._between.handling_signals():
             while True:
                 try:
-                    stopped_by = self._run_once(attempt, number)
+                    # A signal that came before the attempt's own handlers were there has made it stop, too.
+                    stopped_by = self._run_once(attempt, number) or self._between.stop_signal
                 except FailedAttempt as failure:
                     attempt = self._plan_after(failure, attempt)
                 else:
@@ -130,6 +131,8 @@ class Restarts:
 
     def _wants_stop(self, attempt: _Attempt, steps: StepWatch) -> bool:
         """Look whether steps are trained again, and whether more ranks may be tried."""
+        if self._between.stop_signal is not None:
+            return True
         now = time.monotonic()
         if self._is_growing or now - self._last_look < min(WATCH, max(self._config.train.retry_after / 4, 0.05)):
             return self._is_growing
@@ -217,7 +220,7 @@ class Restarts:
         lost = None if reached is None else max(0, reached - resumed)
         known |= {"step_resumed": resumed, "steps_lost": lost, "grid": dict(following.config.grid.sizes())}
         self._journal.add(failure.failed_at, known, restarted=True)
-        pause = 0.0 if self._failures == 1 else min(2.0 ** (self._failures - 2), MOST_PAUSE)
+        pause = 0.0 if self._failures == 1 else min(2.0 ** min(self._failures - 2, 10), MOST_PAUSE)
         print_line(
             f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
             + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")
