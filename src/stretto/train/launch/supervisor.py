@@ -62,6 +62,10 @@ class _RankProcess:
     def has_ended(self) -> bool:
         return not self.is_running() or self.has_failed()
 
+    def is_writing_error(self) -> bool:
+        """Check whether the rank's error file is there, but not all of it."""
+        return self.is_running() and self.error_file.exists() and read_error(self.error_file)[1] is None
+
     def has_failed(self) -> bool:
         """Check whether the rank exited with an error, or has written its error and hangs while it exits."""
         return self.process.poll() not in (None, 0) or self.error_file.exists()
@@ -221,7 +225,8 @@ class Supervisor:
     def _wait_for_errors(self) -> None:
         """Give the other ranks time to write their own errors. A rank that has failed keeps its process for a while."""
         deadline = time.monotonic() + self._timeouts.report
-        while not all(rank.has_ended() for rank in self._ranks.values()) and time.monotonic() < deadline:
+        ranks = self._ranks.values()
+        while any(not r.has_ended() or r.is_writing_error() for r in ranks) and time.monotonic() < deadline:
             time.sleep(POLL)
 
     def _find_failures(self) -> Iterator[Failure]:
