@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs whose ranks fail go on by themselves, from their newest checkpoint and on the ranks that are left."""
 
+import errno
 import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +24,7 @@ from tests.train.launch.test_launch import QUICK
 from stretto.train.config import JobConfig, TrainConfig
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch import RankFailure, launch, restarts
+from stretto.train.launch import slots as slots_module
 from stretto.train.launch.restarts import Restarts
 from stretto.train.launch.slots import Slot, Slots
 
@@ -481,6 +486,47 @@ def test_all_ranks_are_tried_again_later_and_later_while_a_slot_goes_on_failing(
     assert attempts.ranks == [4, 4, 2, 4, 2, 4]
     first, second = waited[0], waited[1] - waited[0]
     assert 100 <= first < 200 <= second < 400
+
+
+def test_an_answer_that_comes_after_an_attempt_has_ended_sets_no_slot_aside() -> None:
+    """All slots may have been taken back meanwhile, and the next attempt uses them."""
+    may_answer = threading.Event()
+
+    def answer_late(gpus: list[str]) -> set[str]:
+        may_answer.wait(20)
+        return set()
+
+    slots = Slots([Slot(0, "a"), Slot(1, "b")], 0.0, probe=answer_late)
+    for _ in range(2):
+        slots.blame(slots.all[1])
+    question = restarts._Question(slots, slots.due())
+    slots.readmit_all()
+    may_answer.set()
+    deadline = time.monotonic() + 20
+    while not question.is_answered() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert question.silent == [slots.all[1]]
+    assert slots.usable() == slots.all
+
+
+def test_a_machine_that_can_start_no_process_blames_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(slots_module.subprocess, "Popen", refuse)
+    assert slots_module.probe_gpus(["0", "1"]) == {"0", "1"}
+    assert "GPU 1 is not probed" in caplog.text
+
+
+def test_a_probe_ends_by_itself_if_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPU does not answer, and the launcher was killed."""
+    probe = slots_module.PROBE.replace("import torch", "import time; time.sleep(60)")
+    alarm = f"signal.alarm({slots_module.PROBE_TIMEOUT:.0f} + 10)"
+    assert alarm in probe
+    ended = subprocess.run([sys.executable, "-c", probe.replace(alarm, "signal.alarm(1)")], timeout=30)
+    assert ended.returncode == -signal.SIGALRM
 
 
 def test_a_run_that_was_done_when_it_was_asked_to_stop_is_not_started_again(out: Path, pauses: list[float]) -> None:

@@ -158,7 +158,9 @@ class Restarts:
             return False
         if not self._asked.is_answered():
             return False
-        answering, self._asked = self._asked.answer, None
+        due, silent, self._asked = self._asked.due, self._asked.silent, None
+        self._slots.postpone(silent)
+        answering = [slot for slot in due if slot not in silent]
         if not self._allows_more(attempt, len(answering)):
             return False
         self._slots.readmit(answering)
@@ -279,15 +281,20 @@ class Restarts:
 
 
 class _Question:
-    """Asks in a thread which slots answer, since a GPU may take a minute not to."""
+    """Asks in a thread which slots do not answer, since a GPU may take a minute not to.
+
+    due: those that are asked; silent: those of them that did not answer. The thread may outlast the attempt and changes
+    no slot.
+    """
 
     def __init__(self, slots: Slots, due: list[Slot]) -> None:
-        self.answer: list[Slot] = []
-        self._thread = threading.Thread(target=self._ask, args=(slots, due), daemon=True)
+        self.due = due
+        self.silent = due  # until it is known
+        self._thread = threading.Thread(target=self._ask, args=(slots,), daemon=True)
         self._thread.start()
 
-    def _ask(self, slots: Slots, due: list[Slot]) -> None:
-        self.answer = slots.answering(due)
+    def _ask(self, slots: Slots) -> None:
+        self.silent = slots.find_silent(self.due)
 
     def is_answered(self) -> bool:
         return not self._thread.is_alive()
