@@ -22,8 +22,10 @@ from tests.cli.test_commands import stretto_command
 from tests.conftest import Ranks
 from tests.train import runs
 from torch.distributed import checkpoint as dcp
+from typer.testing import CliRunner
 
 from stretto.bench.flips import FlipsSetting
+from stretto.cli.checkpoint import app as checkpoint_app
 from stretto.models import GPT
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, verification
 from stretto.train.checkpoint import metadata as metadata_module
@@ -454,3 +456,23 @@ def test_an_index_of_torchs_cannot_demand_more_memory_than_it_has_bytes(tmp_path
     assert "no index of torch.distributed.checkpoint" in damages(tmp_path)[0]
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert after - before < 100_000  # kB
+
+
+def test_a_checkpoint_that_cannot_be_read_is_a_line_of_the_list_and_not_its_end(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = metadata_module.read_bounded
+
+    def refuse(path: Path, *args: Any) -> bytes:
+        if path.parent == checkpoint_path(copy, 1):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *args)
+
+    monkeypatch.setattr(metadata_module, "read_bounded", refuse)
+    monkeypatch.setattr(verification, "read_bounded", refuse)
+    result = CliRunner().invoke(checkpoint_app, ["list", str(copy)])
+    assert result.exit_code == 0
+    assert "step-00000001/metadata.json cannot be read: Permission denied" in result.output
+    assert "step-00000002" in result.output
+    with pytest.raises(PermissionError):  # what may not be read is not damaged
+        verify(copy)
