@@ -499,13 +499,13 @@ def test_an_answer_that_comes_after_an_attempt_has_ended_sets_no_slot_aside() ->
     slots = Slots([Slot(0, "a"), Slot(1, "b")], 0.0, probe=answer_late)
     for _ in range(2):
         slots.blame(slots.all[1])
-    question = restarts._Question(slots, slots.due())
+    probe = restarts._BackgroundProbe(slots, slots.due())
     slots.readmit_all()
     may_answer.set()
     deadline = time.monotonic() + 20
-    while not question.is_answered() and time.monotonic() < deadline:
+    while not probe.has_ended() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert question.silent == [slots.all[1]]
+    assert probe.silent == [slots.all[1]]
     assert slots.usable() == slots.all
 
 

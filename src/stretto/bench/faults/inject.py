@@ -201,14 +201,14 @@ class Ballast:
                 os.posix_fallocate(self._file.fileno(), os.fstat(self._file.fileno()).st_size, surplus)
 
     def keep_full(self) -> None:
-        """Fill what gets free, for ever."""
+        """Fill what gets free, until the process ends."""
         while True:
             self._fill()
             time.sleep(0.002)
 
 
 def loop(variant: str) -> None:
-    """Make no progress, for ever."""
+    """Make no progress until the process is killed."""
     match variant:
         case "python":
             while True:

@@ -156,7 +156,7 @@ def _judge_evidence(files: Sequence[str], ranks: int) -> Iterator[str]:
 
 
 def is_kind_named(fault: Fault, naming: Naming) -> bool:
-    """Whether what was said tells what has happened."""
+    """Whether the message says what has happened."""
     text = naming.text.lower()
     match fault.kind:
         case "kill":

@@ -57,8 +57,8 @@ COLUMNS = (
 class Kill:
     """One kill: the save in which it came, how long after the save's begin, whom it hit, and what it left.
 
-    left: what lies beside the checkpoints. broken: checkpoints that are
-    not what an undisturbed run wrote. lost: steps from the last checkpoint to the last step that was logged.
+    left: what lies beside the checkpoints. broken: how many checkpoints are not what an undisturbed run wrote. lost:
+    steps from the last checkpoint to the last step that was logged.
     """
 
     save: int

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies checkpoints and exported models on the disk: reads all their bytes, and compares them with checksums.
 
-Of what has no checksum it says so. Needs no torch, unless a folder has torch's index alone.
+It lists what has no checksum. Needs no torch, unless a folder has torch's index alone.
 """
 
 from collections import Counter, defaultdict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's heartbeat says, as a value that is written to the job's store as JSON; and how the keys are called."""
+"""A rank's heartbeat, as a value that is written to the job's store as JSON; and the names of the store's keys."""
 
 import json
 import linecache

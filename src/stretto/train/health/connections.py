@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks lost a connection to each other, by the addresses in gloo's errors.
+"""Finds the ranks that lost a connection to each other, by the addresses in gloo's errors.
 
 Each rank writes the local addresses of its TCP connections to the job's store when it has made new groups. gloo's
 errors have the remote address of the connection that was lost, which is the local one of the rank at its other end.
@@ -37,7 +37,7 @@ def write_addresses(store: dist.Store, rank: int, known: set[str]) -> None:
 
 
 def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -> list[tuple[int, int]]:
-    """The pairs of ranks that lost their connection, of which the errors of ranks (`reasons`) tell."""
+    """Find the pairs of ranks that lost their connection, by the errors of ranks (`reasons`)."""
     owners: dict[str, int] = {}
     for rank in range(ranks):
         if store.check([_key(rank)]):
@@ -55,7 +55,7 @@ def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -
 
 
 def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
-    """Say who lost whom. Returns the rank that all lost connections have in common, else the lowest, and a sentence.
+    """Describe lost connections. Returns the rank that all lost connections have in common, else the lowest, and a sentence.
 
     pairs: of `find_lost_pairs`; empty if that is not known, and then only that the ranks `failed` lost some connection.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects what shows why a run is stuck, in a folder of the run: `out/stalls/<UTC time>/`.
+"""Collects stacks and flight records of a stuck run in a folder of the run: `out/stalls/<UTC time>/`.
 
 - `report.txt`: what was found, and a table of all ranks by their last heartbeats.
 - `rank-N-stack.txt`: the stacks of all threads of rank N.
@@ -45,7 +45,7 @@ def collect(
     *,
     own_rank: int | None = None,
 ) -> Path | None:
-    """Write all files that can be had. Returns the folder, or None where it cannot be made (a full disk).
+    """Write all files that can be obtained. Returns the folder, or None where it cannot be made (a full disk).
 
     own_rank: this process's, if its own heartbeat's thread calls this. It takes seconds: ranks answer after their next
     heartbeat. RuntimeError if the store does not answer.

@@ -103,11 +103,11 @@ class Heartbeat:
             self._sampler.start()
 
     def slow_rank(self) -> dict[str, float] | None:
-        """The slow rank that was told last (`SlowRank`), as the job's store has it: its rank, ratio and last step."""
+        """The slow rank that was reported last (`SlowRank`), from the job's store: its rank, ratio and last step."""
         with suppress(RuntimeError):
             if self._store is not None and self._store.check([SLOW_RANK]):
-                told: dict[str, float] = json.loads(self._store.get(SLOW_RANK))
-                return told
+                found: dict[str, float] = json.loads(self._store.get(SLOW_RANK))
+                return found
         return None
 
     def wait_for_verdict(self) -> None:

@@ -36,7 +36,7 @@ MISSED_AT_LEAST = 2.0  # seconds without a heartbeat before a rank is silent: a 
 
 @dataclass(frozen=True)
 class Stall:
-    """Ranks that keep others from going on. seconds: for how long. waiting: the ranks that wait. text: says it all."""
+    """Ranks that keep others from going on. seconds: for how long. waiting: the ranks that wait. text: the message."""
 
     kind: Literal["silent", "stalled", "lost connection"]
     culprits: tuple[int, ...]

@@ -70,7 +70,7 @@ def continues_job(out: Path) -> bool:
 
 
 def mark_begun(out: Path, start: int) -> None:
-    """Leave the job's mark: it trains in this folder, from after step `start` on. For rank 0, once for each start."""
+    """Write the job's mark: it trains in this folder, from after step `start` on. For rank 0, once for each start."""
     job = os.environ.get(JOB)
     if job is None or continues_job(out):
         return

@@ -44,7 +44,7 @@ class Slot:
 
 
 class Slots:
-    """All slots of a run on this machine. probe: returns which of some GPUs answer, by their names."""
+    """All slots of a run on this machine. probe: returns those of some GPUs that answer, by their names."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Slots:
         return [slot for slot in self.all if slot.set_aside_at is None]
 
     def take(self, ranks: int) -> list[Slot]:
-        """The slots for so many ranks, in the order of the ranks: those that have failed least."""
+        """Choose the slots for so many ranks, in the order of the ranks: those that have failed least."""
         best = sorted(self.usable(), key=lambda slot: (slot.failures, slot.number))[:ranks]
         return sorted(best, key=lambda slot: slot.number)
 
@@ -101,7 +101,7 @@ class Slots:
                 slot.set_aside_at = None
 
     def due(self) -> list[Slot]:
-        """The slots that may be tried again: set aside for long enough."""
+        """List the slots that were set aside for long enough to be tried again."""
         now = self._clock()
         return [
             slot
@@ -140,7 +140,7 @@ def environment_of(slots: Sequence[Slot]) -> dict[str, str]:
 
 
 def probe_gpus(gpus: list[str]) -> set[str]:
-    """Which GPUs multiply a small matrix rightly, each asked in a process of its own and all at once.
+    """Find the GPUs that compute a small matrix product correctly, each in a process of its own, all at the same time.
 
     A process that does not end in time is killed and left: one that waits in the driver cannot be waited for. A GPU for
     which no process can be started (this machine has no memory left) counts as one that answers.

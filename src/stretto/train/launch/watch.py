@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's look at its ranks' heartbeats: warns of a rank that is late, and names one that is stuck.
+"""Reads the ranks' heartbeats in the launcher: warns of a rank that is late, and names one that is stuck.
 
-Also when ranks do not stop after Ctrl-C: then it says what is saved and what is not.
+When ranks do not stop after Ctrl-C, it also reports which steps are saved and which are not.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STORE_LIMIT = timedelta(seconds=10)  # the store is in this process: it answers at once
 MOST_SHOWN = 4  # ranks whose phases are shown one by one
-LAST_LOOK = 1.0  # seconds, and two heartbeats, for the heartbeats of ranks to tell what has just happened
+LAST_LOOK = 1.0  # seconds, and two heartbeats, until the heartbeats of ranks show what has just happened
 
 
 class RankWatch:
@@ -129,7 +129,7 @@ def rank_environment() -> dict[str, str]:
 def describe_unstopped(out: Path, monitor: Monitor | None, running: Collection[int], seconds: float) -> str:
     """Say, in a line, which ranks did not stop, where they are, and which steps of the run in `out` are not saved.
 
-    monitor: of the ranks' heartbeats, by which a stuck rank is told from those that wait for it; None before there are
+    monitor: reads the ranks' heartbeats, which tell a stuck rank from those that wait for it; None before there are
     any. running: the ranks whose processes still run. seconds: since they were asked to stop.
     """
     who, places = sorted(running), ""
