@@ -55,7 +55,7 @@ def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -
 
 
 def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
-    """Describe lost connections. Returns the rank that all lost connections have in common, else the lowest, and a sentence.
+    """Describe lost connections. Returns the rank that all of them have in common, else the lowest, and a sentence.
 
     pairs: of `find_lost_pairs`; empty if that is not known, and then only that the ranks `failed` lost some connection.
     """
