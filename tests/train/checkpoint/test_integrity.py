@@ -35,7 +35,7 @@ from stretto.train.checkpoint.integrity import (
     crc32,
     crc32_beside,
 )
-from stretto.train.checkpoint.metadata import CheckpointMetadata, read_metadata
+from stretto.train.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 from stretto.train.checkpoint.storage import read_tensor
 from stretto.train.checkpoint.torch_container import Checked, check_container
 
@@ -280,6 +280,34 @@ def test_a_container_without_crcs_is_said_to_be_unchecked() -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert check_container(memoryview(content)) == (Checked.NOTHING, None)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_bytes_that_no_checksum_covers_are_damaged_whatever_torch_makes_of_them(
+    tmp_path: Path, seed: random.Random
+) -> None:
+    """As of a folder that was written without CRCs: torch's unpickler raises errors of many classes."""
+    file = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.arange(6.0), file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    whole = file.getvalue()
+    start, stop = whole.index(b"ctorch._utils"), whole.index(b"PK\7\x08")
+    place = {"offsets": (0,), "sizes": (6,), "file": "__0_0.distcp", "start": 0, "bytes": len(whole)}
+    entry = TensorEntry.model_validate({"shape": (6,), "dtype": "float32", "chunks": [place]})
+    messages = []
+    for _ in range(300):
+        content = bytearray(whole)
+        content[seed.randrange(start, stop)] = seed.randrange(256)
+        (tmp_path / "__0_0.distcp").write_bytes(content)
+        try:
+            read_tensor(tmp_path, entry, "weight")
+        except DamagedError as error:  # any other error fails the test
+            messages.append(str(error))
+    assert len(messages) > 30
+    assert all("weight, bytes 0 to" in message for message in messages)
 
 
 # --- the checkpoint before it

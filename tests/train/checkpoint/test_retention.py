@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checkpoints are kept, by the rule alone; and that the others are deleted, whatever is in the way."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,3 +87,18 @@ def test_the_folder_for_checkpoints_of_an_earlier_run_is_a_new_one(tmp_path: Pat
         (folder / name).mkdir(parents=True)
     prepare_folder(tmp_path, 0)
     assert (folder / "earlier-run-4" / "step-00000005").is_dir()
+
+
+def test_what_cannot_be_deleted_does_not_keep_a_run_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where another machine reads a file of it on NFS, which then has another name until it is closed."""
+    left = checkpoint_path(tmp_path, 1).with_name(".step-00000001.deleting")
+    left.mkdir(parents=True)
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    prepare_folder(tmp_path, 0)
+    assert "cannot be deleted: [Errno 39] Directory not empty" in caplog.text

@@ -204,6 +204,17 @@ def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> Non
     assert_nothing_left(out, pids(out, 2))
 
 
+def test_a_run_that_fails_while_it_stops_is_not_started_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sender = once_running(out, 2, signal_launcher(signal.SIGINT))
+    train = {"steps": 1, "batch": 2, "seq_len": 4, "max_restarts": 3}
+    with pytest.raises(RankFailure, match="no space for the last checkpoint"):
+        launch(launch_entries.fail_to_stop, config_for(out, 2, train=train), QUICK)
+    sender.join()
+    assert capsys.readouterr().out == "no restart: SIGINT has asked the run to stop\n"
+    (line,) = (out / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(line)["restarted"] is False
+
+
 def test_a_signal_before_the_ranks_are_started_stops_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = launcher._rendezvous
 

@@ -95,6 +95,21 @@ def test_a_rank_that_nothing_ends_is_given_up_after_a_time(stubborn, failed, no_
     assert len(supervisor.failures) == (0 if is_stop else 1)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_rank_that_ends_by_the_signal_that_all_processes_got_has_not_failed(tmp_path, number):
+    """A scheduler signals launcher and ranks at once, before these handle signals."""
+    rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    supervisor = Supervisor(StopTimeouts(report=0.1, end=0.1))
+    supervisor.add(0, rank, tmp_path / "error.json")
+    with supervisor.handling_signals():
+        rank.send_signal(number)
+        signal.raise_signal(number)
+        rank.wait()
+        supervisor.check()
+    assert supervisor.failures == []
+    assert supervisor.stop_signal == number
+
+
 def test_an_error_that_is_still_being_written_is_waited_for(stubborn, tmp_path):
     """Otherwise a failure that comes back (ValueError) would be taken for any other, and the run started again."""
     file = tmp_path / "error.json"

@@ -134,9 +134,15 @@ def prepare_folder(out: Path, step: int) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing."""
+    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing.
+
+    Logs a warning for what cannot be deleted, such as files that another machine has open on NFS.
+    """
     for leftover in (out / "checkpoints").glob(".step-*"):
-        delete_tree(leftover)
+        try:
+            delete_tree(leftover)
+        except OSError as error:
+            logger.warning("%s, which an interrupted process has left, cannot be deleted: %s", leftover, error)
 
 
 def remove_folder(path: Path) -> None:

@@ -337,8 +337,10 @@ def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryvie
         values = torch.load(MemoryFile(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
         raise DamagedError(where + NO_TENSOR) from error
-    except (RuntimeError, EOFError) as error:
-        raise DamagedError(where + str(error)) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # torch's unpickler raises errors of a dozen classes for bytes that are none of its own
+        raise DamagedError(f"{where}{type(error).__name__}: {error}") from error
     if not isinstance(values, Tensor) or values.shape != place.sizes or values.dtype != entry.torch_dtype:
         raise DamagedError(f"{where}it holds something else")
     return values

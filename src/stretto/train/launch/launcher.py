@@ -197,7 +197,9 @@ def _run_ranks(
                 remove_orphans(segments)
                 remove_partial_files(config.out)
     if supervisor.failures:
-        raise _explain(supervisor.failures[0], config)
+        failure = _explain(supervisor.failures[0], config)
+        failure.stopped_by = supervisor.stop_signal
+        raise failure
     return supervisor.stop_signal
 
 

@@ -42,6 +42,7 @@ class FailedAttempt(RuntimeError):
     reason: str
     checkpoint: Path | None
     failed_at: float  # time.time()
+    stopped_by: Signals | None = None  # the signal that had asked the ranks to stop before
 
 
 class RunAttempt(Protocol):
@@ -239,6 +240,8 @@ class Restarts:
 
     def _why_final(self, failure: FailedAttempt) -> str | None:
         """Why no restart follows a failure; None if one does."""
+        if failure.stopped_by is not None:
+            return f"{failure.stopped_by.name} has asked the run to stop"
         if comes_back(failure, newest_checkpoint(self._config.out)):
             return "the same run would fail again"
         if self._failures > (most := self._config.train.max_restarts):

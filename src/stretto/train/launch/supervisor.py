@@ -234,12 +234,14 @@ class Supervisor:
             if not rank.has_failed():
                 continue
             status = rank.process.poll()
-            if status == -signal.SIGTERM and self._has_forwarded:
+            # A scheduler may signal the ranks, too, when it signals this process.
+            was_asked = self._has_forwarded or self._stop_signal is not None
+            if was_asked and status is not None and -status in (signal.SIGTERM, self._stop_signal):
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
                 reason, trace = read_error(rank.error_file)
                 kind = kind_of(reason)
-                if kind == "lost connection" and self._has_forwarded:
+                if kind == "lost connection" and was_asked:
                     continue  # its peer was asked to stop before it had installed its signal handler
                 only_waited = is_consequence(reason)
                 order = (1 + only_waited, rank.error_file.stat().st_mtime)
