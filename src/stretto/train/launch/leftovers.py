@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 FOLDER = Path("/dev/shm")
 # Not sem.mp-*: the semaphores of other programs cannot be told from orphans, since no process has them by that name.
 PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
+NAMESPACES = Path("/proc/self/ns")
+# Linux's inode numbers of the namespaces in which the machine's first process is.
+FIRST_IPC, FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
 
 
 def remove_partial_files(out: Path) -> None:
@@ -51,10 +54,14 @@ def list_segments(folder: Path = FOLDER) -> set[str]:
 def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
     """Delete the segments that were not there before and that no process has open or mapped. Returns their names.
 
-    Another job of this user may have made segments meanwhile: its processes have them, so that they stay.
+    Another job of this user may have made segments meanwhile: its processes have them, so that they stay. Deletes
+    nothing where such processes may be invisible.
     """
     new = list_segments(folder) - before
     if not new:
+        return set()
+    if not _sees_all_users():
+        logger.info("%s may have segments that killed ranks have left: %s", folder, ", ".join(sorted(new)))
         return set()
     orphans = new - set(_names_in_use(folder))
     for name in orphans:
@@ -62,6 +69,19 @@ def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
             (folder / name).unlink()
             logger.info("removed %s, which a killed rank had left", folder / name)
     return orphans
+
+
+def _sees_all_users() -> bool:
+    """Whether all processes that may use /dev/shm are visible here.
+
+    They are not in a container that has the machine's shared memory and process numbers of its own, as by
+    `docker run --ipc=host`: other containers use the same /dev/shm.
+    """
+    try:
+        ipc, pid = ((NAMESPACES / name).stat().st_ino for name in ("ipc", "pid"))
+    except OSError:  # a system without namespaces
+        return True
+    return ipc != FIRST_IPC or pid == FIRST_PID
 
 
 def _names_in_use(folder: Path) -> Iterator[str]:
