@@ -20,6 +20,7 @@ import pytest
 import torch
 from tests.processes import forks_processes
 from tests.train.launch import launch_entries
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from stretto.train.config import TrainConfig, make_config
 from stretto.train.launch import RankFailure, allocator_environment, launch, launcher, resolve_device
@@ -192,6 +193,23 @@ def test_the_failure_is_reported_though_a_rank_cannot_be_killed(
     assert is_alive(left)
     os.kill(left, signal.SIGKILL)
     assert re.search(r"after SIGKILL: rank 1 \(pid \d+\): it runs; they are left behind", caplog.text)
+
+
+def test_ranks_do_not_outlive_one_that_could_not_be_started(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if started:
+                raise BlockingIOError(errno.EAGAIN, "no more processes")
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess_handler, "Popen", Popen)
+    with pytest.raises(BlockingIOError):
+        launch(launch_entries.ignore_sigterm, config_for(out, 2), QUICK)
+    assert not is_alive(started[0].pid)
+    assert list(out.iterdir()) == []
 
 
 def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> None:

@@ -38,7 +38,7 @@ from stretto.train.checkpoint.integrity import DamagedCheckpointError
 from stretto.train.config.options import JobConfig
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
-from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
+from stretto.train.launch.leftovers import kill_ranks, list_segments, remove_orphans, remove_partial_files
 from stretto.train.launch.restarts import NO_SPACE, FailedAttempt, run_with_restarts
 from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor, UnkillableError
 from stretto.train.launch.watch import RankWatch, rank_environment
@@ -222,7 +222,11 @@ class _Agent(LocalElasticAgent):
         self._waits_for_ranks = True
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        workers = super()._start_workers(worker_group)
+        try:
+            workers = super()._start_workers(worker_group)
+        except OSError:  # no more processes or memory: torch forgets the ranks that it has started by then
+            kill_ranks(worker_group.spec.rdzv_handler.get_run_id())
+            raise
         assert isinstance(self._pcontext, SubprocessContext)  # torch uses it for every entry point that is a program
         for rank, handler in self._pcontext.subprocess_handlers.items():
             self._supervisor.add(rank, handler.proc, Path(self._pcontext.error_files[rank]))

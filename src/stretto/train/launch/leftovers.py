@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm.
+"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm; and
+ranks that were started in vain.
 
 NCCL's and torch's segments have names there. Stretto's own have none (`stretto.memory`): they are gone with the last
 process that has them mapped.
@@ -7,6 +8,8 @@ process that has them mapped.
 
 import logging
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +25,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path("/dev/shm")
 # Not sem.mp-*: the semaphores of other programs cannot be told from orphans, since no process has them by that name.
 PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
+END = 5.0  # seconds for killed processes to end
 NAMESPACES = Path("/proc/self/ns")
 # Linux's inode numbers of the namespaces in which the machine's first process is.
 FIRST_IPC, FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
@@ -69,6 +73,23 @@ def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
             (folder / name).unlink()
             logger.info("removed %s, which a killed rank had left", folder / name)
     return orphans
+
+
+def kill_ranks(job: str) -> None:
+    """Kill the ranks of a job that this process has started, and wait until they are gone, for some seconds.
+
+    job: its TORCHELASTIC_RUN_ID. For ranks of which nobody else knows, since a later one could not be started.
+    """
+    deadline = time.monotonic() + END
+    marked = f"TORCHELASTIC_RUN_ID={job}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or it has ended
+            fields = (process / "stat").read_text().rpartition(")")[2].split()  # the name before may have anything
+            if int(fields[1]) == os.getpid() and marked in (process / "environ").read_bytes().split(b"\0"):
+                pid = int(process.name)
+                os.killpg(pid, signal.SIGKILL)
+                while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+                    time.sleep(0.05)
 
 
 def _sees_all_users() -> bool:
