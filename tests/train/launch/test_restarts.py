@@ -331,6 +331,7 @@ def test_a_signal_in_the_pause_ends_the_run_at_once(out: Path, monkeypatch: pyte
     before = signal.getsignal(signal.SIGTERM)
     assert attempts.run() == signal.SIGTERM
     assert naps == [restarts.PAUSE_POLL]
+    assert [line["restarted"] for line in journal(out)] == [True, False]
     assert len(attempts.configs) == 2
     assert signal.getsignal(signal.SIGTERM) == before
 

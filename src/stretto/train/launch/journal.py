@@ -83,6 +83,11 @@ class Journal:
         self._failed_at = time.monotonic() - max(0.0, now - failed_at) if restarted else None
         self._write()
 
+    def cancel_restart(self) -> None:
+        """Note that no restart follows the last failure after all."""
+        self._failures[-1]["restarted"], self._failed_at = False, None
+        self._write()
+
     def note_training(self) -> float:
         """Note that a step has followed the last failure. Returns the seconds since the failure."""
         assert self._failed_at is not None

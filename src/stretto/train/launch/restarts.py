@@ -109,6 +109,8 @@ class Restarts:
                     stopped_by = self._run_once(attempt, number) or self._between.stop_signal
                 except FailedAttempt as failure:
                     attempt = self._plan_after(failure, attempt)
+                    if self._between.stop_signal is not None:  # it came in the pause
+                        self._journal.cancel_restart()
                 else:
                     if stopped_by is not None or not self._is_growing or self._is_finished():
                         return stopped_by
