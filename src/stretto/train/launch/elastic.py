@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from stretto.cluster.local_ranks import is_rank
-from stretto.train.checkpoint.folders import newest_checkpoint
+from stretto.train.checkpoint.folders import newest_checkpoint, step_of
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
 from stretto.train.config.rules import nearest_grid
@@ -103,11 +103,6 @@ def own_checkpoint(out: Path, checkpoint: Path | None, job: str | None = None) -
     """The checkpoint, if the marked job has written it and not an earlier run."""
     start = step_of_start(out, job)
     return checkpoint if checkpoint is not None and start is not None and step_of(checkpoint) > start else None
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint of a run, by its folder's name."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _read_mark(out: Path) -> dict[str, Any] | None:

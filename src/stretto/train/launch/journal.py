@@ -4,16 +4,14 @@
 import json
 import logging
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from stretto.train.data import write_atomically
-from stretto.train.observe.metrics import METRICS_FILE
+from stretto.train.observe.metrics import METRICS_FILE, last_step
 
 RESTARTS_FILE = "restarts.jsonl"
-_TAIL = 1 << 16  # bytes; a line of metrics.jsonl is shorter
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +34,6 @@ class StepWatch:
         """The last step that this attempt has written; `after` before it begins. Steps of earlier attempts are not."""
         last = last_step(self._out) if _state(self._out) != self._before else None
         return self._after if last is None else last
-
-
-def last_step(out: Path) -> int | None:
-    """The last step in the run's metrics.jsonl, or None. A line that is cut short does not count."""
-    try:
-        with open(out / METRICS_FILE, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):
-            return int(json.loads(line)["step"])
-    return None
 
 
 class Journal:

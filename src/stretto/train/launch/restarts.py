@@ -16,10 +16,10 @@ from pathlib import Path
 from signal import Signals
 from typing import Protocol
 
-from stretto.train.checkpoint.folders import newest_checkpoint
+from stretto.train.checkpoint.folders import newest_checkpoint, step_of
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.devices import resolve_device
-from stretto.train.launch.elastic import ATTEMPT, own_checkpoint, resume_from, step_of, step_of_start
+from stretto.train.launch.elastic import ATTEMPT, own_checkpoint, resume_from, step_of_start
 from stretto.train.launch.journal import Journal, StepWatch
 from stretto.train.launch.slots import Slot, Slots, environment_of
 from stretto.train.launch.supervisor import StopTimeouts, Supervisor

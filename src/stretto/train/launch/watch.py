@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from stretto.train.checkpoint import newest_checkpoint
+from stretto.train.checkpoint.folders import step_of
 from stretto.train.health import evidence, flight_recorder
 from stretto.train.health.beat import interval_of, list_ranks, prefix
 from stretto.train.health.connections import describe_lost, find_lost_pairs
@@ -162,7 +163,7 @@ def _places(monitor: Monitor, ranks: Collection[int]) -> str:
 def describe_saved(out: Path) -> str:
     """Say which checkpoint is the newest of the run in `out`, and which finished steps it does not have."""
     newest, reached = newest_checkpoint(out), last_step(out)
-    saved = 0 if newest is None else int(newest.name.removeprefix("step-"))
+    saved = 0 if newest is None else step_of(newest)
     checkpoint = "there is no checkpoint" if newest is None else f"the last checkpoint is step {saved}"
     if reached is None or reached <= saved:
         return f"{checkpoint}: no finished step is lost"
