@@ -83,8 +83,8 @@ def launch(entry: Entry, config: JobConfig, timeouts: StopTimeouts | None = None
 
     entry: a function at the top of a module, which ranks import by name; it must return soon after SIGTERM. Raises
     RankFailure within seconds after a rank (this process, too) has failed, and ValueError if torchrun started another
-    number of ranks than `config.ranks`. Leaves no process behind, and no file except those of `entry` and the traceback
-    of a failed rank in `config.out`.
+    number of ranks than `config.ranks`. Leaves no file behind except those of `entry` and a failed rank's traceback in
+    `config.out`, and no process except those that the kernel does not end, which are logged.
 
     With `train.max_restarts`, ranks that have failed are started again (`launch.restarts`); RankFailure is then raised
     for the last failure only. Ranks of torchrun go on where those of the same job were (`launch.elastic`).
