@@ -310,6 +310,23 @@ def test_bytes_that_no_checksum_covers_are_damaged_whatever_torch_makes_of_them(
     assert all("weight, bytes 0 to" in message for message in messages)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
+def test_a_lack_of_memory_is_not_taken_for_damage(
+    copy: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise `latest` would go back to an older checkpoint, and set this one aside."""
+    path = checkpoint_path(copy, 2)
+    entry = read_metadata(path).tensors["model.norm.weight"]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(type(error)) as raised:
+        read_tensor(path, entry, "model.norm.weight")
+    assert raised.value is error
+
+
 # --- the checkpoint before it
 
 

@@ -337,9 +337,9 @@ def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryvie
         values = torch.load(MemoryFile(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
         raise DamagedError(where + NO_TENSOR) from error
-    except MemoryError:
-        raise
     except Exception as error:  # torch's unpickler raises errors of a dozen classes for bytes that are none of its own
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise  # the checkpoint may be whole, and an older one would not fit either
         raise DamagedError(f"{where}{type(error).__name__}: {error}") from error
     if not isinstance(values, Tensor) or values.shape != place.sizes or values.dtype != entry.torch_dtype:
         raise DamagedError(f"{where}it holds something else")
