@@ -31,9 +31,10 @@ def test_ranks_are_ended_where_the_bench_fails(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("a save has not begun")
 
     monkeypatch.setattr(kills, "_time_saves", fail)
+    before = set(multiprocessing.active_children())
     with pytest.raises(RuntimeError, match="a save has not begun"):
         kill_runs(1, 2, 0, hidden=64, steps=4)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.exhaustive
