@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from stretto.train.health import flight_recorder, progress
+from stretto.train.health import flight_recorder, progress, stacks
 from stretto.train.health.beat import Beat, Save, list_ranks, process_space
 from stretto.train.health.failures import Failure
 from stretto.train.health.flight_recorder import OpenCollective
@@ -467,3 +467,40 @@ def test_a_process_of_another_container_is_not_looked_at_or_killed_by_its_number
             assert [beat.rank for beat in watch._beats_here([0, 1])] == [0]
         finally:
             other.kill()
+
+
+STOPS = """
+import os, signal, threading, time
+from stretto.train.health import stacks
+
+def spin():
+    while True:
+        time.sleep(0.0005)
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def go_on():
+    sum(number for number in range(2000))
+
+stacks.register()
+print(stacks.stack_file(), flush=True)
+for _ in range(6):
+    threading.Thread(target=spin, daemon=True).start()
+while True:
+    stop()
+    go_on()
+"""
+
+
+def test_the_stack_of_a_stopped_process_is_that_of_where_it_was_stopped():
+    """It is continued to write its stacks: its main thread must not go on before, whichever thread writes them."""
+    with subprocess.Popen([sys.executable, "-c", STOPS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            descriptor = int(process.stdout.readline())
+            for _ in range(20):
+                os.waitpid(process.pid, os.WUNTRACED)
+                assert "in stop\n" in (stacks.read_stacks(process.pid, descriptor) or "")
+                process.send_signal(signal.SIGCONT)
+        finally:
+            process.kill()
