@@ -2,10 +2,12 @@
 """The grids of `train.grids`: how they are written, which are refused, and which one is chosen."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.train import runs
 
+from stretto.train import smaller_grids
 from stretto.train.config import ConfigError, DLRMTrainConfig, TrainConfig, config_to_toml, load_config, make_config
 from stretto.train.preflight import preflight
 from stretto.train.smaller_grids import choose_grid, choose_grid_of
@@ -122,6 +124,27 @@ def test_automatically_the_most_parts_of_the_batch_are_taken_where_nothing_can_b
     odd = choose_grid(configure(tmp_path, "train.grids=auto", "train.batch=2"), 3)  # 3 divides neither batch nor heads
     assert odd is not None
     assert odd.config.ranks == 2
+
+
+def test_a_grid_that_cannot_hold_the_model_is_not_counted_among_those_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path, "train.grids=auto")
+    before = choose_grid(config, 2)
+    assert before is not None
+    assert before.why == "the most parts of the batch of 4 that can hold the model"
+    check = smaller_grids.check_built
+
+    def refuse_one(other: TrainConfig, *built: Any) -> None:
+        if other.grid == before.config.grid:
+            raise ValueError("the model does not fit")
+        check(other, *built)
+
+    monkeypatch.setattr(smaller_grids, "check_built", refuse_one)
+    after = choose_grid(config, 2)
+    assert after is not None
+    assert after.config.grid != before.config.grid
+    assert after.why == "the most parts of the batch of 3 that can hold the model"
 
 
 def test_automatically_the_grid_that_the_planner_predicts_to_be_the_fastest_is_taken(tmp_path: Path) -> None:

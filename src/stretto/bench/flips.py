@@ -66,7 +66,7 @@ def bench_flips(setting: FlipsSetting, out: Path) -> dict[str, Any]:
     seed = random.randrange(1 << 32) if setting.seed is None else setting.seed
     print(f"seed {seed}", flush=True)
     generator = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="stretto-flips-") as folder:
+    with tempfile.TemporaryDirectory(prefix="stretto-flips-") as folder, _one_rank():
         places = _write_all(Path(folder))
         rows = [_flip_all(place, count, generator) for place, count in _share(places, setting.flips)]
     columns = (
@@ -83,6 +83,18 @@ def bench_flips(setting: FlipsSetting, out: Path) -> dict[str, Any]:
     write_result(out, "flips", columns, rows, seed=seed)
     result: dict[str, Any] = {"seed": seed, "rows": rows}
     return result | ({"failure": f"not found or not named: {missed}"} if missed else {})
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Have a process group of this process alone in the block."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _share(places: list[_Target], flips: int) -> Iterator[tuple[_Target, int]]:
@@ -176,11 +188,9 @@ def _parts_of(place: _Target, file: Path) -> list[_Bytes]:
 def _write_all(folder: Path) -> list[_Target]:
     """Write a small model's training state in all formats."""
     import torch
-    import torch.distributed as dist
 
     from stretto.models import GPTConfig
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     config = GPTConfig(layers=2, hidden=32, heads=4, kv_heads=2, vocab=101, max_seq_len=16, tie_embeddings=False)
     checkpoint = folder / "run" / "checkpoints" / "step-00000001"

@@ -143,13 +143,16 @@ def _summarize(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"path": str(path), "fault": None}
     try:
         metadata = read_metadata(path)
+        written = datetime.fromtimestamp((path / METADATA_FILE).stat().st_mtime)
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     except ValueError as error:
         return row | {"fault": str(error)}
-    written = datetime.fromtimestamp((path / METADATA_FILE).stat().st_mtime)
+    except OSError as error:  # another user's, or the run has deleted it meanwhile
+        return row | {"fault": f"{error.filename or path} cannot be read: {error.strerror or error}"}
     return row | {
         "step": metadata.step,
         "format": metadata.format,
-        "bytes": sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
+        "bytes": size,
         "grid": _describe_grid(metadata.run),
         "written": written.isoformat(" ", "seconds"),
     }

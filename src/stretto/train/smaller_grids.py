@@ -125,10 +125,10 @@ def _choose_automatically(config: JobConfig, ranks: int) -> ChosenGrid | None:
             smaller = on_grid(config, GridConfig(**sizes.sizes()))
             check_placement(smaller, source)
             legal.append(smaller)
-    for best, why in _by_preference(legal, source):
+    for refused, (best, seconds) in enumerate(_by_preference(legal, source)):
         with suppress(ValueError):
             check_built(best, source, source.build())
-            return ChosenGrid(best, why)
+            return ChosenGrid(best, _explain(len(legal) - refused, seconds))
     return None
 
 
@@ -144,20 +144,25 @@ def _candidates(config: TrainConfig, ranks: int) -> Iterator[GridSizes]:
                 break
 
 
-def _by_preference(legal: list[TrainConfig], source: ModelSource) -> list[tuple[TrainConfig, str]]:
-    """The configurations from the best to the worst, with the reason for the best."""
+def _explain(count: int, seconds: float | None) -> str:
+    """Say why the best of `count` grids is the best. seconds: that the planner predicts for a step, if it can."""
+    if count == 1:
+        return "the only one that can hold the model"
+    if seconds is None:
+        return f"the most parts of the batch of {count} that can hold the model"
+    return f"predicted to be the fastest of {count}, {seconds * 1e3:,.3g} ms a step"
+
+
+def _by_preference(legal: list[TrainConfig], source: ModelSource) -> list[tuple[TrainConfig, float | None]]:
+    """The configurations from the best to the worst, each with the predicted seconds of a step where that is known."""
     if len(legal) == 1:
-        return [(legal[0], "the only one that can hold the model")]
+        return [(legal[0], None)]
     with suppress(ValueError):  # a model or machine of which the planner knows too little
         predicted = [(plan_of_run(each, source, _cluster_of(each)), each) for each in legal]
         predicted = [(plan, each) for plan, each in predicted if plan.fits] or predicted
         predicted.sort(key=lambda pair: pair[0].step_time)
-        return [
-            (each, f"predicted to be the fastest of {len(legal)}, {plan.step_time * 1e3:,.3g} ms a step")
-            for plan, each in predicted
-        ]
-    why = f"the most parts of the batch of {len(legal)} that can hold the model"
-    return [(each, why) for each in sorted(legal, key=_distance)]
+        return [(each, plan.step_time) for plan, each in predicted]
+    return [(each, None) for each in sorted(legal, key=_distance)]
 
 
 def _distance(config: TrainConfig) -> tuple[float, ...]:

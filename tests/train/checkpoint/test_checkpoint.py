@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import warnings
 import zlib
@@ -31,7 +32,7 @@ from stretto.train.checkpoint import (
     newest_checkpoint,
     prepare_folder,
 )
-from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.metadata import TensorEntry, read_metadata
 from stretto.train.checkpoint.storage import read_tensor
 
 MakeRanks = Callable[[int], Ranks]
@@ -345,6 +346,54 @@ def test_an_index_that_lies_is_refused(copy: Path, field: str, value: Any) -> No
     runs.edit_index(path, change)
     with pytest.raises(ValueError, match=r"metadata\.json is damaged"):
         read_metadata(path)
+
+
+def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
+    """A tensor with boxes (offsets, sizes) that each have bytes of their own."""
+    chunks = [
+        {"offsets": offsets, "sizes": sizes, "file": "__0_0.distcp", "start": 0, "bytes": 8 * prod(sizes)}
+        for offsets, sizes in boxes
+    ]
+    return TensorEntry.model_validate({"shape": shape, "dtype": "float64", "chunks": chunks})
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes"),
+    [
+        ((4,), [((0,), (2,)), ((0,), (2,))]),  # one twice, and another is missing
+        ((4,), [((0,), (2,)), ((1,), (2,))]),
+        ((4, 4), [((0, 0), (4, 2)), ((0, 1), (4, 2))]),
+        ((3, 3), [((0, 0), (2, 2)), ((1, 1), (2, 2)), ((0, 2), (1, 1))]),
+        ((10**20, 2), [((0, 0), (10**20, 1)), ((0, 0), (10**20, 1))]),
+    ],
+)
+def test_pieces_that_add_up_to_a_shape_but_overlap_in_it_are_refused(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """Otherwise numbers that no piece has would be whatever the memory held before."""
+    assert entry_of(shape, *boxes).fault() == "is not whole: its pieces overlap"
+
+
+def test_pieces_that_cut_a_tensor_in_any_way_are_accepted() -> None:
+    number = random.randrange(1 << 32)
+    print(f"seed {number}")
+    generator = random.Random(number)
+    for shape in ((), (0,), (7,), (3, 0, 2), (5, 6), (4, 3, 5)):
+        boxes = [((0,) * len(shape), shape)]
+        for _ in range(10):  # cut one of the boxes in two
+            offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
+            wide = [dim for dim, size in enumerate(sizes) if size > 1]
+            if not wide:
+                boxes.append((offsets, sizes))
+                continue
+            dim = generator.choice(wide)
+            cut = generator.randrange(1, sizes[dim])
+            first, rest = list(sizes), list(sizes)
+            first[dim], rest[dim] = cut, sizes[dim] - cut
+            moved = list(offsets)
+            moved[dim] += cut
+            boxes += [(offsets, tuple(first)), (tuple(moved), tuple(rest))]
+        assert entry_of(shape, *boxes).fault() is None, boxes
 
 
 def test_pieces_that_share_bytes_of_a_file_are_refused(copy: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import random
 import shutil
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from stretto.train.checkpoint import (
     load_checkpoint,
     load_state,
     newest_checkpoint,
+    torch_container,
     training_state,
 )
 from stretto.train.checkpoint.integrity import (
@@ -33,7 +35,7 @@ from stretto.train.checkpoint.integrity import (
     crc32,
     crc32_beside,
 )
-from stretto.train.checkpoint.metadata import CheckpointMetadata, read_metadata
+from stretto.train.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 from stretto.train.checkpoint.storage import read_tensor
 from stretto.train.checkpoint.torch_container import Checked, check_container
 
@@ -234,6 +236,43 @@ def test_a_container_whose_records_overlap_is_refused_before_they_are_read(monke
     assert "overlap" in fault.reason
 
 
+def test_every_flipped_bit_of_another_programs_container_is_a_fault_or_harmless() -> None:
+    """Also the bit that says that a record is encrypted, for which zipfile raises RuntimeError."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as container:
+        container.writestr("archive/data/0", bytes(range(100)))
+    content = bytearray(file.getvalue())
+    reasons = set()
+    for bit in range(8 * len(content)):
+        content[bit // 8] ^= 1 << bit % 8
+        _, fault = check_container(memoryview(content))
+        reasons.add("" if fault is None else fault.reason)
+        content[bit // 8] ^= 1 << bit % 8
+    assert any("is encrypted" in reason for reason in reasons)
+
+
+def test_a_record_beyond_what_can_be_addressed_is_a_fault() -> None:
+    name, content = b"archive/data/0", b"x" * 100
+    # An entry of the central directory whose record begins at byte 2^64 - 1, by a zip64 extra field.
+    sizes = struct.pack("<III", zlib.crc32(content), len(content), len(content))
+    entry = struct.pack("<4sHHHHHH", b"PK\1\2", 45, 45, 0, 0, 0, 0) + sizes
+    entry += struct.pack("<HHHHHII", len(name), 12, 0, 0, 0, 0, 0xFFFFFFFF) + name
+    entry += struct.pack("<HHQ", 1, 8, 2**64 - 1)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 1, 1, len(entry), len(content), 0)
+    _, fault = check_container(memoryview(content + entry + end))
+    assert fault is not None
+    assert "no zip container" in fault.reason
+
+
+def test_an_alignment_that_no_header_can_have_is_a_fault() -> None:
+    records = [torch_container._ZipRecord(b"a/.storage_alignment", 0, 5), torch_container._ZipRecord(b"a/data", 0, 8)]
+    header = torch_container._local_header(records[0], 0, 64)
+    content = header + b"99999" + torch_container._descriptor(records[0], is_wide=False)
+    with pytest.raises(torch_container._FaultError) as error:
+        torch_container._check_all(memoryview(content), records, threads=0)
+    assert "99999" in error.value.fault.reason
+
+
 def test_a_container_without_crcs_is_said_to_be_unchecked() -> None:
     torch.serialization.set_crc32_options(False)
     try:
@@ -241,6 +280,51 @@ def test_a_container_without_crcs_is_said_to_be_unchecked() -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert check_container(memoryview(content)) == (Checked.NOTHING, None)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_bytes_that_no_checksum_covers_are_damaged_whatever_torch_makes_of_them(
+    tmp_path: Path, seed: random.Random
+) -> None:
+    """As of a folder that was written without CRCs: torch's unpickler raises errors of many classes."""
+    file = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.arange(6.0), file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    whole = file.getvalue()
+    start, stop = whole.index(b"ctorch._utils"), whole.index(b"PK\7\x08")
+    place = {"offsets": (0,), "sizes": (6,), "file": "__0_0.distcp", "start": 0, "bytes": len(whole)}
+    entry = TensorEntry.model_validate({"shape": (6,), "dtype": "float32", "chunks": [place]})
+    messages = []
+    for _ in range(300):
+        content = bytearray(whole)
+        content[seed.randrange(start, stop)] = seed.randrange(256)
+        (tmp_path / "__0_0.distcp").write_bytes(content)
+        try:
+            read_tensor(tmp_path, entry, "weight")
+        except DamagedError as error:  # any other error fails the test
+            messages.append(str(error))
+    assert len(messages) > 30
+    assert all("weight, bytes 0 to" in message for message in messages)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
+def test_a_lack_of_memory_is_not_taken_for_damage(
+    copy: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise `latest` would go back to an older checkpoint, and set this one aside."""
+    path = checkpoint_path(copy, 2)
+    entry = read_metadata(path).tensors["model.norm.weight"]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(type(error)) as raised:
+        read_tensor(path, entry, "model.norm.weight")
+    assert raised.value is error
 
 
 # --- the checkpoint before it

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto checkpoint verify`, and safetensors files whose tensors have checksums."""
 
+import builtins
+import errno
+import io
 import json
+import os
 import random
+import resource
 import shutil
 import struct
 import warnings
@@ -17,14 +22,18 @@ from tests.cli.test_commands import stretto_command
 from tests.conftest import Ranks
 from tests.train import runs
 from torch.distributed import checkpoint as dcp
+from typer.testing import CliRunner
 
 from stretto.bench.flips import FlipsSetting
+from stretto.cli.checkpoint import app as checkpoint_app
 from stretto.models import GPT
-from stretto.train.checkpoint import checkpoint_path, verification
+from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, verification
+from stretto.train.checkpoint import metadata as metadata_module
 from stretto.train.checkpoint.file_tensors import CheckedTensor
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.safetensors_checksums import BLOCK, digits_of, make_header, read_header
+from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.checkpoint.verification import verify
 from stretto.train.checkpoint.weights import export_safetensors, import_safetensors
 
@@ -312,3 +321,158 @@ def test_flips_are_found_in_every_format_and_place(ranks: MakeRanks, tmp_path: P
     (result,) = ranks(1).run(runs.flip_in_a_group, FlipsSetting(flips=24), tmp_path)
     assert "failure" not in result, result
     assert sum(row["verified"] for row in result["rows"]) == 24
+
+
+# --- disks that fail, runs that go on, and files that are none
+
+
+def fail_to_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have a disk that cannot read the files of a name: an input/output error when they are opened."""
+    real = builtins.open
+
+    def open_or_fail(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str | Path) and Path(file).name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", open_or_fail)
+    monkeypatch.setattr(io, "open", open_or_fail)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", ".metadata", "__0_0.distcp"])
+def test_a_file_that_the_disk_cannot_read_is_named_as_damaged(
+    copy: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_read(monkeypatch, name)
+    for found in verify(copy):
+        assert {damage.file for damage in found.damages} == {name}
+        assert all("Input/output error" in damage.reason for damage in found.damages)
+
+
+def test_an_index_that_the_disk_cannot_read_is_passed_over(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = metadata_module.read_bounded
+
+    def read_or_fail(path: Path, *args: Any) -> bytes:
+        if path.parent == checkpoint_path(copy, 2):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path, *args)
+
+    monkeypatch.setattr(metadata_module, "read_bounded", read_or_fail)
+    assert newest_checkpoint(copy) == checkpoint_path(copy, 1)
+    with pytest.raises(DamagedError, match=r"step-00000002/metadata\.json cannot be read: Input/output error"):
+        read_metadata(checkpoint_path(copy, 2))
+
+
+def test_a_checkpoint_that_the_run_deletes_while_it_is_verified_is_not_damaged(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of the moments at which `verify` looks at the disk."""
+    first = checkpoint_path(copy, 1)
+    for name in ("read_bounded", "file_checksum", "read_range", "parse_metadata", "check_piece"):
+        kept = shutil.copytree(first, copy / "kept")
+        real = getattr(verification, name)
+
+        def delete_first(*args: Any, real: Callable[..., Any] = real, **kwargs: Any) -> Any:
+            shutil.rmtree(first, ignore_errors=True)
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(verification, name, delete_first)
+            oldest, newest = verify(copy)
+        assert oldest.damages == [], name
+        assert newest.damages == []
+        assert newest.bytes > 0
+        assert "deleted meanwhile" in oldest.describe() or name == "check_piece"
+        kept.rename(first)
+
+
+def test_an_incomplete_checkpoint_is_damaged_whatever_path_leads_to_it(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint_path(copy, 2)
+    (path / "metadata.json").unlink()
+    (copy / "link").symlink_to(path)
+    monkeypatch.chdir(path)
+    for each in (path, copy / "link", Path()):
+        (damage,) = damages(each)
+        assert "the checkpoint is not complete" in damage, each
+        with pytest.raises(ValueError, match=r"is not a complete checkpoint: it has no metadata\.json"):
+            read_index(each)
+
+
+def test_the_length_of_other_programs_files_is_verified(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.ones(2)}, file)
+    content = file.read_bytes()
+    assert damages(file) == []
+    file.write_bytes(content[:-5])
+    assert damages(file) == [
+        f"theirs.safetensors, b, bytes {len(content) - 5} to {len(content)}: the file ends at byte {len(content) - 5}"
+    ]
+    file.write_bytes(content + b"more")
+    assert damages(file) == [
+        f"theirs.safetensors, b, bytes {len(content)} to {len(content) + 4}: the header has no tensor there"
+    ]
+    file.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert damages(file) == []
+    file.write_bytes(struct.pack("<Q", 2) + b"{}" + b"more")
+    (found,) = verify(file)
+    assert [str(each) for each in found.damages] == [
+        "theirs.safetensors, bytes 10 to 14: the header has no tensor there"
+    ]
+    assert found.bytes == 0
+
+
+def test_a_tensor_that_ends_at_a_missing_block_is_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "own.safetensors"
+    content = bytes(2 * BLOCK)
+    entries = {"a": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}
+    file.write_bytes(make_header(entries, {"a": digits_of(content)}) + content)
+    stored = read_header(file)["a"]
+    with open(file, "r+b") as opened:
+        opened.truncate(stored.stop - BLOCK)
+    with pytest.raises(DamagedError, match=f"a: the file ends at byte {stored.stop - BLOCK}"):
+        stored.read(0, 2 * BLOCK)
+    assert len(stored.read(0, BLOCK)) == BLOCK
+
+
+def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ValueError, match=r"pipe\.safetensors is no folder and no regular file"):
+        verify(tmp_path / "pipe.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"\x80\x04K\x01r" + struct.pack("<I", 1 << 26) + b".", id="number of an object"),
+        pytest.param(b"\x80\x05\x96" + struct.pack("<Q", 1 << 30) + b"abc.", id="array of bytes"),
+        pytest.param(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"abc.", id="bytes"),
+    ],
+)
+def test_an_index_of_torchs_cannot_demand_more_memory_than_it_has_bytes(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "no index of torch.distributed.checkpoint" in damages(tmp_path)[0]
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < 100_000  # kB
+
+
+def test_a_checkpoint_that_cannot_be_read_is_a_line_of_the_list_and_not_its_end(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = metadata_module.read_bounded
+
+    def refuse(path: Path, *args: Any) -> bytes:
+        if path.parent == checkpoint_path(copy, 1):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *args)
+
+    monkeypatch.setattr(metadata_module, "read_bounded", refuse)
+    monkeypatch.setattr(verification, "read_bounded", refuse)
+    result = CliRunner().invoke(checkpoint_app, ["list", str(copy)])
+    assert result.exit_code == 0
+    assert "step-00000001/metadata.json cannot be read: Permission denied" in result.output
+    assert "step-00000002" in result.output
+    with pytest.raises(PermissionError):  # what may not be read is not damaged
+        verify(copy)

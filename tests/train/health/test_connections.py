@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who lost whom, from gloo's errors and the addresses that ranks have written."""
 
+import os
 import socket
 
 import pytest
@@ -53,3 +54,30 @@ def test_a_rank_that_loses_all_its_connections_is_the_one_that_is_named():
     assert (rank, text) == (1, "ranks 1 and 3 lost their connection to each other, and all processes live")
     rank, text = connections.describe_lost([], [3])
     assert (rank, text) == (3, "rank 3 lost its connection to another rank, and all processes live")
+
+
+def test_connections_keep_blocking_whatever_time_limit_python_gives_to_sockets(connected):
+    """gloo reads from blocking sockets, and `socket.setdefaulttimeout` is for those that Python makes."""
+    one, _ = connected
+    socket.setdefaulttimeout(5.0)
+    try:
+        connections.write_addresses(dist.HashStore(), 0, set())
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(one.fileno())
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_addresses_are_those_of_connections_and_not_of_listening_sockets(family, host):
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        host = "127.0.0.1"  # this machine has no IPv6: the same again
+        family = socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        with socket.create_connection(server.getsockname()[:2]) as one, server.accept()[0] as other:
+            store, known = dist.HashStore(), set()
+            connections.write_addresses(store, 0, known)
+            assert {f"{host} {each.getsockname()[1]}" for each in (one, other)} <= known
+            listening = server.getsockname()[1]
+        known.clear()
+        connections.write_addresses(store, 0, known)
+        assert f"{host} {listening}" not in known

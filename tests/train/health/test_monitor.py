@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from stretto.train.health import flight_recorder, progress
-from stretto.train.health.beat import Beat, Save, list_ranks
+from stretto.train.health import flight_recorder, progress, stacks
+from stretto.train.health.beat import Beat, Save, list_ranks, process_space
 from stretto.train.health.failures import Failure
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.monitor import START_LIMIT, Monitor
+from stretto.train.health.peers import PeerWatch
 from stretto.train.launch.watch import RankWatch
 
 LIMIT = 20.0  # seconds: a heartbeat a second
@@ -447,3 +449,58 @@ def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_p
     job.still.add(1)
     job.pass_time(6)
     assert not watch.is_saving([0, 1], 5.0)
+
+
+def test_a_process_of_another_container_is_not_looked_at_or_killed_by_its_number():
+    """Containers with the host's network have its name, and each has a process with the same number."""
+    job = Job(2)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            other.send_signal(signal.SIGSTOP)
+            os.waitpid(other.pid, os.WUNTRACED)
+            job.change(0, host=socket.gethostname(), pid=other.pid, processes=process_space())
+            job.change(1, host=socket.gethostname(), pid=other.pid, processes="another machine or container")
+            job.pass_time(1)
+            assert job.monitor.state_of(0) == "its process is stopped by a signal"
+            assert job.monitor.state_of(1) is None
+            watch = PeerWatch(job.store, 1, 2, LIMIT, Path())
+            assert [beat.rank for beat in watch._beats_here([0, 1])] == [0]
+        finally:
+            other.kill()
+
+
+STOPS = """
+import os, signal, threading, time
+from stretto.train.health import stacks
+
+def spin():
+    while True:
+        time.sleep(0.0005)
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def go_on():
+    sum(number for number in range(2000))
+
+stacks.register()
+print(stacks.stack_file(), flush=True)
+for _ in range(6):
+    threading.Thread(target=spin, daemon=True).start()
+while True:
+    stop()
+    go_on()
+"""
+
+
+def test_the_stack_of_a_stopped_process_is_that_of_where_it_was_stopped():
+    """It is continued to write its stacks: its main thread must not go on before, whichever thread writes them."""
+    with subprocess.Popen([sys.executable, "-c", STOPS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            descriptor = int(process.stdout.readline())
+            for _ in range(20):
+                os.waitpid(process.pid, os.WUNTRACED)
+                assert "in stop\n" in (stacks.read_stacks(process.pid, descriptor) or "")
+                process.send_signal(signal.SIGCONT)
+        finally:
+            process.kill()

@@ -80,6 +80,17 @@ def ignore_sigterm(config: TrainConfig) -> None:
     time.sleep(120)
 
 
+def fail_to_stop(config: TrainConfig) -> None:
+    """As where there is no room for the last checkpoint."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space for the last checkpoint")
+
+    signal.signal(signal.SIGTERM, refuse)
+    write_pid(config)
+    time.sleep(120)
+
+
 def stop_in_process(config: TrainConfig) -> None:
     """As the trainer does: handle the signal, end normally, put the handler back."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)

@@ -15,6 +15,7 @@ from tests.train import runs
 from tests.train.launch.test_restarts import losses, write_checkpoint
 
 from stretto.train.config import TrainConfig
+from stretto.train.launch import leftovers
 from stretto.train.launch.elastic import continues_job, fit_started_ranks, mark_begun, mark_ended, resume_job
 from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
 from stretto.train.launch.run_lock import training_lock
@@ -108,10 +109,26 @@ def test_segments_that_no_process_has_are_removed_and_others_stay(tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} == {"nccl-earlier", "another", "nccl-open", "nccl-mapped"}
 
 
+def test_segments_stay_where_processes_that_may_have_them_are_invisible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with the machine's shared memory, and with process numbers of its own."""
+    (tmp_path / "nccl-of-another-container").touch()
+    own = {name: (Path("/proc/self/ns") / name).stat().st_ino for name in ("ipc", "pid")}
+    for is_machines_ipc, is_machines_pid, removes in ((True, False, False), (True, True, True), (False, False, True)):
+        monkeypatch.setattr(leftovers, "FIRST_IPC", own["ipc"] if is_machines_ipc else 0)
+        monkeypatch.setattr(leftovers, "FIRST_PID", own["pid"] if is_machines_pid else 0)
+        (tmp_path / "nccl-of-another-container").touch()
+        assert bool(remove_orphans(set(), tmp_path)) == removes
+        assert (tmp_path / "nccl-of-another-container").exists() != removes
+
+
 def test_half_written_files_go_unless_another_run_trains_there(tmp_path: Path) -> None:
     half = tmp_path / "checkpoints" / ".step-00000002.writing"
     half.mkdir(parents=True)
     (metrics := tmp_path / ".metrics.jsonl.writing").touch()
+    for name in (".job.json.0123.partial", "restarts.jsonl.0123.partial", "mine.partial"):
+        (tmp_path / name).touch()
     whole = write_checkpoint(tmp_path, 1)
     with training_lock(tmp_path):
         remove_partial_files(tmp_path)
@@ -119,6 +136,7 @@ def test_half_written_files_go_unless_another_run_trains_there(tmp_path: Path) -
     remove_partial_files(tmp_path)
     assert not half.exists()
     assert not metrics.exists()
+    assert [path.name for path in tmp_path.glob("*.partial")] == ["mine.partial"]
     assert whole.is_dir()
 
 

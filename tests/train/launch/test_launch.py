@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,14 +14,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.processes import forks_processes
 from tests.train.launch import launch_entries
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from stretto.train.config import TrainConfig, make_config
-from stretto.train.launch import RankFailure, allocator_environment, launch, resolve_device
+from stretto.train.launch import RankFailure, allocator_environment, launch, launcher, resolve_device
 from stretto.train.launch.supervisor import StopTimeouts, Supervisor
 from stretto.train.launch.watch import describe_saved
 from stretto.train.observe.metrics import last_step
@@ -176,6 +179,39 @@ def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
     assert_nothing_left(out, pids(out, 2))
 
 
+def test_the_failure_is_reported_though_a_rank_cannot_be_killed(
+    out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that waits in the driver of a GPU that is lost. It is left behind, and the log says so."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", lambda *_: None)
+        timeouts = StopTimeouts(report=0.1, end=0.1, kill=0.3)
+        with pytest.raises(RankFailure, match="rank 0 of 2 failed: it exited with status 3"):
+            launch(launch_entries.exit_on_rank_0, config_for(out, 2), timeouts)
+    ended, left = pids(out, 2)
+    assert not is_alive(ended)
+    assert is_alive(left)
+    os.kill(left, signal.SIGKILL)
+    assert re.search(r"after SIGKILL: rank 1 \(pid \d+\): it runs; they are left behind", caplog.text)
+
+
+def test_ranks_do_not_outlive_one_that_could_not_be_started(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if started:
+                raise BlockingIOError(errno.EAGAIN, "no more processes")
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess_handler, "Popen", Popen)
+    with pytest.raises(BlockingIOError):
+        launch(launch_entries.ignore_sigterm, config_for(out, 2), QUICK)
+    assert not is_alive(started[0].pid)
+    assert list(out.iterdir()) == []
+
+
 def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     sender = once_running(out, 2, signal_launcher(signal.SIGINT))
@@ -184,6 +220,29 @@ def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> Non
     assert {file.name for file in out.glob("stopped-*")} == {"stopped-0", "stopped-1"}
     assert signal.getsignal(signal.SIGINT) == before
     assert_nothing_left(out, pids(out, 2))
+
+
+def test_a_run_that_fails_while_it_stops_is_not_started_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sender = once_running(out, 2, signal_launcher(signal.SIGINT))
+    train = {"steps": 1, "batch": 2, "seq_len": 4, "max_restarts": 3}
+    with pytest.raises(RankFailure, match="no space for the last checkpoint"):
+        launch(launch_entries.fail_to_stop, config_for(out, 2, train=train), QUICK)
+    sender.join()
+    assert capsys.readouterr().out == "no restart: SIGINT has asked the run to stop\n"
+    (line,) = (out / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(line)["restarted"] is False
+
+
+def test_a_signal_before_the_ranks_are_started_stops_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = launcher._rendezvous
+
+    def make_and_signal(job: str) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return make(job)
+
+    monkeypatch.setattr(launcher, "_rendezvous", make_and_signal)
+    assert launch(launch_entries.sum_until_stopped, config_for(out, 2), QUICK) == signal.SIGINT
+    assert not list(Path(tempfile.gettempdir()).iterdir())
 
 
 @pytest.mark.exhaustive

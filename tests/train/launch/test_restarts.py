@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs whose ranks fail go on by themselves, from their newest checkpoint and on the ranks that are left."""
 
+import errno
 import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +24,7 @@ from tests.train.launch.test_launch import QUICK
 from stretto.train.config import JobConfig, TrainConfig
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch import RankFailure, launch, restarts
+from stretto.train.launch import slots as slots_module
 from stretto.train.launch.restarts import Restarts
 from stretto.train.launch.slots import Slot, Slots
 
@@ -263,6 +268,14 @@ def test_pauses_double_up_to_a_minute(out: Path, pauses: list[float]) -> None:
     assert attempts.resumed == [None] * 9
 
 
+def test_the_pause_is_a_minute_however_many_failures_there_were(out: Path, pauses: list[float]) -> None:
+    attempts = Attempts(configure(out, 2, "train.max_restarts=5000"), fail(0), finish)
+    loop = Restarts(attempts, attempts.config, QUICK, attempts.slots)
+    loop._failures = 4000  # 2 to this power is no floating-point number
+    loop.run()
+    assert pauses == [60]
+
+
 @pytest.mark.parametrize(
     "reason", ["DivergenceError: the loss is nan in step 3", "ValueError: data.path is 'x', but there is no such file"]
 )
@@ -318,8 +331,42 @@ def test_a_signal_in_the_pause_ends_the_run_at_once(out: Path, monkeypatch: pyte
     before = signal.getsignal(signal.SIGTERM)
     assert attempts.run() == signal.SIGTERM
     assert naps == [restarts.PAUSE_POLL]
+    assert [line["restarted"] for line in journal(out)] == [True, False]
     assert len(attempts.configs) == 2
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_comes_before_an_attempt_listens_stops_it_and_ends_the_run(out: Path) -> None:
+    def train_unless_stopped(attempts: Attempts) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # this attempt has no handlers of its own
+        assert attempts.wants_stop()
+
+    attempts = Attempts(configure(out, 2, "train.max_restarts=9"), train_unless_stopped)
+    assert attempts.run() == signal.SIGTERM
+
+
+def test_a_journal_that_is_no_text_is_kept_and_does_not_end_the_run(out: Path, pauses: list[float]) -> None:
+    """As a crash of the machine may leave it."""
+    out.mkdir(exist_ok=True)
+    (out / "restarts.jsonl").write_bytes(b'{"step": 1}\n\0\xff\xfe')
+    attempts = Attempts(configure(out, 2, "train.max_restarts=2"), fail(0), finish)
+    attempts.run()
+    *earlier, line, end = (out / "restarts.jsonl").read_bytes().split(b"\n")
+    assert (earlier, end) == ([b'{"step": 1}', b"\0\xff\xfe"], b"")
+    assert json.loads(line)["kind"] == "raised"
+
+
+def test_the_seconds_until_training_do_not_depend_on_the_systems_clock(
+    out: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def set_clock_and_finish(attempts: Attempts) -> None:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3600)
+        finish(attempts)
+
+    Attempts(configure(out, 2, "train.max_restarts=2"), fail(0), set_clock_and_finish).run()
+    (line,) = journal(out)
+    assert 0 <= line["seconds_until_training"] < 60
 
 
 def test_a_signal_that_stopped_an_attempt_ends_the_run(out: Path) -> None:
@@ -440,6 +487,47 @@ def test_all_ranks_are_tried_again_later_and_later_while_a_slot_goes_on_failing(
     assert attempts.ranks == [4, 4, 2, 4, 2, 4]
     first, second = waited[0], waited[1] - waited[0]
     assert 100 <= first < 200 <= second < 400
+
+
+def test_an_answer_that_comes_after_an_attempt_has_ended_sets_no_slot_aside() -> None:
+    """All slots may have been taken back meanwhile, and the next attempt uses them."""
+    may_answer = threading.Event()
+
+    def answer_late(gpus: list[str]) -> set[str]:
+        may_answer.wait(20)
+        return set()
+
+    slots = Slots([Slot(0, "a"), Slot(1, "b")], 0.0, probe=answer_late)
+    for _ in range(2):
+        slots.blame(slots.all[1])
+    probe = restarts._BackgroundProbe(slots, slots.due())
+    slots.readmit_all()
+    may_answer.set()
+    deadline = time.monotonic() + 20
+    while not probe.has_ended() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert probe.silent == [slots.all[1]]
+    assert slots.usable() == slots.all
+
+
+def test_a_machine_that_can_start_no_process_blames_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(slots_module.subprocess, "Popen", refuse)
+    assert slots_module.probe_gpus(["0", "1"]) == {"0", "1"}
+    assert "GPU 1 is not probed" in caplog.text
+
+
+def test_a_probe_ends_by_itself_if_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPU does not answer, and the launcher was killed."""
+    probe = slots_module.PROBE.replace("import torch", "import time; time.sleep(60)")
+    alarm = f"signal.alarm({slots_module.PROBE_TIMEOUT:.0f} + 10)"
+    assert alarm in probe
+    ended = subprocess.run([sys.executable, "-c", probe.replace(alarm, "signal.alarm(1)")], timeout=30)
+    assert ended.returncode == -signal.SIGALRM
 
 
 def test_a_run_that_was_done_when_it_was_asked_to_stop_is_not_started_again(out: Path, pauses: list[float]) -> None:

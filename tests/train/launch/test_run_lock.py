@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run at a time in a folder, whoever started it and however it ended."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -31,6 +32,21 @@ def test_a_command_does_not_start_where_another_is_or_where_ranks_of_one_still_a
         with lock(tmp_path), pytest.raises(ValueError, match="set another out"), command_lock(tmp_path):
             pass
     with command_lock(tmp_path / "new"), training_lock(tmp_path / "new"):  # a command and its own rank 0
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_becomes_read_only_is_unlocked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with training_lock(tmp_path):
+            pass
+    with training_lock(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from stretto.bench.faults.plan import STARTING, Fault, Job, message_of
 from stretto.bench.faults.sockets import descriptors_to_peer
-from stretto.train.checkpoint.folders import checkpoints_by_step
+from stretto.train.checkpoint.folders import checkpoints_by_step, step_of
 from stretto.train.checkpoint.writing import CheckpointWriter
 from stretto.train.config.options import JobConfig
 from stretto.train.data import Sampler
@@ -168,7 +168,7 @@ def has_failed(folder: Path, fault: Fault, attempt: str) -> bool:
 
 def write_fired(folder: Path, fault: Fault, out: Path, attempt: str, **about: Any) -> None:
     """Note that a fault happens now, in which attempt, and which checkpoints there are."""
-    checkpoints = [int(path.name.removeprefix("step-")) for path in checkpoints_by_step(out)]
+    checkpoints = [step_of(path) for path in checkpoints_by_step(out)]
     line = {
         "time": time.monotonic(),
         "number": fault.number,
@@ -201,14 +201,14 @@ class Ballast:
                 os.posix_fallocate(self._file.fileno(), os.fstat(self._file.fileno()).st_size, surplus)
 
     def keep_full(self) -> None:
-        """Fill what gets free, for ever."""
+        """Fill what gets free, until the process ends."""
         while True:
             self._fill()
             time.sleep(0.002)
 
 
 def loop(variant: str) -> None:
-    """Make no progress, for ever."""
+    """Make no progress until the process is killed."""
     match variant:
         case "python":
             while True:

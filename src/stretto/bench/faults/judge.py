@@ -60,10 +60,8 @@ def judge(
         if fault.kind == "loop" and fault.place in ("save", "commit") and own:
             # Training goes on beside a thread that writes, until the next save waits for it.
             steps = [event["time"] for event in recorded["events"] if event["event"] == "step"]
-            allowed += (
-                max((at for at in steps if happened["time"] < at < own[0].time), default=happened["time"])
-                - happened["time"]
-            )
+            between = [at for at in steps if happened["time"] < at < own[0].time]
+            allowed += max(between, default=happened["time"]) - happened["time"]
         problems = [*_judge_naming(fault, happened, own, allowed)]
         if fault.kind in ("stop", "loop") and fault.place in STEPPING:
             folders = [stall["files"] for stall in recorded["stalls"] if happened["time"] < stall["time"] <= until]
@@ -158,7 +156,7 @@ def _judge_evidence(files: Sequence[str], ranks: int) -> Iterator[str]:
 
 
 def is_kind_named(fault: Fault, naming: Naming) -> bool:
-    """Whether what was said tells what has happened."""
+    """Whether the message says what has happened."""
     text = naming.text.lower()
     match fault.kind:
         case "kill":

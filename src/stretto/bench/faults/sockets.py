@@ -35,15 +35,10 @@ def _read_addresses(process: int) -> dict[str, tuple[str, str]]:
     for table in ("tcp", "tcp6"):
         path = PROC / str(process) / "net" / table
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            (
-                _,
-                local,
-                remote,
-                state,
-                *_,
-            ) = line.split()[:4]
+            fields = line.split()
+            _, local, remote, state = fields[:4]
             if state == "01":  # established
-                found[line.split()[9]] = (local, remote)
+                found[fields[9]] = (local, remote)
     return found
 
 

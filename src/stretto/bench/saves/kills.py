@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -57,8 +57,8 @@ COLUMNS = (
 class Kill:
     """One kill: the save in which it came, how long after the save's begin, whom it hit, and what it left.
 
-    left: what lies beside the checkpoints. broken: checkpoints that are
-    not what an undisturbed run wrote. lost: steps from the last checkpoint to the last step that was logged.
+    left: what lies beside the checkpoints. broken: how many checkpoints are not what an undisturbed run wrote. lost:
+    steps from the last checkpoint to the last step that was logged.
     """
 
     save: int
@@ -98,9 +98,9 @@ def kill_runs(count: int, ranks: int, seed: int, *, hidden: int = 512, steps: in
     with tempfile.TemporaryDirectory(prefix="stretto-kills-") as temporary:
         folder = Path(temporary)
         undisturbed = _configure(folder / "undisturbed", ranks, hidden, steps, kept=steps)
-        processes = _start(undisturbed, ranks)
-        duration = _time_saves(undisturbed.out, steps, processes)
-        _finish(processes)
+        with _started(undisturbed, ranks) as processes:
+            duration = _time_saves(undisturbed.out, steps, processes)
+            _finish(processes)
         digests = {step_of(path): _digest(path) for path in checkpoints_by_step(undisturbed.out)}
         losses = _losses(undisturbed.out)
         if sorted(digests) != list(range(EVERY, steps + 1, EVERY)) or None in digests.values():
@@ -117,7 +117,8 @@ def kill_runs(count: int, ranks: int, seed: int, *, hidden: int = 512, steps: in
                     break
                 kills.append(kill)
                 print(f"kill {len(kills)}: {kill}", file=sys.stderr, flush=True)
-            _finish(_start(config, ranks))
+            with _started(config, ranks) as processes:
+                _finish(processes)
             if (found := _losses(config.out)) != losses:
                 different = [step for step in losses if found.get(step) != losses[step]]
                 raise RuntimeError(f"seed {seed}: run {runs} has other losses in steps {different}")
@@ -131,9 +132,8 @@ def _kill_one(
     """Start or resume the run, and kill it at a random moment of one of its next saves."""
     before = max(map(step_of, checkpoints_by_step(config.out)), default=0)
     nth, part, hits_all, victim = draw.randint(1, 3), draw.random(), draw.random() < 0.5, draw.randrange(ranks)
-    processes = _start(config, ranks)
     save = before + nth * EVERY
-    try:
+    with _started(config, ranks) as processes:
         if not _await_save(config.out, save, processes):
             _finish(processes)
             return None
@@ -146,10 +146,6 @@ def _kill_one(
         deadline = time.monotonic() + LONGEST_END
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
     found = {step_of(path): _digest(path) for path in checkpoints_by_step(config.out)}
     newest = max(found, default=0)
     broken = sum(digest is None or digest != digests[step] for step, digest in found.items())
@@ -235,17 +231,24 @@ def _configure(out: Path, ranks: int, hidden: int, steps: int, *, kept: int) -> 
     )
 
 
-def _start(config: JobConfig, ranks: int) -> list[BaseProcess]:
-    """Start the ranks, by forks of a process that has imported what they need."""
+@contextmanager
+def _started(config: JobConfig, ranks: int) -> Iterator[list[BaseProcess]]:
+    """Start the ranks, by forks of a process that has imported what they need, and end them after the block."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stretto.train.trainer", "stretto.train.gpt.task", __name__])
     # FileStore wants a name at which there is no file.
     store = tempfile.mktemp(prefix="store-", dir=config.out.parent)
     arguments = (config.model_dump_json(), ranks, store)
     processes: list[BaseProcess] = [context.Process(target=_train, args=(rank, *arguments)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    return processes
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def _finish(processes: Sequence[BaseProcess]) -> None:
@@ -254,8 +257,6 @@ def _finish(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     if any(process.exitcode for process in processes) or any(process.is_alive() for process in processes):
-        for process in processes:
-            process.kill()
         raise RuntimeError(f"ranks have ended with {[process.exitcode for process in processes]}")
 
 

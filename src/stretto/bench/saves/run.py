@@ -288,14 +288,14 @@ def _write(
     add: Callable[[str, float, float], None],
 ) -> None:
     """Write a part of the state's copy with several numbers of writer threads, in turns; each file is synced."""
-    folder = Path(tempfile.mkdtemp(prefix="stretto-bench-saves-"))
-    wanted = min(setting.write_gigabytes * 1e9, 0.4 * free_bytes(folder))
+    wanted = min(setting.write_gigabytes * 1e9, 0.4 * free_bytes(Path(tempfile.gettempdir())))
     copy, part, size = staging.copy(state), {}, 0
     staging.wait_on_host()
     for name, whole in copy.items():
         if size < wanted:
             part[name] = whole
             size += whole.boxes[0].values.nbytes
+    folder = Path(tempfile.mkdtemp(prefix="stretto-bench-saves-"))
     try:
         for turn in range(2):
             for writers in setting.writers:

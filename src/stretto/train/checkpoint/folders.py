@@ -14,7 +14,8 @@ from stretto.train.checkpoint.torch_format import read_index
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,})")
+_EARLIER = "earlier-run-"  # folders of checkpoints that another run has written
 # What this process and those that it starts have said of checkpoints: they inherit it. Checksums of the texts.
 _SAID = "STRETTO_SAID_OF_CHECKPOINTS"
 
@@ -123,8 +124,9 @@ def prepare_folder(out: Path, step: int) -> None:
     later = [path for path in checkpoints_by_step(out) if step_of(path) > step]
     if not later:
         return
-    number = 1 + sum(1 for _ in folder.glob("earlier-run-*"))
-    aside = folder / f"earlier-run-{number}"
+    numbers = [path.name.removeprefix(_EARLIER) for path in folder.glob(f"{_EARLIER}*")]
+    number = 1 + max((int(each) for each in numbers if each.isascii() and each.isdecimal()), default=0)
+    aside = folder / f"{_EARLIER}{number}"
     aside.mkdir()
     for path in later:
         path.rename(aside / path.name)
@@ -132,19 +134,39 @@ def prepare_folder(out: Path, step: int) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing."""
+    """Delete what interrupted processes left half-written or half-deleted. Only where no process is writing.
+
+    Logs a warning for what cannot be deleted, such as files that another machine has open on NFS.
+    """
     for leftover in (out / "checkpoints").glob(".step-*"):
-        shutil.rmtree(leftover)
+        try:
+            delete_tree(leftover)
+        except OSError as error:
+            logger.warning("%s, which an interrupted process has left, cannot be deleted: %s", leftover, error)
 
 
 def remove_folder(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that an incomplete one never has its name."""
-    if not path.exists():
-        return
-    doomed = path.with_name(f".{path.name}.deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    if (doomed := hide_folder(path)) is not None:
+        delete_tree(doomed)
+
+
+def hide_folder(path: Path) -> Path | None:
+    """Rename a checkpoint that is to be deleted. Returns its new path; None if there is no such checkpoint."""
+    if not os.path.lexists(path):  # a link to nothing is there, too
+        return None
+    hidden = path.with_name(f".{path.name}.deleting")
+    if os.path.lexists(hidden):
+        delete_tree(hidden)
+    return path.rename(hidden)
+
+
+def delete_tree(path: Path) -> None:
+    """Delete a folder, or whatever else is at `path`. Of a symbolic link, only the link is deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def checkpoints_by_step(out: Path) -> list[Path]:

@@ -3,8 +3,10 @@
 which tensors of a model are saved."""
 
 import json
+import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -81,7 +83,7 @@ class TensorEntry(BaseModel):
         return _ITEMSIZES[self.dtype]
 
     def fault(self) -> str | None:
-        """Say what is wrong with the boxes, if anything: they must lie inside the shape and add up to it."""
+        """Say what is wrong with the boxes, if anything: each number of the tensor must lie in exactly one of them."""
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape) or any(
                 offset + size > end for offset, size, end in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
@@ -91,7 +93,40 @@ class TensorEntry(BaseModel):
                 return "has a piece that is too short for its size"
         if sum(prod(chunk.sizes) for chunk in self.chunks) != prod(self.shape):
             return "is not whole: its pieces do not add up to its shape"
+        if not _covers(self.shape, self.chunks):
+            return "is not whole: its pieces overlap"
         return None
+
+
+_PRIME = (1 << 127) - 1
+
+
+@cache
+def _point(dim: int) -> int:
+    return secrets.randbelow(_PRIME - 2) + 2
+
+
+@lru_cache(maxsize=1 << 16)
+def _power(dim: int, exponent: int) -> int:
+    return pow(_point(dim), exponent, _PRIME)
+
+
+def _covers(shape: Sequence[int], boxes: Iterable[StoredBox]) -> bool:
+    """Check that boxes inside a shape cover each of its numbers once, in time proportional to their count.
+
+    A box is the polynomial that has, for each of its numbers at (i, j, ...), the term x^i y^j ...: a product over its
+    dims of (x^stop - x^start) / (x - 1). The sum over the boxes is compared with the whole tensor's at a random point
+    modulo a prime (Schwartz and Zippel): other coverings agree with a probability below 2^-80.
+    """
+
+    def evaluate(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        value = 1
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            value = value * (_power(dim, offset + size) - _power(dim, offset)) % _PRIME
+        return value
+
+    covered = sum(evaluate(box.offsets, box.sizes) for box in boxes)
+    return (covered - evaluate((0,) * len(shape), shape)) % _PRIME == 0
 
 
 class CheckpointMetadata(BaseModel):
@@ -135,15 +170,21 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     """Read and verify a checkpoint's index, and that its shard files are there, whole.
 
     Raises ValueError for a folder without a checkpoint, an index larger than MAX_METADATA_BYTES, another format, and a
-    shard file that is missing or too short.
+    shard file that is missing or too short; DamagedError where the disk has lost a file's bytes, or where the run has
+    deleted the checkpoint meanwhile; PermissionError for files that this user may not read.
     """
     file = path / METADATA_FILE
-    if not file.is_file():
-        if not path.is_dir():
-            raise ValueError(f"there is no checkpoint at {path}{did_you_mean_file(path)}")
-        raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
-    metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
-    check_files(path, metadata)
+    try:
+        if not file.is_file():
+            if not path.is_dir():
+                raise ValueError(f"there is no checkpoint at {path}{did_you_mean_file(path)}")
+            raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
+        metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
+        check_files(path, metadata)
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{error.filename or file} cannot be read: {error.strerror or error}") from error
     return metadata
 
 

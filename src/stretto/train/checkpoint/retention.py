@@ -19,7 +19,7 @@ LOSS = "evaluation_loss"
 class Retention:
     """The rule: a checkpoint is kept if any of the three says so.
 
-    newest: how many of the newest are kept, at least 1. every: those of multiples of so many steps are kept for ever
+    newest: how many of the newest are kept, at least 1. every: those of multiples of so many steps are always kept
     (None: none is). best: how many of those with the lowest evaluation loss are kept.
     """
 

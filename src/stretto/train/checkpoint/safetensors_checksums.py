@@ -51,6 +51,9 @@ class StoredTensor:
         end = min(self.stop - self.start, -(-last // BLOCK) * BLOCK)
         with open(self.file, "rb", buffering=0) as file:
             content = read_range(file, self.start + begin, end - begin)
+        if len(content) < end - begin:  # blocks that are missing have no checksum that could differ
+            stop = self.start + begin + len(content)
+            raise DamagedError(f"{self.file} is damaged: {self.name}: the file ends at byte {stop}")
         if damage := self.check(content, begin):
             raise DamagedError(f"{self.file} is damaged: {damage}")
         return content[first - begin : last - begin]
@@ -85,6 +88,12 @@ def make_header(tensors: Mapping[str, Mapping[str, Any]], checksums: Mapping[str
 def digits_of(content: Buffer) -> str:
     """The checksums of a tensor's blocks as the header has them."""
     return "".join(f"{checksum:08x}" for checksum in crc32_of_blocks(content, BLOCK))
+
+
+def header_bytes(file: Path) -> int:
+    """How many bytes a file's header has, with the eight that say so. The file must have them."""
+    with open(file, "rb") as opened:
+        return 8 + int.from_bytes(opened.read(8), "little")
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

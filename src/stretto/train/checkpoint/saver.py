@@ -175,7 +175,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the write that runs. After an error that only this rank may have, not for ever."""
+        """Wait for the write that runs: after an error that only this rank may have, at most LONGEST_END seconds."""
         if error is None:
             self.wait()
             return

@@ -11,7 +11,6 @@ before it is used (`checkpoint.pieces`).
 
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stretto.train.checkpoint.file_objects import ChecksummedFiles, MemoryFile
-from stretto.train.checkpoint.folders import remove_folder
+from stretto.train.checkpoint.folders import delete_tree, hide_folder
 from stretto.train.checkpoint.integrity import DamagedError, file_checksum
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,
@@ -199,7 +198,8 @@ class AtomicWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # torch calls this on rank 0, before any rank writes: only here can the folder be emptied.
-        shutil.rmtree(self.working_path, ignore_errors=True)
+        if os.path.lexists(self.working_path):
+            delete_tree(self.working_path)
         self.working_path.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
@@ -233,9 +233,11 @@ class AtomicWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.working_path)
-        remove_folder(self.final_path)
+        replaced = hide_folder(self.final_path)  # deleted last: a crash may come at any time
         self.working_path.rename(self.final_path)
         sync_folder(self.final_path.parent)
+        if replaced is not None:
+            delete_tree(replaced)
 
 
 def describe_file(path: Path) -> StoredFile:
@@ -335,8 +337,10 @@ def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryvie
         values = torch.load(MemoryFile(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
         raise DamagedError(where + NO_TENSOR) from error
-    except (RuntimeError, EOFError) as error:
-        raise DamagedError(where + str(error)) from error
+    except Exception as error:  # torch's unpickler raises errors of a dozen classes for bytes that are none of its own
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise  # the checkpoint may be whole, and an older one would not fit either
+        raise DamagedError(f"{where}{type(error).__name__}: {error}") from error
     if not isinstance(values, Tensor) or values.shape != place.sizes or values.dtype != entry.torch_dtype:
         raise DamagedError(f"{where}it holds something else")
     return values

@@ -24,6 +24,9 @@ _HEAD = struct.pack("<4sHHHIIII", b"PK\3\4", 0, 0x0808, 0, 0, 0, 0, 0)  # of eac
 _EMPTY_HEAD = struct.pack("<4sHHHIIII", b"PK\3\4", 0, 0x0800, 0, 0, 0, 0, 0)  # of a record without bytes
 _END_HEAD = struct.pack("<4sQHH", b"PK\6\6", 44, 0x031E, 45)
 _MOST_RECORDS = 1 << 20
+# What zipfile raises for bytes that are no zip container: RuntimeError for records that say that they are encrypted,
+# OverflowError for offsets of 64 bits.
+_NO_CONTAINER = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OverflowError, struct.error)
 
 
 class Checked(Enum):
@@ -90,7 +93,7 @@ def _check_records(content: memoryview) -> ContainerFault | None:
             if sum(info.file_size for info in infos) > len(content):  # a few bytes could demand any amount of work
                 return ContainerFault(0, len(content), "a zip container whose records overlap")
             name = container.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, struct.error) as error:
+    except _NO_CONTAINER as error:
         return ContainerFault(0, len(content), f"no zip container ({error})")
     if name is None:
         return None
@@ -170,6 +173,8 @@ def _local_header(record: _ZipRecord, at: int, alignment: int) -> bytes:
     wide = _wide(record.size, at)
     start = at + 30 + len(record.name) + len(wide) + 4
     count = -start % alignment
+    if len(wide) + 4 + count > 0xFFFF:  # the header has 16 bits for the length of both
+        raise _FaultError(at, at + 30, f"records cannot be aligned to {alignment} bytes, as its container says")
     padding = b"FB" + struct.pack("<H", count) + b"Z" * count
     lengths = struct.pack("<HH", len(record.name), len(wide) + len(padding))
     return (_HEAD if record.size else _EMPTY_HEAD) + lengths + record.name + wide + padding

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -72,11 +72,21 @@ def is_torch_checkpoint(path: Path) -> bool:
     from stretto.train.checkpoint.folders import is_checkpoint_name
 
     is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
-    return is_there and not (is_checkpoint_name(path.name) and path.parent.name == "checkpoints")
+    real = path.resolve()  # "." and links may lead to a checkpoint of Stretto's
+    return is_there and not (is_checkpoint_name(real.name) and real.parent.name == "checkpoints")
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Makes data classes of torch's index alone."""
+class _IndexUnpickler(pickle._Unpickler):
+    """Makes data classes of torch's index alone.
+
+    The unpickler in Python takes 3 times as long as that in C, which allocates 16 bytes for each number up to the one
+    that a pickle of ten bytes gives to an object: up to 64 GB.
+    """
+
+    # An array of bytes would be allocated with the length that the pickle states.
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, ()):

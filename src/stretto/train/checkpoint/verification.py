@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies checkpoints and exported models on the disk: reads all their bytes, and compares them with checksums.
 
-Of what has no checksum it says so. Needs no torch, unless a folder has torch's index alone.
+It lists what has no checksum. Needs no torch, unless a folder has torch's index alone.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from stretto.train.checkpoint.metadata import (
     parse_metadata,
 )
 from stretto.train.checkpoint.pieces import READERS, StoredPiece, check_piece
-from stretto.train.checkpoint.safetensors_checksums import BLOCK, StoredTensor, read_header
+from stretto.train.checkpoint.safetensors_checksums import BLOCK, StoredTensor, header_bytes, read_header
 from stretto.train.checkpoint.torch_container import Checked
 from stretto.train.checkpoint.torch_format import INDEX_FILE, is_torch_checkpoint, read_pieces
 from stretto.train.checkpoint.weights import files_of_index
@@ -59,11 +60,12 @@ class VerificationResult:
 def verify(path: Path) -> list[VerificationResult]:
     """Verify a checkpoint, all checkpoints of a run, a folder of torch's, or safetensors files.
 
-    Raises ValueError if there is none of these at `path`.
+    Bytes that the disk does not return (EIO) are damaged. Raises ValueError if there is none of these at `path`, and
+    PermissionError for what this user may not read.
     """
     if path.is_dir():
         if (path / "checkpoints").is_dir():
-            found = [_verify_checkpoint(each) for each in checkpoints_by_step(path)]
+            found = [_verify_while_run_may_delete(each) for each in checkpoints_by_step(path)]
             if not found:
                 raise ValueError(f"the run in {path} has no checkpoint")
             return found
@@ -76,11 +78,21 @@ def verify(path: Path) -> list[VerificationResult]:
         if files := sorted(path.glob("*.safetensors")):
             return [_verify_files(path, files)]
         raise ValueError(f"{path} has no checkpoint, no run and no safetensors file")
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"there is nothing at {path}{did_you_mean_file(path)}")
+    if not path.is_file():
+        raise ValueError(f"{path} is no folder and no regular file")
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return [_verify_weights(path, path)]
     raise ValueError(f"{path} is no checkpoint's folder and no safetensors file")
+
+
+def _verify_while_run_may_delete(path: Path) -> VerificationResult:
+    """Verify a checkpoint of a run, which may be training and delete it meanwhile: then it is not damaged."""
+    result = _verify_checkpoint(path)
+    if result.damages and not path.exists():
+        return VerificationResult(path, "checkpoint", unverified=["all of it: it was deleted meanwhile"])
+    return result
 
 
 def _verify_checkpoint(path: Path) -> VerificationResult:
@@ -89,19 +101,22 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
     if not file.is_file():
         damage = Damage(METADATA_FILE, None, 0, 0, "it is missing: the checkpoint is not complete")
         return VerificationResult(path, "checkpoint", damages=[damage])
-    try:
-        metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
-    except ValueError as error:
-        return VerificationResult(
-            path, "checkpoint", damages=[Damage(file.name, None, 0, file.stat().st_size, str(error))]
-        )
+    result = VerificationResult(path, "checkpoint")
+    with _finding_unreadable(result, file.name):
+        try:
+            metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
+        except ValueError as error:
+            result.damages.append(Damage(file.name, None, 0, file.stat().st_size, str(error)))
+    if result.damages:
+        return result
     result = VerificationResult(path, f"format {metadata.format}, step {metadata.step}", tensors=len(metadata.tensors))
     pieces = [StoredPiece(name, chunk) for name, entry in metadata.tensors.items() for chunk in entry.chunks]
     if metadata.format == WITHOUT_CHECKSUMS:
         result.unverified.append(f"{METADATA_FILE} and {INDEX_FILE}, of which format 1 has no checksums")
         _compare_indices(result, metadata)
     else:
-        result.bytes += file.stat().st_size
+        with _finding_unreadable(result, file.name):
+            result.bytes += file.stat().st_size
     for name, stored in metadata.files.items():
         _verify_file(result, name, stored.bytes, stored.checksum)
     _verify_pieces(result, pieces)
@@ -113,11 +128,8 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
 def _verify_torch_folder(path: Path) -> VerificationResult:
     """Verify what torch.distributed.checkpoint has written, by the CRCs in the containers of its files."""
     result = VerificationResult(path, "folder of torch.distributed.checkpoint")
-    try:
-        pieces = read_pieces(path)
-    except DamagedError as error:
-        size = (path / INDEX_FILE).stat().st_size
-        result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
+    pieces = _read_torch_pieces(result)
+    if pieces is None:
         return result
     result.tensors = len({piece.tensor for piece in pieces})
     result.unverified.append(f"{INDEX_FILE}, of which torch writes no checksum")
@@ -126,16 +138,40 @@ def _verify_torch_folder(path: Path) -> VerificationResult:
     return result
 
 
+def _read_torch_pieces(result: VerificationResult) -> list[StoredPiece] | None:
+    """Read torch's index; None if it is damaged."""
+    with _finding_unreadable(result, INDEX_FILE):
+        try:
+            return read_pieces(result.path)
+        except DamagedError as error:
+            size = (result.path / INDEX_FILE).stat().st_size
+            result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
+    return None
+
+
+@contextmanager
+def _finding_unreadable(result: VerificationResult, name: str) -> Iterator[None]:
+    """Note a file as damaged if it cannot be read in the block: the disk has lost its bytes, or it was deleted."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except OSError as error:
+        result.damages.append(Damage(name, None, 0, 0, _cannot_be_read(error)))
+
+
+def _cannot_be_read(error: OSError) -> str:
+    return f"it cannot be read: {error.strerror or error}"
+
+
 def _compare_indices(result: VerificationResult, metadata: CheckpointMetadata) -> None:
     """Compare the two indices of a checkpoint of format 1, which say the same of each piece."""
     if not (result.path / INDEX_FILE).is_file():
         return
-    try:
-        others = {(each.tensor or "", each.place.offsets): each.place for each in read_pieces(result.path)}
-    except DamagedError as error:
-        size = (result.path / INDEX_FILE).stat().st_size
-        result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
+    pieces = _read_torch_pieces(result)
+    if pieces is None:
         return
+    others = {(each.tensor or "", each.place.offsets): each.place for each in pieces}
     own = {(name, chunk.offsets): chunk for name, entry in metadata.tensors.items() for chunk in entry.chunks}
     for name, offsets in sorted({key for key in own.keys() | others.keys() if own.get(key) != others.get(key)}):
         files = f"{METADATA_FILE} and {INDEX_FILE}"
@@ -144,14 +180,15 @@ def _compare_indices(result: VerificationResult, metadata: CheckpointMetadata) -
 
 def _verify_file(result: VerificationResult, name: str, size: int, checksum: str) -> None:
     file = result.path / name
-    there = file.stat().st_size if file.is_file() else None
-    if there != size:
-        found = "it is missing" if there is None else f"it has {there} bytes of {size}"
-        result.damages.append(Damage(name, None, 0, size, found))
-    elif (found := file_checksum(file)) != checksum:
-        result.damages.append(Damage(name, None, 0, size, "the checksum differs", checksum, found))
-    else:
-        result.bytes += size
+    with _finding_unreadable(result, name):
+        there = file.stat().st_size if file.is_file() else None
+        if there != size:
+            found = "it is missing" if there is None else f"it has {there} bytes of {size}"
+            result.damages.append(Damage(name, None, 0, size, found))
+        elif (found := file_checksum(file)) != checksum:
+            result.damages.append(Damage(name, None, 0, size, "the checksum differs", checksum, found))
+        else:
+            result.bytes += size
 
 
 def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) -> None:
@@ -168,7 +205,9 @@ def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) ->
                 stop = max(piece.place.start + piece.place.bytes for piece in those)
                 result.damages.append(Damage(name, None, 0, stop, "the file is missing"))
                 continue
-            gaps = list(_find_gaps(name, those, file.stat().st_size))
+            gaps: list[Damage] = []
+            with _finding_unreadable(result, name):
+                gaps = list(_find_gaps(name, those, file.stat().st_size))
             result.damages += gaps
             if any(gap.reason == _OVERLAP for gap in gaps):  # a small file could demand any amount of reading
                 continue
@@ -186,11 +225,16 @@ def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) ->
 
 def _verify_piece(file: Path, piece: StoredPiece) -> tuple[Damage | None, Checked]:
     place = piece.place
-    if place.start + place.bytes > (size := file.stat().st_size):  # nothing is allocated for a size that is wrong
-        end = Damage(place.file, piece.tensor, place.start, place.start + place.bytes, f"the file ends at byte {size}")
-        return end, Checked.ALL
-    with open(file, "rb", buffering=0) as opened:
-        return check_piece(piece, read_range(opened, place.start, place.bytes), threads=1)
+    try:
+        if place.start + place.bytes <= (size := file.stat().st_size):
+            with open(file, "rb", buffering=0) as opened:
+                return check_piece(piece, read_range(opened, place.start, place.bytes), threads=1)
+        reason = f"the file ends at byte {size}"  # nothing is allocated for a size that is wrong
+    except PermissionError:
+        raise
+    except OSError as error:
+        reason = _cannot_be_read(error)
+    return Damage(place.file, piece.tensor, place.start, place.start + place.bytes, reason), Checked.ALL
 
 
 def _find_gaps(name: str, pieces: Sequence[StoredPiece], size: int) -> Iterator[Damage]:
@@ -207,7 +251,9 @@ def _find_gaps(name: str, pieces: Sequence[StoredPiece], size: int) -> Iterator[
 
 
 def _list_unknown(result: VerificationResult, known: set[str]) -> None:
-    unknown = sorted(file.name for file in result.path.iterdir() if file.name not in known)
+    unknown = []
+    with suppress(FileNotFoundError):  # the run has deleted the checkpoint meanwhile
+        unknown = sorted(file.name for file in result.path.iterdir() if file.name not in known)
     result.unverified += [f"{name}, which the index does not have" for name in unknown]
 
 
@@ -226,29 +272,41 @@ def _verify_files(path: Path, files: Sequence[Path], *, is_sealed: bool = False)
         if not file.is_file():
             result.damages.append(Damage(file.name, None, 0, 0, "the file is missing"))
             continue
-        size = file.stat().st_size
-        try:
-            tensors = sorted(read_header(file).values(), key=lambda each: each.start)
-        except DamagedError as error:
-            result.damages.append(Damage(file.name, None, 0, size, str(error)))
-            continue
-        result.tensors += len(tensors)
-        if any(tensor.checksums is None for tensor in tensors):
-            result.unverified.append(f"{file.name}, which has no checksums: another program has written it")
-            continue
-        damages = [*_find_gaps_between(tensors, size), *filter(None, map(_verify_tensor, tensors))]
-        result.damages += damages
-        result.bytes += 0 if damages else size
+        with _finding_unreadable(result, file.name):
+            _verify_safetensors(result, file)
     return result
 
 
-def _find_gaps_between(tensors: Sequence[StoredTensor], size: int) -> Iterator[Damage]:
-    """Find bytes behind a file's header that no tensor has."""
-    for tensor, following in zip(tensors, [*(each.start for each in tensors[1:]), size], strict=True):
-        if tensor.stop != following:
-            low, high = sorted((tensor.stop, following))
-            reason = f"the file ends at byte {size}" if high > size else "the header has no tensor there"
-            yield Damage(tensor.file.name, tensor.name, low, high, reason)
+def _verify_safetensors(result: VerificationResult, file: Path) -> None:
+    """Verify one safetensors file. Of one without checksums, the header and the file's length are compared."""
+    size = file.stat().st_size
+    try:
+        tensors = sorted(read_header(file).values(), key=lambda each: (each.start, each.stop))
+    except DamagedError as error:
+        result.damages.append(Damage(file.name, None, 0, size, str(error)))
+        return
+    result.tensors += len(tensors)
+    damages = list(_find_gaps_between(file, tensors, size))
+    has_checksums = bool(tensors) and all(tensor.checksums is not None for tensor in tensors)
+    if has_checksums:
+        damages += filter(None, map(_verify_tensor, tensors))
+    else:
+        result.unverified.append(f"{file.name}, which has no checksums: another program has written it")
+    result.damages += damages
+    result.bytes += size if has_checksums and not damages else 0
+
+
+def _find_gaps_between(file: Path, tensors: Sequence[StoredTensor], size: int) -> Iterator[Damage]:
+    """Find bytes behind a file's header that no tensor has, and tensors that overlap or lie behind the file's end."""
+    ends = [(None, header_bytes(file)), *((tensor.name, tensor.stop) for tensor in tensors)]
+    for (name, stop), following in zip(ends, [*(each.start for each in tensors), size], strict=True):
+        low, high = sorted((stop, following))
+        if high > size:
+            yield Damage(file.name, name, low, high, f"the file ends at byte {size}")
+        elif stop < following:
+            yield Damage(file.name, name, low, high, "the header has no tensor there")
+        elif stop > following:
+            yield Damage(file.name, name, low, high, "two tensors overlap")
 
 
 def _verify_tensor(tensor: StoredTensor) -> Damage | None:
@@ -258,7 +316,7 @@ def _verify_tensor(tensor: StoredTensor) -> Damage | None:
             length = min(step, tensor.stop - tensor.start - begin)
             content = read_range(file, tensor.start + begin, length)
             if len(content) < length:
-                reason = "the file ends before"
+                reason = f"the file ends at byte {tensor.start + begin + len(content)}"
                 return Damage(tensor.file.name, tensor.name, tensor.start + begin, tensor.stop, reason)
             if damage := tensor.check(content, begin):
                 return damage

@@ -43,7 +43,7 @@ class NoSpaceError(OSError):
 
 
 def free_bytes(out: Path) -> int:
-    """What this user may still write to the file system of a run's folder, which may not exist yet."""
+    """Bytes that this user may still write to the file system of a run's folder, which may not exist yet."""
     return shutil.disk_usage(next(folder for folder in (out, *out.absolute().parents) if folder.exists())).free
 
 
@@ -101,7 +101,7 @@ class CheckpointWriter(AtomicWriter):
         return done
 
     def bytes_written(self, rank: int) -> int:
-        """What a rank has written so far, for whoever waits."""
+        """Bytes that a rank has written so far."""
         files = self.working_path.glob(f"__{rank}_*")
         with suppress(OSError):  # the folder is final by now, or gone
             return sum(file.stat().st_size for file in files)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is stuck: heartbeats of all ranks, the monitor that reads them, and the files that show why (docs/stalls.md).
+"""Finds stuck ranks: heartbeats of all ranks, the monitor that reads them, and the stacks it collects (docs/stalls.md).
 
 `note`, `phase` and `advance` say what this process works on; they need no torch. The rest is imported on first use.
 """

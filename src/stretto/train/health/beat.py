@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's heartbeat says, as a value that is written to the job's store as JSON; and how the keys are called."""
+"""A rank's heartbeat, as a value that is written to the job's store as JSON; and the names of the store's keys."""
 
 import json
 import linecache
 import os
 import re
+import socket
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -49,7 +52,8 @@ class Window(NamedTuple):
 class Beat:
     """A heartbeat of one rank.
 
-    number: of the heartbeat, from 1 on. since: seconds without progress, by the rank's own clock. saves: the checkpoint
+    host: the machine's name, for messages. processes: where its process is, as `process_space` says. number: of the
+    heartbeat, from 1 on. since: seconds without progress, by the rank's own clock. saves: the checkpoint
     that is being written beside training. waits: the unfinished collectives that it has entered, if it makes no
     progress. entered: how many collectives each group has had on this rank, by the group's name. peers: the ranks of
     which the main thread waits for one outside of collectives, for a pipeline's `message` for example; empty if it is
@@ -67,6 +71,7 @@ class Beat:
     phase: str
     step: int | None
     since: float
+    processes: str = ""
     device: str = "cpu"
     saves: "Save | None" = None
     waits: tuple[OpenCollective, ...] = ()
@@ -82,6 +87,11 @@ class Beat:
     error_file: str = ""
     is_done: bool = False
     busy: tuple[Window, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `pid` is the rank's process in this process's view, so that it may be looked at and signalled."""
+        return self.processes == process_space()
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -116,6 +126,20 @@ class Beat:
     def waits_for_own_thread(self) -> bool:
         """Whether the main thread waits for another thread of its process."""
         return JOINING.search(self.line) is not None
+
+
+@cache
+def process_space() -> str:
+    """What tells apart the spaces in which numbers of processes hold: the machine, and on Linux the PID namespace.
+
+    Containers on one machine may have one host name (as with Docker's or Kubernetes's host network) and see other
+    processes under the same numbers; machines may have one name, too.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # another system than Linux
+        return socket.gethostname()
 
 
 def interval_of(timeout: float) -> float:

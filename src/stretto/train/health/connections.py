@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks lost a connection to each other, by the addresses in gloo's errors.
+"""Finds the ranks that lost a connection to each other, by the addresses in gloo's errors.
 
 Each rank writes the local addresses of its TCP connections to the job's store when it has made new groups. gloo's
 errors have the remote address of the connection that was lost, which is the local one of the rank at its other end.
@@ -9,14 +9,17 @@ import json
 import os
 import re
 import socket
-import stat
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
 from stretto.train.health.beat import list_ranks
 
+_LISTENS = "0A"  # the state of a socket that waits for connections, in /proc/net/tcp
 ADDRESS = re.compile(r"\[([0-9a-fA-F.:%]+)\]:(\d+)")  # as gloo writes it: [127.0.0.1]:17293
 
 
@@ -34,7 +37,7 @@ def write_addresses(store: dist.Store, rank: int, known: set[str]) -> None:
 
 
 def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -> list[tuple[int, int]]:
-    """The pairs of ranks that lost their connection, of which the errors of ranks (`reasons`) tell."""
+    """Find the pairs of ranks that lost their connection, by the errors of ranks (`reasons`)."""
     owners: dict[str, int] = {}
     for rank in range(ranks):
         if store.check([_key(rank)]):
@@ -52,7 +55,7 @@ def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -
 
 
 def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
-    """Say who lost whom. Returns the rank that all lost connections have in common, else the lowest, and a sentence.
+    """Describe lost connections. Returns the rank that all of them have in common, else the lowest, and a sentence.
 
     pairs: of `find_lost_pairs`; empty if that is not known, and then only that the ranks `failed` lost some connection.
     """
@@ -71,21 +74,30 @@ def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tu
 
 
 def _local_addresses() -> set[str]:
-    """The local addresses of this process's TCP connections, as "HOST PORT"."""
+    """The local addresses of this process's TCP connections, as "HOST PORT", by /proc.
+
+    A Python socket object of a connection's descriptor would set it to non-blocking if the program has called
+    `socket.setdefaulttimeout`, and gloo's and NCCL's calls would fail.
+    """
+    inodes = set()
+    with suppress(OSError):  # another system than Linux
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it was closed meanwhile
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:["):
+                    inodes.add(target.removeprefix("socket:[").removesuffix("]"))
     found = set()
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:  # another system than Linux
-        return set()
-    for name in names:
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as each:
-                if each.family in (socket.AF_INET, socket.AF_INET6):
-                    each.getpeername()  # fails for one that only listens
-                    host, port = each.getsockname()[:2]
-                    found.add(f"{host} {port}")
-        except OSError:  # it was closed meanwhile
-            continue
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with suppress(OSError):  # a system without IPv6
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] != _LISTENS and fields[9] in inodes:
+                    found.add(_read_address(fields[1], family))
     return found
+
+
+def _read_address(text: str, family: int) -> str:
+    """Convert an address as the kernel lists it: 0100007F:1F90, in words of the machine's byte order."""
+    host, _, port = text.partition(":")
+    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    return f"{socket.inet_ntop(family, struct.pack(f'={len(words)}I', *words))} {int(port, 16)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step's NCCL kernels run on this rank's GPU, by torch's flight recorder.
+"""Measures how long a step's NCCL kernels run on this rank's GPU, by torch's flight recorder.
 
 A kernel of NCCL runs until all ranks of its group have sent their parts, so it runs longest on ranks that wait, and
 shortest on the rank that the others wait for. With TORCH_NCCL_ENABLE_TIMING=1 torch records an event on the device
@@ -46,9 +46,10 @@ def read_seconds(starts: Sequence[StepStart]) -> tuple[float, float] | None:
 def seconds_in_collectives(
     entries: Iterable[Mapping[str, Any]], starts: Sequence[StepStart]
 ) -> tuple[float, float] | None:
-    """The same of these entries of the recorder. Collectives of groups that run at the same time are added up.
+    """Compute what `read_seconds` returns from entries of the recorder.
 
-    Operations that were enqueued as one are recorded as such, with a time, and one by one, without.
+    Collectives of groups that run at the same time are added up. Operations that were enqueued as one are
+    recorded as such, with a time, and one by one, without.
     """
     oldest, timed = None, []
     for entry in entries:

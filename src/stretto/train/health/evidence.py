@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects what shows why a run is stuck, in a folder of the run: `out/stalls/<UTC time>/`.
+"""Collects stacks and flight records of a stuck run in a folder of the run: `out/stalls/<UTC time>/`.
 
 - `report.txt`: what was found, and a table of all ranks by their last heartbeats.
 - `rank-N-stack.txt`: the stacks of all threads of rank N.
@@ -10,7 +10,6 @@ by a process on their machine: by a signal, else by py-spy, else the file says i
 """
 
 import json
-import socket
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -46,7 +45,7 @@ def collect(
     *,
     own_rank: int | None = None,
 ) -> Path | None:
-    """Write all files that can be had. Returns the folder, or None where it cannot be made (a full disk).
+    """Write all files that can be obtained. Returns the folder, or None where it cannot be made (a full disk).
 
     own_rank: this process's, if its own heartbeat's thread calls this. It takes seconds: ranks answer after their next
     heartbeat. RuntimeError if the store does not answer.
@@ -76,7 +75,7 @@ def write_missing_stacks(folder: Path, beats: Iterable[Beat]) -> None:
     """Write the stacks of the ranks on this machine that have not written their own."""
     for beat in beats:
         path = folder / f"rank-{beat.rank}-stack.txt"
-        if beat.host == socket.gethostname() and not path.exists():
+        if beat.is_here and not path.exists():
             path.write_text(stacks.read_stacks(beat.pid, beat.stack_file) or stacks.spy(beat.pid) or _last_known(beat))
 
 

@@ -89,12 +89,19 @@ def _has_any(words: tuple[str, ...], reason: str) -> bool:
 
 
 def read_error(error_file: Path) -> tuple[str, str | None]:
-    """Read the type and first line of a rank's exception, and its traceback."""
+    """Read the type and first line of a rank's exception, and its traceback; None for that if the file is not whole."""
     try:
         content = json.loads(error_file.read_text())["message"]
         lines = str(content["message"]).strip().splitlines()
         return lines[0], str(content["extraInfo"]["py_callstack"])
-    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote the file
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        RecursionError,
+    ):  # the rank was killed while it wrote the file
         return "an exception", None
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from stretto.memory.symmetric import current_wait
 from stretto.train.health import connections, evidence, flight_recorder, progress, stacks
-from stretto.train.health.beat import Beat, Save, interval_of, line_of, prefix
+from stretto.train.health.beat import Beat, Save, interval_of, line_of, prefix, process_space
 from stretto.train.health.failures import is_consequence
 from stretto.train.health.peers import ASKED, PeerWatch
 from stretto.train.health.slow_ranks import SLOW_RANK, BusySampler
@@ -103,11 +103,11 @@ class Heartbeat:
             self._sampler.start()
 
     def slow_rank(self) -> dict[str, float] | None:
-        """The slow rank that was told last (`SlowRank`), as the job's store has it: its rank, ratio and last step."""
+        """The slow rank that was reported last (`SlowRank`), from the job's store: its rank, ratio and last step."""
         with suppress(RuntimeError):
             if self._store is not None and self._store.check([SLOW_RANK]):
-                told: dict[str, float] = json.loads(self._store.get(SLOW_RANK))
-                return told
+                found: dict[str, float] = json.loads(self._store.get(SLOW_RANK))
+                return found
         return None
 
     def wait_for_verdict(self) -> None:
@@ -187,6 +187,7 @@ class Heartbeat:
         return Beat(
             rank=self.rank,
             host=self._host,
+            processes=process_space(),
             pid=self._pid,
             number=self._number,
             phase=noted.phase,

@@ -16,7 +16,6 @@ Ranks for which nobody waits and which use a CPU are no culprits: they may all c
 """
 
 import json
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ MISSED_AT_LEAST = 2.0  # seconds without a heartbeat before a rank is silent: a 
 
 @dataclass(frozen=True)
 class Stall:
-    """Ranks that keep others from going on. seconds: for how long. waiting: the ranks that wait. text: says it all."""
+    """Ranks that keep others from going on. seconds: for how long. waiting: the ranks that wait. text: the message."""
 
     kind: Literal["silent", "stalled", "lost connection"]
     culprits: tuple[int, ...]
@@ -177,7 +176,7 @@ class Monitor:
     def state_of(self, rank: int) -> str | None:
         """What the kernel says of the process of a rank on this machine, if it does not only run."""
         beat = self.beats.get(rank)
-        pid = self.pids.get(rank) if beat is None else beat.pid if beat.host == socket.gethostname() else None
+        pid = self.pids.get(rank) if beat is None else beat.pid if beat.is_here else None
         return None if pid is None else process_state(pid)
 
     def name(self, rank: int) -> str:
@@ -188,8 +187,7 @@ class Monitor:
     def place_of(self, rank: int) -> tuple[str, int | None]:
         """The phase and step of a rank that has sent a heartbeat: now, if it is on this machine, else at the last."""
         beat = self.beats[rank]
-        is_here = beat.host == socket.gethostname()
-        found = read_place(beat.pid, beat.place_file) if is_here else None
+        found = read_place(beat.pid, beat.place_file) if beat.is_here else None
         return (beat.phase, beat.step) if found is None else (found.phase, found.step)
 
     def describe_place(self, rank: int) -> str:
@@ -274,7 +272,7 @@ class Monitor:
         place = self.describe_place(rank)
         if self.is_silent(rank):
             state = self.state_of(rank) or "its heartbeats have stopped"
-            if state.startswith("its heartbeats") and beat.host == socket.gethostname():
+            if state.startswith("its heartbeats") and beat.is_here:
                 state += (
                     ", while its process runs: C code holds Python's interpreter lock, or the machine is overloaded"
                 )

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that watch each other, where torchrun (or anything else) started them and not `launch`.
+"""Lets ranks watch each other, where torchrun (or anything else) started them and not `launch`.
 
 Rank 0's heartbeat thread reads all heartbeats; rank 1's reads them, too, and acts if rank 0 is silent; any other rank
-begins to read them if nobody below it has for some time. Who finds a stall collects the stacks and writes a verdict to
-the store, which all ranks read with their next heartbeat. Under torchrun each of them then writes the error file that
-torchrun reads, that of the culprit with the earliest time, so that torchrun names it, and ends its process at once: the
-main threads hang. Elsewhere the verdict is logged, and the process groups' time limits end the ranks.
+begins to read them if nobody below it has for some time. The rank that finds a stall collects the stacks and writes a
+verdict to the store, which all ranks read with their next heartbeat. Under torchrun each of them then writes the error
+file that torchrun reads, the culprit's with the earliest time, so that torchrun names it, and ends its process at once,
+since the main threads hang. Elsewhere the verdict is logged, and the process groups' time limits end the ranks.
 """
 
 import json
 import logging
 import os
 import signal
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -131,7 +130,7 @@ class PeerWatch:
             for rank in ranks:
                 if self._store.check([str(rank)]):
                     beats.append(Beat.of_json(self._store.get(str(rank))))
-        return [beat for beat in beats if beat.host == socket.gethostname()]
+        return [beat for beat in beats if beat.is_here]
 
 
 def _write_error(file: str, text: str, at: float) -> None:

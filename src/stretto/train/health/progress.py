@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process works on: the phase and the step that `note` was told last. Needs no torch.
+"""Keeps what this process works on: the phase and the step of the last call of `note`. Needs no torch.
 
 The training loop, checkpoints and data call `note`, `phase` and `advance`; the heartbeat's thread reads `current`.
 A process has one main thread that trains, so there is one value for the process. It is also kept in a file without a
@@ -64,7 +64,7 @@ writers: set[int] = set()  # the threads that have written checkpoints
 
 
 def current() -> Progress:
-    """What was noted last."""
+    """The phase and step of the last call of `note`."""
     return _progress
 
 

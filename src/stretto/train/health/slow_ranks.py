@@ -31,7 +31,7 @@ KEPT = 4  # windows: heartbeats of different ranks are not of the same moment
 # A rank that is slower by half costs a third of the machine; less is found in noise, by evaluations, for example.
 SLOW = 1.5
 SLOW_RANK = "slow rank"  # the job's store's key of the slow rank that was found last
-CHANGE = 1.25  # the factor by which the ratio must change to be told again
+CHANGE = 1.25  # the factor by which the ratio must change to be reported again
 
 LEAST_OWN = 0.1  # of a step: a rank's own time on GPUs; smaller shares would be differences of two noisy numbers
 # The main thread's function while the autograd engine runs the backward pass of GPU tensors in threads of its own.
@@ -140,11 +140,11 @@ class SlowRanks:
     """Compares the windows of all ranks, and says when the slowest one is another or slower than it was."""
 
     def __init__(self) -> None:
-        self._told: SlowRank | None = None
+        self._reported: SlowRank | None = None
         self._window = -1
 
     def find(self, windows: Mapping[int, Sequence[Window]]) -> SlowRank | None:
-        """The slowest rank, if it is slow and was not told before. windows: of all ranks that train."""
+        """The slowest rank, if it is slow and was not reported before. windows: of all ranks that train."""
         found_by = {rank: {(each.number, each.view): each for each in own} for rank, own in windows.items()}
         both = set.intersection(*(set(each) for each in found_by.values())) if len(found_by) > 1 else set()
         common = dict(both)
@@ -157,13 +157,13 @@ class SlowRanks:
         others = statistics.median(seconds for rank, seconds in busy.items() if rank != slowest or len(busy) > 2)
         ratio = busy[slowest] / max(others, 1e-6)
         if ratio < SLOW:
-            self._told = None
+            self._reported = None
             return None
         found = SlowRank(slowest, ratio, (self._window + 1) * WINDOW - 1)
-        before = self._told
+        before = self._reported
         if before is not None and before.rank == slowest and 1 / CHANGE < ratio / before.ratio < CHANGE:
             return None
-        self._told = found
+        self._reported = found
         return found
 
 

@@ -6,6 +6,7 @@ in an endless loop and in C code. A stopped process runs it when it is continued
 without a name, which a process of the same user reads through /proc, so nothing is left behind.
 """
 
+import ctypes
 import faulthandler
 import os
 import shutil
@@ -66,9 +67,11 @@ def read_stacks(pid: int, descriptor: int | None) -> str | None:
     was_stopped = (_status(pid) or {}).get("State", "").startswith("T")
     try:
         before = path.stat().st_size
-        os.kill(pid, STACK_SIGNAL)
         if was_stopped:
+            _signal_main_thread(pid, STACK_SIGNAL)
             os.kill(pid, signal.SIGCONT)
+        else:
+            os.kill(pid, STACK_SIGNAL)
         deadline = time.monotonic() + ANSWER
         size = before
         while time.monotonic() < deadline:
@@ -115,6 +118,16 @@ def is_there(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Signal a process so that its main thread handles it before it goes on.
+
+    Of a signal to a process that is continued, another thread may run the handler, while the main thread goes on.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "tgkill") or libc.tgkill(pid, pid, number) != 0:
+        os.kill(pid, number)
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from stretto.cluster.local_ranks import is_rank
-from stretto.train.checkpoint.folders import newest_checkpoint
+from stretto.train.checkpoint.folders import newest_checkpoint, step_of
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
 from stretto.train.config.rules import nearest_grid
+from stretto.train.data import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +70,13 @@ def continues_job(out: Path) -> bool:
 
 
 def mark_begun(out: Path, start: int) -> None:
-    """Leave the job's mark: it trains in this folder, from after step `start` on. For rank 0, once for each start."""
+    """Write the job's mark: it trains in this folder, from after step `start` on. For rank 0, once for each start."""
     job = os.environ.get(JOB)
     if job is None or continues_job(out):
         return
     try:
-        (out / MARK).write_text(json.dumps({"job": job, "start": start}), encoding="utf-8")
+        text = json.dumps({"job": job, "start": start}).encode()
+        write_atomically(out / MARK, lambda file: file.write(text))
     except OSError as error:  # a full disk
         logger.warning("%s cannot be written (%s): a restart will begin as this start did", out / MARK, error.strerror)
 
@@ -101,11 +103,6 @@ def own_checkpoint(out: Path, checkpoint: Path | None, job: str | None = None) -
     """The checkpoint, if the marked job has written it and not an earlier run."""
     start = step_of_start(out, job)
     return checkpoint if checkpoint is not None and start is not None and step_of(checkpoint) > start else None
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint of a run, by its folder's name."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _read_mark(out: Path) -> dict[str, Any] | None:

@@ -4,16 +4,14 @@
 import json
 import logging
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from stretto.train.data import write_atomically
-from stretto.train.observe.metrics import METRICS_FILE
+from stretto.train.observe.metrics import METRICS_FILE, last_step
 
 RESTARTS_FILE = "restarts.jsonl"
-_TAIL = 1 << 16  # bytes; a line of metrics.jsonl is shorter
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +36,6 @@ class StepWatch:
         return self._after if last is None else last
 
 
-def last_step(out: Path) -> int | None:
-    """The last step in the run's metrics.jsonl, or None. A line that is cut short does not count."""
-    try:
-        with open(out / METRICS_FILE, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):
-            return int(json.loads(line)["step"])
-    return None
-
-
 class Journal:
     """Appends failures to restarts.jsonl. Each line is written when a failure is known, and again when steps follow."""
 
@@ -59,7 +43,8 @@ class Journal:
         self._file = out / RESTARTS_FILE
         self._earlier: list[str] | None = None  # lines of earlier runs in this folder
         self._failures: list[dict[str, Any]] = []
-        self._failed_at: float | None = None  # of the last failure, until a step follows it
+        # time.monotonic() of the last failure, until a step follows it: the system's clock may be set meanwhile.
+        self._failed_at: float | None = None
 
     @property
     def restarts(self) -> int:
@@ -79,13 +64,18 @@ class Journal:
             | {"restarted": restarted, "seconds_until_named": round(max(0.0, now - failed_at), 3)}
             | {"seconds_until_training": None}
         )
-        self._failed_at = failed_at if restarted else None
+        self._failed_at = time.monotonic() - max(0.0, now - failed_at) if restarted else None
+        self._write()
+
+    def cancel_restart(self) -> None:
+        """Note that no restart follows the last failure after all."""
+        self._failures[-1]["restarted"], self._failed_at = False, None
         self._write()
 
     def note_training(self) -> float:
         """Note that a step has followed the last failure. Returns the seconds since the failure."""
         assert self._failed_at is not None
-        seconds = max(0.0, time.time() - self._failed_at)
+        seconds = time.monotonic() - self._failed_at
         self._failures[-1]["seconds_until_training"] = round(seconds, 3)
         self._failed_at = None
         self._write()
@@ -95,11 +85,12 @@ class Journal:
         """Replace the file. A disk that is full must not end a run that could go on."""
         try:
             if self._earlier is None:
-                known = self._file.read_text(encoding="utf-8") if self._file.is_file() else ""
-                self._earlier = [line for line in known.splitlines() if line.strip()]
+                # What a crash of the machine has left in it, maybe not text, stays as it is.
+                known = self._file.read_text(encoding="utf-8", errors="surrogateescape") if self._file.is_file() else ""
+                self._earlier = [line for line in known.split("\n") if line.strip()]
             lines = [*self._earlier, *map(json.dumps, self._failures)]
             text = "".join(f"{line}\n" for line in lines)
-            write_atomically(self._file, lambda file: file.write(text.encode()))
+            write_atomically(self._file, lambda file: file.write(text.encode(errors="surrogateescape")))
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._file, error.strerror or error)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -37,9 +38,9 @@ from stretto.train.checkpoint.integrity import DamagedCheckpointError
 from stretto.train.config.options import JobConfig
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
-from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
+from stretto.train.launch.leftovers import kill_ranks, list_segments, remove_orphans, remove_partial_files
 from stretto.train.launch.restarts import NO_SPACE, FailedAttempt, run_with_restarts
-from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor
+from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor, UnkillableError
 from stretto.train.launch.watch import RankWatch, rank_environment
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
@@ -82,8 +83,8 @@ def launch(entry: Entry, config: JobConfig, timeouts: StopTimeouts | None = None
 
     entry: a function at the top of a module, which ranks import by name; it must return soon after SIGTERM. Raises
     RankFailure within seconds after a rank (this process, too) has failed, and ValueError if torchrun started another
-    number of ranks than `config.ranks`. Leaves no process behind, and no file except those of `entry` and the traceback
-    of a failed rank in `config.out`.
+    number of ranks than `config.ranks`. Leaves no file behind except those of `entry` and a failed rank's traceback in
+    `config.out`, and no process except those that the kernel does not end, which are logged.
 
     With `train.max_restarts`, ranks that have failed are started again (`launch.restarts`); RankFailure is then raised
     for the last failure only. Ranks of torchrun go on where those of the same job were (`launch.elastic`).
@@ -171,7 +172,7 @@ def _run_ranks(
     """
     supervisor = Supervisor(timeouts, RankWatch(config.out, config.ranks, config.train.timeout))
     segments = list_segments()
-    with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
+    with supervisor.handling_signals(), tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(config.model_dump_json(), encoding="utf-8")
         handler = _rendezvous(job or uuid.uuid4().hex)
@@ -185,16 +186,20 @@ def _run_ranks(
             monitor_interval=0.1,
         )
         variables = _rank_environment(config.ranks) | {ATTEMPT: "0"} | dict(environment or {})
-        with _quiet_agent(), changed_environment(variables), supervisor.handling_signals():
+        with _quiet_agent(), changed_environment(variables):
             try:
                 _Agent(spec, DefaultLogsSpecs(log_dir=folder), supervisor, wants_stop).run()
+            except UnkillableError as error:
+                logger.error("%s; they are left behind", error)
             finally:
                 supervisor.kill()
                 handler.shutdown()
                 remove_orphans(segments)
                 remove_partial_files(config.out)
     if supervisor.failures:
-        raise _explain(supervisor.failures[0], config)
+        failure = _explain(supervisor.failures[0], config)
+        failure.stopped_by = supervisor.stop_signal
+        raise failure
     return supervisor.stop_signal
 
 
@@ -214,9 +219,14 @@ class _Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs_specs)
         self._supervisor, self._wants_stop = supervisor, wants_stop
+        self._waits_for_ranks = True
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        workers = super()._start_workers(worker_group)
+        try:
+            workers = super()._start_workers(worker_group)
+        except OSError:  # no more processes or memory: torch forgets the ranks that it has started by then
+            kill_ranks(worker_group.spec.rdzv_handler.get_run_id())
+            raise
         assert isinstance(self._pcontext, SubprocessContext)  # torch uses it for every entry point that is a program
         for rank, handler in self._pcontext.subprocess_handlers.items():
             self._supervisor.add(rank, handler.proc, Path(self._pcontext.error_files[rank]))
@@ -226,7 +236,11 @@ class _Agent(LocalElasticAgent):
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._supervisor.check()
+        try:
+            self._supervisor.check()
+        except UnkillableError:
+            self._waits_for_ranks = False
+            raise
         if self._wants_stop():
             self._supervisor.request_stop()
         if self._supervisor.has_running_ranks():
@@ -236,6 +250,10 @@ class _Agent(LocalElasticAgent):
         if result.state != WorkerState.SUCCEEDED and not self._supervisor.failures:
             self._supervisor.check()  # the last rank failed between the two checks
         return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        if self._waits_for_ranks:  # some versions of torch would wait for ever
+            super()._shutdown(*args, **kwargs)
 
 
 def _rendezvous(job: str) -> RendezvousHandler:

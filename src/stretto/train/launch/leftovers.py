@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm.
+"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm; and
+ranks that were started in vain.
 
 NCCL's and torch's segments have names there. Stretto's own have none (`stretto.memory`): they are gone with the last
 process that has them mapped.
@@ -7,11 +8,15 @@ process that has them mapped.
 
 import logging
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from stretto.train.checkpoint.folders import remove_leftovers
+from stretto.train.launch.elastic import MARK
+from stretto.train.launch.journal import RESTARTS_FILE
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE
 
@@ -20,6 +25,10 @@ logger = logging.getLogger(__name__)
 FOLDER = Path("/dev/shm")
 # Not sem.mp-*: the semaphores of other programs cannot be told from orphans, since no process has them by that name.
 PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
+END = 5.0  # seconds for killed processes to end
+NAMESPACES = Path("/proc/self/ns")
+# Linux's inode numbers of the namespaces in which the machine's first process is.
+FIRST_IPC, FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
 
 
 def remove_partial_files(out: Path) -> None:
@@ -30,6 +39,9 @@ def remove_partial_files(out: Path) -> None:
         remove_leftovers(out)
         for name in (METRICS_FILE, SUMMARY_FILE):
             (out / f".{name}.writing").unlink(missing_ok=True)
+        for name in (MARK, RESTARTS_FILE):
+            for partial in out.glob(f"{name}.*.partial"):
+                partial.unlink(missing_ok=True)
 
 
 def list_segments(folder: Path = FOLDER) -> set[str]:
@@ -46,10 +58,14 @@ def list_segments(folder: Path = FOLDER) -> set[str]:
 def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
     """Delete the segments that were not there before and that no process has open or mapped. Returns their names.
 
-    Another job of this user may have made segments meanwhile: its processes have them, so that they stay.
+    Another job of this user may have made segments meanwhile: its processes have them, so that they stay. Deletes
+    nothing where such processes may be invisible.
     """
     new = list_segments(folder) - before
     if not new:
+        return set()
+    if not _sees_all_users():
+        logger.info("%s may have segments that killed ranks have left: %s", folder, ", ".join(sorted(new)))
         return set()
     orphans = new - set(_names_in_use(folder))
     for name in orphans:
@@ -57,6 +73,36 @@ def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
             (folder / name).unlink()
             logger.info("removed %s, which a killed rank had left", folder / name)
     return orphans
+
+
+def kill_ranks(job: str) -> None:
+    """Kill the ranks of a job that this process has started, and wait until they are gone, for some seconds.
+
+    job: its TORCHELASTIC_RUN_ID. For ranks of which nobody else knows, since a later one could not be started.
+    """
+    deadline = time.monotonic() + END
+    marked = f"TORCHELASTIC_RUN_ID={job}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or it has ended
+            fields = (process / "stat").read_text().rpartition(")")[2].split()  # the name before may have anything
+            if int(fields[1]) == os.getpid() and marked in (process / "environ").read_bytes().split(b"\0"):
+                pid = int(process.name)
+                os.killpg(pid, signal.SIGKILL)
+                while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+
+
+def _sees_all_users() -> bool:
+    """Whether all processes that may use /dev/shm are visible here.
+
+    They are not in a container that has the machine's shared memory and process numbers of its own, as by
+    `docker run --ipc=host`: other containers use the same /dev/shm.
+    """
+    try:
+        ipc, pid = ((NAMESPACES / name).stat().st_ino for name in ("ipc", "pid"))
+    except OSError:  # a system without namespaces
+        return True
+    return ipc != FIRST_IPC or pid == FIRST_PID
 
 
 def _names_in_use(folder: Path) -> Iterator[str]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from signal import Signals
 from typing import Protocol
 
-from stretto.train.checkpoint.folders import newest_checkpoint
+from stretto.train.checkpoint.folders import newest_checkpoint, step_of
 from stretto.train.config.options import JobConfig
 from stretto.train.launch.devices import resolve_device
-from stretto.train.launch.elastic import ATTEMPT, own_checkpoint, resume_from, step_of, step_of_start
+from stretto.train.launch.elastic import ATTEMPT, own_checkpoint, resume_from, step_of_start
 from stretto.train.launch.journal import Journal, StepWatch
 from stretto.train.launch.slots import Slot, Slots, environment_of
 from stretto.train.launch.supervisor import StopTimeouts, Supervisor
@@ -35,13 +35,14 @@ NO_SPACE = "NoSpaceError: "  # how the reason of a failure begins that a full di
 
 
 class FailedAttempt(RuntimeError):
-    """What the loop knows of a `RankFailure`, which the launcher raises."""
+    """The failure of an attempt: what the loop reads of the launcher's `RankFailure`."""
 
     rank: int
     kind: str  # as `health.failures.Kind`
     reason: str
     checkpoint: Path | None
     failed_at: float  # time.time()
+    stopped_by: Signals | None = None  # the signal that had asked the ranks to stop before
 
 
 class RunAttempt(Protocol):
@@ -65,7 +66,7 @@ def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
     return failure.kind == "diverged" or (is_refused and not has_older)
 
 
-def is_one_ranks(failure: FailedAttempt) -> bool:
+def is_of_one_rank(failure: FailedAttempt) -> bool:
     """Whether one rank has failed: not a connection, one of several replicas, nobody knows which, or a full disk."""
     is_of_many = failure.kind == "lost connection" or str(failure).startswith("ranks ")
     return not is_of_many and not failure.reason.startswith(NO_SPACE)
@@ -90,7 +91,7 @@ class Restarts:
         self._journal = Journal(config.out)
         self._failures = 0  # in a row, without a new checkpoint
         self._is_growing = False  # the ranks were asked to stop, to go on with more of them
-        self._asked: _Question | None = None
+        self._pending: _BackgroundProbe | None = None
         self._last_look = 0.0
         self._reached = 0  # the last step of the attempt that has ended
         self._grids: dict[int, ChosenGrid | None] = {}
@@ -104,9 +105,12 @@ class Restarts:
         with self._between.handling_signals():
             while True:
                 try:
-                    stopped_by = self._run_once(attempt, number)
+                    # A signal that came before the attempt's own handlers were there has made it stop, too.
+                    stopped_by = self._run_once(attempt, number) or self._between.stop_signal
                 except FailedAttempt as failure:
                     attempt = self._plan_after(failure, attempt)
+                    if self._between.stop_signal is not None:  # it came in the pause
+                        self._journal.cancel_restart()
                 else:
                     if stopped_by is not None or not self._is_growing or self._is_finished():
                         return stopped_by
@@ -116,7 +120,7 @@ class Restarts:
                 number += 1
 
     def _run_once(self, attempt: _Attempt, number: int) -> Signals | None:
-        self._is_growing, self._asked = False, None
+        self._is_growing, self._pending = False, None
         start = step_of_start(self._config.out, self._job)
         steps = StepWatch(self._config.out, attempt.resumed or start or 0)
         environment = environment_of(attempt.slots) | {ATTEMPT: str(number)}
@@ -129,7 +133,12 @@ class Restarts:
     # --- while the ranks run
 
     def _wants_stop(self, attempt: _Attempt, steps: StepWatch) -> bool:
-        """Look whether steps are trained again, and whether more ranks may be tried."""
+        """Decide whether the attempt is to stop; report the first step after a failure.
+
+        It stops after a signal that came before its own handlers were installed, and when more ranks may be tried.
+        """
+        if self._between.stop_signal is not None:
+            return True
         now = time.monotonic()
         if self._is_growing or now - self._last_look < min(WATCH, max(self._config.train.retry_after / 4, 0.05)):
             return self._is_growing
@@ -148,14 +157,16 @@ class Restarts:
         """Whether slots that were set aside for long enough answer, and allow a larger grid. Does not wait for them."""
         if not steps.has_trained():
             return False  # first the smaller grid must be seen to work
-        if self._asked is None:
+        if self._pending is None:
             due = self._slots.due()
             if due and self._allows_more(attempt, len(due)):
-                self._asked = _Question(self._slots, due)
+                self._pending = _BackgroundProbe(self._slots, due)
             return False
-        if not self._asked.is_answered():
+        if not self._pending.has_ended():
             return False
-        answering, self._asked = self._asked.answer, None
+        due, silent, self._pending = self._pending.due, self._pending.silent, None
+        self._slots.postpone(silent)
+        answering = [slot for slot in due if slot not in silent]
         if not self._allows_more(attempt, len(answering)):
             return False
         self._slots.readmit(answering)
@@ -217,7 +228,7 @@ class Restarts:
         lost = None if reached is None else max(0, reached - resumed)
         known |= {"step_resumed": resumed, "steps_lost": lost, "grid": dict(following.config.grid.sizes())}
         self._journal.add(failure.failed_at, known, restarted=True)
-        pause = 0.0 if self._failures == 1 else min(2.0 ** (self._failures - 2), MOST_PAUSE)
+        pause = 0.0 if self._failures == 1 else min(2.0 ** min(self._failures - 2, 10), MOST_PAUSE)
         print_line(
             f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
             + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")
@@ -231,6 +242,8 @@ class Restarts:
 
     def _why_final(self, failure: FailedAttempt) -> str | None:
         """Why no restart follows a failure; None if one does."""
+        if failure.stopped_by is not None:
+            return f"{failure.stopped_by.name} has asked the run to stop"
         if comes_back(failure, newest_checkpoint(self._config.out)):
             return "the same run would fail again"
         if self._failures > (most := self._config.train.max_restarts):
@@ -245,7 +258,7 @@ class Restarts:
         answers are not set aside: the whole grid is tried again.
         """
         aside = self._slots.probe(attempt.slots)
-        if slot is not None and slot not in aside and is_one_ranks(failure) and self._slots.blame(slot):
+        if slot is not None and slot not in aside and is_of_one_rank(failure) and self._slots.blame(slot):
             aside.append(slot)
         if self._choose(len(self._slots.usable())) is None:
             self._slots.readmit_all()
@@ -275,18 +288,23 @@ class Restarts:
             time.sleep(PAUSE_POLL)
 
 
-class _Question:
-    """Asks in a thread which slots answer, since a GPU may take a minute not to."""
+class _BackgroundProbe:
+    """Probes slots in a thread, since a probe of a GPU that does not answer takes a minute.
+
+    due: the slots that are probed; silent: those of them that did not answer. The thread may outlast the attempt and
+    changes no slot.
+    """
 
     def __init__(self, slots: Slots, due: list[Slot]) -> None:
-        self.answer: list[Slot] = []
-        self._thread = threading.Thread(target=self._ask, args=(slots, due), daemon=True)
+        self.due = due
+        self.silent = due  # until it is known
+        self._thread = threading.Thread(target=self._probe, args=(slots,), daemon=True)
         self._thread.start()
 
-    def _ask(self, slots: Slots, due: list[Slot]) -> None:
-        self.answer = slots.answering(due)
+    def _probe(self, slots: Slots) -> None:
+        self.silent = slots.find_silent(self.due)
 
-    def is_answered(self) -> bool:
+    def has_ended(self) -> bool:
         return not self._thread.is_alive()
 
 

@@ -47,7 +47,8 @@ def _locked(out: Path, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the release: the next process to lock this file sees that it was deleted
+        with suppress(OSError):  # the file system may be read-only by now
+            path.unlink(missing_ok=True)  # before the release: the next process to lock it sees that it was deleted
         file.close()
         if is_new:
             with suppress(OSError):  # usually the run has written files

@@ -5,6 +5,7 @@ A slot is set aside when its rank fails twice without a checkpoint in between, o
 After `retry_after` seconds it may be tried again; it is then set aside at its first failure, for twice as long.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -14,9 +15,13 @@ from dataclasses import dataclass
 
 from stretto.cluster.detection import count_gpus
 
+logger = logging.getLogger(__name__)
+
 FAILURES = 2  # without a checkpoint in between, after which a slot is set aside
 PROBE_TIMEOUT = 60.0  # seconds, with the import of torch
-PROBE = """
+PROBE = f"""
+import signal
+signal.alarm({PROBE_TIMEOUT:.0f} + 10)  # ends this process, should the one that asks have been killed
 import torch
 ones = torch.ones(512, 512, device="cuda")
 assert (ones @ ones).sum().item() == 512.0**3
@@ -39,7 +44,7 @@ class Slot:
 
 
 class Slots:
-    """All slots of a run on this machine. probe: returns which of some GPUs answer, by their names."""
+    """All slots of a run on this machine. probe: returns those of some GPUs that answer, by their names."""
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class Slots:
         return [slot for slot in self.all if slot.set_aside_at is None]
 
     def take(self, ranks: int) -> list[Slot]:
-        """The slots for so many ranks, in the order of the ranks: those that have failed least."""
+        """Choose the slots for so many ranks, in the order of the ranks: those that have failed least."""
         best = sorted(self.usable(), key=lambda slot: (slot.failures, slot.number))[:ranks]
         return sorted(best, key=lambda slot: slot.number)
 
@@ -83,7 +88,7 @@ class Slots:
 
     def probe(self, slots: Iterable[Slot]) -> list[Slot]:
         """Set aside those of the slots whose GPU does not answer. Returns them."""
-        silent = self._silent(slots)
+        silent = self.find_silent(slots)
         for slot in silent:
             slot.is_broken = True
             self._set_aside(slot)
@@ -96,7 +101,7 @@ class Slots:
                 slot.set_aside_at = None
 
     def due(self) -> list[Slot]:
-        """The slots that may be tried again: set aside for long enough."""
+        """List the slots that were set aside for long enough to be tried again."""
         now = self._clock()
         return [
             slot
@@ -110,15 +115,13 @@ class Slots:
         for slot in slots:
             slot.set_aside_at, slot.is_broken, slot.failures = None, False, FAILURES - 1
 
-    def answering(self, slots: Iterable[Slot]) -> list[Slot]:
-        """Those of the slots whose GPU answers now. The others wait again, twice as long."""
-        slots = list(slots)
-        silent = self._silent(slots)
-        for slot in silent:
+    def postpone(self, slots: Iterable[Slot]) -> None:
+        """Let slots wait again, twice as long, whose GPU does not answer yet."""
+        for slot in slots:
             self._set_aside(slot)
-        return [slot for slot in slots if slot not in silent]
 
-    def _silent(self, slots: Iterable[Slot]) -> list[Slot]:
+    def find_silent(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Find the slots whose GPU does not answer now. Changes nothing: any thread may call it."""
         with_gpus = [slot for slot in slots if slot.gpu is not None]
         answering = self._probe([str(slot.gpu) for slot in with_gpus]) if with_gpus else set()
         return [slot for slot in with_gpus if slot.gpu not in answering]
@@ -137,28 +140,31 @@ def environment_of(slots: Sequence[Slot]) -> dict[str, str]:
 
 
 def probe_gpus(gpus: list[str]) -> set[str]:
-    """Which GPUs multiply a small matrix rightly, each asked in a process of its own and all at once.
+    """Find the GPUs that compute a small matrix product correctly, each in a process of its own, all at the same time.
 
-    A process that does not end in time is killed and left: one that waits in the driver cannot be waited for.
+    A process that does not end in time is killed and left: one that waits in the driver cannot be waited for. A GPU for
+    which no process can be started (this machine has no memory left) counts as one that answers.
     """
-    asked = {
-        gpu: subprocess.Popen(
-            [sys.executable, "-c", PROBE],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        for gpu in gpus
-    }
+    asked = {}
+    for gpu in gpus:
+        try:
+            asked[gpu] = subprocess.Popen(
+                [sys.executable, "-c", PROBE],
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            logger.warning("GPU %s is not probed: no process can be started: %s", gpu, error.strerror or error)
     deadline = time.monotonic() + PROBE_TIMEOUT
     while any(process.poll() is None for process in asked.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in asked.values():
         if process.poll() is None:
             process.kill()
-    return {gpu for gpu, process in asked.items() if process.returncode == 0}
+    return {gpu for gpu in gpus if gpu not in asked or asked[gpu].returncode == 0}
 
 
 def _visible_gpus() -> list[str]:

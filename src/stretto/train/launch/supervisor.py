@@ -22,6 +22,7 @@ from stretto.train.health.failures import (
     read_error,
     seen_file,
 )
+from stretto.train.health.stacks import process_state
 from stretto.train.launch.watch import RankWatch
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,18 @@ class StopTimeouts:
     """Time limits in seconds.
 
     stop: for ranks that were asked to stop, while none of them writes a checkpoint. After a rank has failed, report:
-    for the others to write their own errors; end: for them to exit when they are asked to.
+    for the others to write their own errors; end: for them to exit when they are asked to. kill: for processes that
+    were killed to end; one that has much memory takes seconds, and one that waits in a driver may never end.
     """
 
     stop: float = 60.0
     report: float = 1.0
     end: float = 5.0
+    kill: float = 60.0
+
+
+class UnkillableError(RuntimeError):
+    """Processes of ranks have not ended although they were killed: they wait in the kernel, and nothing ends them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,10 @@ class _RankProcess:
 
     def has_ended(self) -> bool:
         return not self.is_running() or self.has_failed()
+
+    def is_writing_error(self) -> bool:
+        """Check whether the rank's error file is there, but not all of it."""
+        return self.is_running() and self.error_file.exists() and read_error(self.error_file)[1] is None
 
     def has_failed(self) -> bool:
         """Check whether the rank exited with an error, or has written its error and hangs while it exits."""
@@ -75,6 +86,9 @@ class Supervisor:
         self._is_second_request = False
         self._is_asked = False
         self._has_forwarded = False
+        self._is_over = False  # all ranks were killed: those that end from now on have not failed
+        self._killed: float | None = None  # time.monotonic() of the first kill
+        self._killed_groups: set[int] = set()  # of ranks that had ended
         self.failures: list[Failure] = []
 
     @property
@@ -91,14 +105,21 @@ class Supervisor:
         self._ranks[rank] = _RankProcess(process, error_file)
 
     def check(self) -> None:
-        """Forward a signal that was received; end all ranks if one has failed or if they take too long to stop."""
-        if any(rank.has_failed() for rank in self._ranks.values()):
+        """Forward a signal that was received; end all ranks if one has failed or if they take too long to stop.
+
+        Raises UnkillableError if ranks that were killed do not end.
+        """
+        if self._is_over:
+            self.kill()
+            self._require_end()
+        elif any(rank.has_failed() for rank in self._ranks.values()):
             self._wait_for_errors()
             self.failures = self._find_cause(sorted(self._find_failures(), key=lambda failure: failure.order))
             for rank in self._ranks.values():
                 seen_file(rank.error_file).touch()
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
+            self._is_over = True
             self.kill()
         elif self._is_stopping and not self._has_forwarded:
             self._has_forwarded = True
@@ -107,6 +128,7 @@ class Supervisor:
             self._stop_at_once()
         elif self.watch is not None and (stall := self.watch.look(self._running_ranks())) is not None:
             self.failures = [Failure.of_stall(stall)]
+            self._is_over = True
             self.kill()
 
     def _find_cause(self, failures: list[Failure]) -> list[Failure]:
@@ -138,8 +160,16 @@ class Supervisor:
         running = self._running_ranks()
         if running and self.watch is not None:
             logger.warning("%s", self.watch.describe_unstopped(running, self._seconds_of_stop()))
+        self._is_over = True
         self.kill()
-        self._ranks = {}  # ranks killed on request have not failed
+
+    def _require_end(self) -> None:
+        assert self._killed is not None
+        running = self._running_ranks()
+        if running and time.monotonic() - self._killed > self._timeouts.kill:
+            found = [(rank, self._ranks[rank].process.pid) for rank in running]
+            named = ", ".join(f"rank {rank} (pid {pid}): {process_state(pid) or 'it runs'}" for rank, pid in found)
+            raise UnkillableError(f"processes have not ended within {self._timeouts.kill:g} s after SIGKILL: {named}")
 
     def has_running_ranks(self) -> bool:
         """Check whether any rank's process is still running."""
@@ -147,8 +177,15 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kill the remaining processes of every rank, those that it has started too, and wait until they are gone."""
-        for rank in self._ranks.values():
-            if rank.is_running() or rank.process.returncode != 0:
+        if self._killed is None:
+            self._killed = time.monotonic()
+        for number, rank in self._ranks.items():
+            if rank.is_running():
+                is_due = True
+            else:  # once: another process may get the number of one that has ended
+                is_due = rank.process.returncode != 0 and number not in self._killed_groups
+                self._killed_groups.add(number)
+            if is_due:
                 with suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
         self._wait(self._timeouts.end)
@@ -188,7 +225,8 @@ class Supervisor:
     def _wait_for_errors(self) -> None:
         """Give the other ranks time to write their own errors. A rank that has failed keeps its process for a while."""
         deadline = time.monotonic() + self._timeouts.report
-        while not all(rank.has_ended() for rank in self._ranks.values()) and time.monotonic() < deadline:
+        ranks = self._ranks.values()
+        while any(not r.has_ended() or r.is_writing_error() for r in ranks) and time.monotonic() < deadline:
             time.sleep(POLL)
 
     def _find_failures(self) -> Iterator[Failure]:
@@ -196,12 +234,14 @@ class Supervisor:
             if not rank.has_failed():
                 continue
             status = rank.process.poll()
-            if status == -signal.SIGTERM and self._has_forwarded:
+            # A scheduler may signal the ranks, too, when it signals this process.
+            was_asked = self._has_forwarded or self._stop_signal is not None
+            if was_asked and status is not None and -status in (signal.SIGTERM, self._stop_signal):
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
                 reason, trace = read_error(rank.error_file)
                 kind = kind_of(reason)
-                if kind == "lost connection" and self._has_forwarded:
+                if kind == "lost connection" and was_asked:
                     continue  # its peer was asked to stop before it had installed its signal handler
                 only_waited = is_consequence(reason)
                 order = (1 + only_waited, rank.error_file.stat().st_mtime)

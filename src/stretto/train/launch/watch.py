@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's look at its ranks' heartbeats: warns of a rank that is late, and names one that is stuck.
+"""Reads the ranks' heartbeats in the launcher: warns of a rank that is late, and names one that is stuck.
 
-Also when ranks do not stop after Ctrl-C: then it says what is saved and what is not.
+When ranks do not stop after Ctrl-C, it also reports which steps are saved and which are not.
 """
 
 import logging
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from stretto.train.checkpoint import newest_checkpoint
+from stretto.train.checkpoint.folders import step_of
 from stretto.train.health import evidence, flight_recorder
 from stretto.train.health.beat import interval_of, list_ranks, prefix
 from stretto.train.health.connections import describe_lost, find_lost_pairs
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 STORE_LIMIT = timedelta(seconds=10)  # the store is in this process: it answers at once
 MOST_SHOWN = 4  # ranks whose phases are shown one by one
-LAST_LOOK = 1.0  # seconds, and two heartbeats, for the heartbeats of ranks to tell what has just happened
+LAST_LOOK = 1.0  # seconds, and two heartbeats, until the heartbeats of ranks show what has just happened
 
 
 class RankWatch:
@@ -129,7 +130,7 @@ def rank_environment() -> dict[str, str]:
 def describe_unstopped(out: Path, monitor: Monitor | None, running: Collection[int], seconds: float) -> str:
     """Say, in a line, which ranks did not stop, where they are, and which steps of the run in `out` are not saved.
 
-    monitor: of the ranks' heartbeats, by which a stuck rank is told from those that wait for it; None before there are
+    monitor: reads the ranks' heartbeats, which tell a stuck rank from those that wait for it; None before there are
     any. running: the ranks whose processes still run. seconds: since they were asked to stop.
     """
     who, places = sorted(running), ""
@@ -162,7 +163,7 @@ def _places(monitor: Monitor, ranks: Collection[int]) -> str:
 def describe_saved(out: Path) -> str:
     """Say which checkpoint is the newest of the run in `out`, and which finished steps it does not have."""
     newest, reached = newest_checkpoint(out), last_step(out)
-    saved = 0 if newest is None else int(newest.name.removeprefix("step-"))
+    saved = 0 if newest is None else step_of(newest)
     checkpoint = "there is no checkpoint" if newest is None else f"the last checkpoint is step {saved}"
     if reached is None or reached <= saved:
         return f"{checkpoint}: no finished step is lost"
