@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pool, forget_stacks_of_seeds
+from tests.pool import Pool, forget_stacks_of_seeds, fork_default_server
 from tests.processes import PythonServer, close_servers, shared_server
 
 
@@ -85,6 +85,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # what processes print belongs to the test that runs meanwhile
         shared_server("commands").fork()
+        fork_default_server()
         if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
             session.config.stash[_POOL].fork_server()
         capture.suspend_global_capture()

@@ -310,6 +310,12 @@ class Pool:
             self._folder = None
 
 
+def fork_default_server() -> None:
+    """Fork multiprocessing's own server, of its context "forkserver", from this process, as `Pool.fork_server` does."""
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_program):
+        forkserver.ensure_running()
+
+
 class _RankRaised(Exception):
     """Carries a rank's own error out of `_run_job`, apart from errors that cost the pool."""
 
