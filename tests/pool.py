@@ -386,6 +386,7 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
         _keep_dtypes_of_interpreter()
     caches = _find_caches()
     gc.freeze()  # the preloaded modules, so that collecting after each job is cheap
+    gc.set_threshold(10_000, 20, 20)  # each job ends with a collection: few are needed while it runs
     with _stack_file(folder, os.getpid()).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         pipe.send("started")
