@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-docs test-exhaustive test-versions test-versions-exhaustive nightly gpu-test gpu-test-exhaustive
+.PHONY: demo test test-docs test-with-docs test-exhaustive test-versions test-versions-exhaustive nightly gpu-test gpu-test-exhaustive
 .PHONY: gpu-sanitize lint format docs docs-figures clean help
 .DEFAULT_GOAL := help
 
@@ -34,10 +34,14 @@ test: $(VENV)/.installed
 test-docs: $(VENV)/.installed
 	$(PYTEST) tests/test_pages.py
 
+# test and test-docs in one session, which imports, collects and starts its servers once.
+test-with-docs: $(VENV)/.installed
+	$(PYTEST) $(filter-out --ignore=tests/test_pages.py,$(CODE_TESTS)) --durations 20
+
 test-exhaustive: $(VENV)/.installed
 	$(PYTEST) $(CODE_TESTS) --durations 20 -m exhaustive
 
-nightly: test test-docs lint docs test-versions-exhaustive test-exhaustive
+nightly: test-with-docs lint docs test-versions-exhaustive test-exhaustive
 
 # Each set of versions has a virtual environment in this folder, some 5 GB; .venv has the versions of constraints.txt.
 VERSIONS_FOLDER ?= build/versions

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pool, forget_stacks_of_seeds
+from tests.pool import Pool, forget_stacks_of_seeds, fork_default_server
 from tests.processes import PythonServer, close_servers, shared_server
 
 
@@ -67,17 +67,27 @@ _POOL = pytest.StashKey[Pool]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the server of the session's worker processes, which now has what they need, if a test uses them."""
     gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
     gc.enable()
-    session.config.stash[_POOL] = pool = Pool()
+    session.config.stash[_POOL] = Pool()
     if not torch.cuda.is_available():
         forget_stacks_of_seeds()
-    is_run = sys.platform == "linux" and not session.config.getoption("collectonly")
-    if is_run and any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the servers of this session's processes, which now has what they need.
+
+    Not before: while tests are collected, pytest has changed how warnings are shown.
+    """
+    is_run = _POOL in session.config.stash and not session.config.getoption("collectonly")  # not where xdist only waits
+    if is_run and sys.platform == "linux":
         capture = session.config.pluginmanager.getplugin("capturemanager")
-        capture.resume_global_capture()  # what ranks print belongs to the test that runs meanwhile
-        pool.fork_server()
+        capture.resume_global_capture()  # what processes print belongs to the test that runs meanwhile
+        shared_server("commands").fork()
+        fork_default_server()
+        if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+            session.config.stash[_POOL].fork_server()
         capture.suspend_global_capture()
     # Of this process alone: by default, a test that parses our source spends most of its time on collecting garbage.
     gc.set_threshold(10_000, 20, 20)

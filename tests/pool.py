@@ -15,7 +15,6 @@ that no rank closes its sockets while another still needs them. A rank that rais
 peers.
 """
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -45,6 +44,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from tests.processes import fork_program
 
 POOL_SIZE = 8
 FEW = 4  # workers that are started at first: the others only for a job of more ranks
@@ -309,6 +310,12 @@ class Pool:
             self._folder = None
 
 
+def fork_default_server() -> None:
+    """Fork multiprocessing's own server, of its context "forkserver", from this process, as `Pool.fork_server` does."""
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_program):
+        forkserver.ensure_running()
+
+
 class _RankRaised(Exception):
     """Carries a rank's own error out of `_run_job`, apart from errors that cost the pool."""
 
@@ -327,21 +334,7 @@ def _modules_to_preload(modules: list[str] | None) -> list[str]:
 
 def _fork_program(python: bytes, arguments: list[str], descriptors: list[int]) -> int:
     """Run the program of `python -c PROGRAM` in a forked process, which keeps these open files; its process id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        # What this process has open stays open for its parent alone; the numbers stay taken for who still has them.
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor not in (nothing, *descriptors):
-                with contextlib.suppress(OSError):  # of the listing itself
-                    os.fstat(descriptor)
-                    os.dup2(nothing, descriptor)
-        atexit._clear()
-        exec(arguments[-1], {})
-    finally:
-        os._exit(0)
+    return fork_program(lambda: exec(arguments[-1], {}), tuple(descriptors))
 
 
 def _uses_gpus(backend: str) -> bool:
@@ -393,6 +386,7 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
         _keep_dtypes_of_interpreter()
     caches = _find_caches()
     gc.freeze()  # the preloaded modules, so that collecting after each job is cheap
+    gc.set_threshold(10_000, 20, 20)  # each job ends with a collection: few are needed while it runs
     with _stack_file(folder, os.getpid()).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         pipe.send("started")

@@ -10,15 +10,20 @@ when it is killed (shortly after, which is the only difference from Python).
 Imported modules have read environment variables as the server had them. A run with other values of FIXED, or with other
 options of Python, is therefore given to Python itself.
 
+A server is a Python of its own, which imports the modules before its first run; or it is forked from pytest, which has
+imported most of them while it collected the tests (`PythonServer.fork`).
+
 There are three shared servers: one has imported torch alone, for programs that import Stretto themselves (from another
-folder, with a module replaced, or to interpret kernels); one has imported Stretto's commands, too; and one has done so
-with kernels that are interpreted.
+folder, with a module replaced, or to interpret kernels); one has imported Stretto's commands, too, and what their ranks
+train by; and one has done so with kernels that are interpreted.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import json
+import logging
 import os
 import random
 import runpy
@@ -27,7 +32,6 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -39,7 +43,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FIXED = ("TRITON_INTERPRET", "TORCH_DISTRIBUTED_DEBUG", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "LD_PRELOAD")
-START_LIMIT = 120.0  # seconds for the server to have imported everything
+ROOT = Path(__file__).parents[1]
+START_LIMIT = 120.0  # seconds for the server to have started
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 CLIENT = """#!{python} -SE
@@ -98,8 +103,8 @@ os._exit(code)
 class PythonServer:
     """Forks Python processes that have imported `modules`. variables: added to this process's environment.
 
-    fixed: variables that a forked process must have as the server has them. It starts with the first use of `python`.
-    `close` ends it, and all that runs in its processes.
+    fixed: variables that a forked process must have as the server has them. It starts with the first use of `python`,
+    or with `fork`. `close` ends it, and all that runs in its processes.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class PythonServer:
         self._variables = variables or {}
         self._fixed = fixed
         self._folder: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
 
     @property
     def python(self) -> str:
@@ -120,7 +125,14 @@ class PythonServer:
 
     @property
     def is_started(self) -> bool:
-        return self._process is not None
+        return self._pid is not None
+
+    def fork(self) -> None:
+        """Start the server as a fork of this process, with all that it has imported, rather than as a Python.
+
+        Before this process has threads or has run a backward pass: in what is forked after one, torch refuses another.
+        """
+        self._start(is_forked=True)
 
     def process_of(self, executable: int) -> int:
         """The id of the forked process behind the `executable` with this process id."""
@@ -133,22 +145,26 @@ class PythonServer:
         return int(file.read_text())
 
     def close(self) -> None:
-        if self._process is None or self._folder is None:
+        if self._pid is None or self._folder is None:
             return
-        self._process.terminate()
-        self._process.wait()
+        os.kill(self._pid, signal.SIGTERM)
+        os.waitpid(self._pid, 0)
         shutil.rmtree(self._folder)
-        self._process = self._folder = None
+        self._pid = self._folder = None
 
-    def _start(self) -> None:
+    def _start(self, is_forked: bool = False) -> None:
         self._folder = tempfile.mkdtemp(prefix="stretto-python-", dir="/tmp")  # sockets' names are short
         address = str(Path(self._folder, "socket"))
         variables = os.environ | self._variables
-        command = [sys.executable, __file__, address, str(os.getpid()), *self._modules]
-        self._process = subprocess.Popen(command, env=variables, start_new_session=True)
+        arguments = [address, str(os.getpid()), *self._modules]
+        if is_forked:
+            self._pid = fork_program(lambda: _serve_in_fork(arguments, variables))
+        else:
+            command = [sys.executable, __file__, *arguments]
+            self._pid = os.posix_spawn(sys.executable, command, variables, setsid=True)
         deadline = time.monotonic() + START_LIMIT
         while not os.path.exists(address):
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if os.waitpid(self._pid, os.WNOHANG)[0] or time.monotonic() > deadline:
                 raise RuntimeError("the server of Python processes did not start")
             time.sleep(0.02)
         file = Path(self._folder, "python")
@@ -160,12 +176,31 @@ class PythonServer:
         file.chmod(0o755)
 
 
+def fork_program(program: Callable[[], object], descriptors: tuple[int, ...] = ()) -> int:
+    """Run a function in a forked process, which keeps these open files and the standard ones; its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        # What this process has open stays open for its parent alone; the numbers stay taken for who still has them.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in (nothing, *descriptors):
+                with contextlib.suppress(OSError):  # of the listing itself
+                    os.fstat(descriptor)
+                    os.dup2(nothing, descriptor)
+        atexit._clear()
+        program()
+    finally:
+        os._exit(0)
+
+
 _TORCH = [
     "torch.distributed.tensor",
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
 ]
-_COMMANDS = [*_TORCH, "stretto.cli.train", "stretto.train.launch.rank"]
+_COMMANDS = [*_TORCH, "stretto.cli.train", "stretto.cli.running", "stretto.train.launch.rank", "stretto.train.trainer"]
 _KINDS: dict[str, Callable[[], PythonServer]] = {
     # Stretto's backend is registered in the forked processes, as in those that import torch themselves (`_become`).
     "torch": lambda: PythonServer(
@@ -222,6 +257,12 @@ class _Server:
         os.rename(address + "-", address)  # once it listens
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._request: tuple[dict[str, Any], list[int]] | None = None
+
+    def wait(self) -> None:
+        """Wait for the first request."""
+        while not any(key.data == self._accept for key, _ in self._selector.select(1.0)):
+            if os.getppid() != self._parent:
+                self._end()
 
     def serve(self) -> tuple[dict[str, Any], list[int]]:
         """Serve requests. Returns only in a forked process: what to run, and its open files."""
@@ -400,19 +441,37 @@ def _add_to_path(folder: str, is_safe: bool) -> None:
         sys.path.insert(0, folder)
 
 
-def _main() -> None:
-    address, parent, *modules = sys.argv[1:]
+def _serve_in_fork(arguments: list[str], variables: dict[str, str]) -> None:
+    """Serve in a process that was forked from pytest, and give it what a new Python has instead of pytest's own."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    faulthandler.disable()
+    logging.root.handlers.clear()
+    logging.root.setLevel(logging.WARNING)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # who needs them finds them by its own path
+    _serve(arguments, [path for path in sys.path if path not in ("", os.getcwd(), str(ROOT))])
+
+
+def _serve(arguments: list[str], path: list[str]) -> None:
+    """Run the server, and in the processes that it forks their programs. path: where modules are found."""
+    address, parent, *modules = arguments
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    base_path = [path for path in sys.path[1:] if path not in given]
+    base_path = [folder for folder in path if folder not in given]
+    server = _Server(address, int(parent))
+    server.wait()
     gc.disable()  # what is imported is no garbage
     for name in modules:
         import_module(name)
     gc.freeze()
     gc.enable()
-    request, descriptors = _Server(address, int(parent)).serve()
+    request, descriptors = server.serve()
     _become(request, descriptors, str(Path(address).with_name("python")), base_path)
     _run(request["arguments"], request["is_safe"])
 
 
 if __name__ == "__main__":
-    _main()
+    _serve(sys.argv[1:], sys.path[1:])

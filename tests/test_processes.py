@@ -14,9 +14,11 @@ import pytest
 from tests.processes import PythonServer
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[PythonServer]:
+@pytest.fixture(scope="module", params=["started", "forked"])
+def server(request: pytest.FixtureRequest) -> Iterator[PythonServer]:
     server = PythonServer(["json"])
+    if request.param == "forked":
+        server.fork()
     yield server
     folder = Path(server.python).parent
     server.close()

@@ -22,6 +22,13 @@ def parse_files() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_files() -> Iterator[None]:
+    """A million nodes would make each later collection of garbage take a second."""
+    yield
+    parse_files.cache_clear()
+
+
 def nodes_of(kind: type) -> Iterator[tuple[Path, ast.AST]]:
     for path, tree in parse_files().items():
         yield from ((path.relative_to(SOURCE), node) for node in ast.walk(tree) if isinstance(node, kind))

@@ -158,23 +158,34 @@ def initial_weights_of_a_meta_model(sizes: Sizes, config: GPTConfig, seed: int) 
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-def test_a_model_on_the_meta_device_starts_from_the_same_weights_on_every_grid(ranks):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 2, 1, 1),
+        (1, 2, 2, 2),
+        pytest.param((2, 1, 2, 2), marks=pytest.mark.exhaustive),
+        pytest.param((1, 1, 1, 8), marks=pytest.mark.exhaustive),
+        pytest.param((1, 8, 1, 1), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_model_on_the_meta_device_starts_from_the_same_weights_on_every_grid(ranks, sizes):
     config = gpt(tie_embeddings=False)
     (expected,) = ranks(1).run(initial_weights_of_a_meta_model, (1, 1, 1, 1), config, SEED)
     (other,) = ranks(1).run(initial_weights_of_a_meta_model, (1, 1, 1, 1), config, SEED + 1)
     shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
     assert {name: weight.shape for name, weight in expected.items()} == shapes
     assert not torch.equal(expected["embedding.weight"], other["embedding.weight"])
-    for sizes in [(2, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (1, 1, 1, 8), (1, 8, 1, 1)]:
-        for weights in ranks(prod(sizes)).run(initial_weights_of_a_meta_model, sizes, config, SEED):
-            assert {name: torch.equal(weight, expected[name]) for name, weight in weights.items()} == dict.fromkeys(
-                expected, True
-            )
+    for weights in ranks(prod(sizes)).run(initial_weights_of_a_meta_model, sizes, config, SEED):
+        assert {name: torch.equal(weight, expected[name]) for name, weight in weights.items()} == dict.fromkeys(
+            expected, True
+        )
 
 
 def test_a_model_on_the_meta_device_starts_with_its_own_initialization(ranks):
     config = gpt(hidden=64, layers=8, tie_embeddings=False)
     (weights,) = ranks(1).run(initial_weights_of_a_meta_model, (1, 1, 1, 1), config, SEED)
+    torch.manual_seed(SEED)  # or what other tests have drawn decides how far means are apart
     plain = GPT(config)
     for name, parameter in plain.named_parameters():
         assert weights[name].mean().item() == pytest.approx(parameter.mean().item(), abs=2e-3)
@@ -318,6 +329,7 @@ def stack_distances(sizes: Sizes) -> dict[str, float]:
     return {situation: far for situation, far in distances.items() if not far < 1e-12}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 2, 1), (1, 2, 1, 2)], ids=str)
 def test_gradients_are_those_of_plain_training_whatever_is_done_with_the_model(ranks, sizes):
     print(f"seed {SEED}")

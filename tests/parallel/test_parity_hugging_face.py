@@ -96,6 +96,7 @@ def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Te
     return distance(logits, expected[rows]), made, torch.equal(as_tuple[0], logits)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
@@ -183,7 +184,14 @@ def test_a_sharded_model_is_not_saved_in_parts_and_says_what_to_do(ranks, tmp_pa
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (4, 1, 1, 1), (1, 4, 1, 1)], ids=str)
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1, 1, 2), pytest.param((4, 1, 1, 1), marks=EXHAUSTIVE), pytest.param((1, 4, 1, 1), marks=EXHAUSTIVE)],
+    ids=str,
+)
 def test_rows_that_end_at_different_steps_on_different_ranks_are_generated_as_on_one(ranks, sizes):
     print(f"seed {SEED}")
     plain = small_llama()

@@ -61,7 +61,7 @@ def measure(sizes: dict[str, int], config: GPTConfig, recompute: str, options: d
 @pytest.mark.parametrize(
     ("grid", "config", "options"),
     [
-        ({"x": 2}, CONFIG, {}),
+        pytest.param({"x": 2}, CONFIG, {}, marks=pytest.mark.sampled(1)),
         ({"y": 2}, GATED, {}),
         pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.sampled(1)),
         pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.sampled(1)),

@@ -639,6 +639,7 @@ def test_labels_of_the_docs_pictures_are_clear_of_each_other(tmp_path: Path, dra
     assert find_faults(drawn[0]) == []
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("series", COUNTS)
 @pytest.mark.parametrize("groups", COUNTS)
 def test_groups_of_bars_are_centred_on_their_names(

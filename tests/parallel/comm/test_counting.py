@@ -336,6 +336,7 @@ def bytes_held(sizes: Sizes, config: GPTConfig, keep_gathered: bool) -> dict[str
     return held
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "keep_gathered"),
     [((1, 2, 2, 2), True), ((2, 1, 2, 2), False), ((1, 4, 2, 1), True), ((1, 1, 1, 8), False)],
