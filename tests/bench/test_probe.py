@@ -44,6 +44,7 @@ def test_what_is_measured_of_host_links_is_in_the_cluster_with_its_source(link, 
         "matmuls": [(32, 32, 32, "NN", 1e-6)],
         "memory_bandwidth": 1e12,
         "attention_flops": 1e12,
+        "long_attention_flops": 2e12,
         "slowdown": 0.1,
         "host_link": link,
     }

@@ -15,7 +15,7 @@ from stretto.axes import GridSizes
 from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, count_collectives, parallelize, validate
-from stretto.planner import predict, read_architecture
+from stretto.planner import compute, predict, read_architecture
 from stretto.planner.compute import matmul_shapes
 from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import local_parameters
@@ -209,7 +209,7 @@ def test_large_parameters_that_copy_engines_gather_are_there_all_the_time_withou
     large = replace(BLOCKS, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=2048, fuses_qkv=False, vocab=3000)
     nvlink = replace(
         MACHINE,
-        gpu=replace(MACHINE.gpu, name="NVIDIA H200", measured_memory_bandwidth=1e9 / 0.8),
+        gpu=replace(MACHINE.gpu, name="NVIDIA H200", measured_memory_bandwidth=1e9 / compute.ELEMENT_WISE_EFFICIENCY),
         in_node=NodeLink(bandwidth=450e9),
     )
     options = {"grid": {"z": 2}, "batch": 4, "seq_len": 1, "micro_batch": 1}
@@ -237,7 +237,7 @@ def test_norms_of_transformers_own_keep_more_and_take_longer_than_those_that_rep
 
 
 def test_copies_into_and_out_of_messages_take_their_time():
-    slow = replace(MACHINE, gpu=replace(MACHINE.gpu, measured_memory_bandwidth=1e9 / 0.8))
+    slow = replace(MACHINE, gpu=replace(MACHINE.gpu, measured_memory_bandwidth=1e9 / compute.ELEMENT_WISE_EFFICIENCY))
 
     def seconds(architecture: Any, **options: Any) -> float:
         return predict(architecture, slow, grid={"z": 2}, batch=BATCH, seq_len=SEQ_LEN, **options).compute_time

@@ -23,6 +23,7 @@ from stretto.cluster import Cluster, HostLink, InNodeBandwidth, Matmul, Measured
 from stretto.memory.pinned import allocate_pinned
 from stretto.parallel import Grid
 from stretto.parallel.comm.collectives import start_all_reduce, start_gather_rows, start_scatter_rows
+from stretto.planner.compute import ATTENTION_TOKENS, LONG_ATTENTION_TOKENS
 
 LAYOUTS = ("NN", "NT", "TN")
 
@@ -34,6 +35,7 @@ class ProbeEffort:
     message_bytes: tuple[int, ...]
     sides: tuple[int, ...]
     attention: tuple[int, int, int, int]  # batch, heads, sequence, head size
+    long_attention: tuple[int, int, int, int]
     copied_bytes: int
     repeats: int
 
@@ -45,7 +47,8 @@ _HOST_COPIES = 8  # a timed step, in each direction: starting and ending it take
 ON_GPU = ProbeEffort(
     message_bytes=tuple(2**n for n in (12, 15, 18, 21, 24, 27, 30)),
     sides=(1024, 2048, 4096, 8192, 16384),
-    attention=(2, 32, 2048, 128),
+    attention=(2, 32, ATTENTION_TOKENS, 128),
+    long_attention=(1, 32, LONG_ATTENTION_TOKENS, 128),
     copied_bytes=2**30,
     repeats=7,
 )
@@ -53,6 +56,7 @@ ON_CPU = ProbeEffort(
     message_bytes=tuple(2**n for n in (9, 12, 15, 18, 21)),
     sides=(32, 64, 128, 256, 512),
     attention=(2, 4, 64, 32),
+    long_attention=(1, 4, 256, 32),
     copied_bytes=2**24,
     repeats=7,
 )
@@ -101,7 +105,8 @@ def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -
     source = torch.empty(effort.copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     measured["memory_bandwidth"] = 2 * effort.copied_bytes / computed(lambda: target.copy_(source))
-    measured["attention_flops"] = _attention(effort, dtype, device, computed)
+    measured["attention_flops"] = _attention(effort.attention, dtype, device, computed)
+    measured["long_attention_flops"] = _attention(effort.long_attention, dtype, device, computed)
     measured["slowdown"] = _slowdown(effort, dtype, device)
     dist.destroy_process_group()
     return measured
@@ -203,11 +208,16 @@ def _matmuls(
 
 
 def _attention(
-    effort: ProbeEffort, dtype: str, device: torch.device, timed: Callable[[Callable[[], Any]], float]
+    shape: tuple[int, int, int, int],
+    dtype: str,
+    device: torch.device,
+    timed: Callable[[Callable[[], Any]], float],
 ) -> float:
-    """FLOP/s of causal attention, forward and backward: 3.5 times the products that the mask leaves of the forward."""
-    batch, heads, seq_len, size = effort.attention
-    shape = (batch, heads, seq_len, size)
+    """FLOP/s of causal attention, forward and backward: 3.5 times the products that the mask leaves of the forward.
+
+    shape: batch, heads, tokens of a sequence, head size.
+    """
+    batch, heads, seq_len, size = shape
     q, k, v = (torch.randn(shape, device=device, dtype=TORCH_DTYPES[dtype], requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=device, dtype=TORCH_DTYPES[dtype])
 
@@ -258,7 +268,13 @@ def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any
     kind = machine_kind()
     about = ", ".join(f"{name} {value}" for name, value in kind.items() if name != "devices")
     source = f"Measured by stretto probe, {ranks} ranks on {kind['devices']}, {about}, {time.strftime('%Y-%m-%d')}"
-    of_gpu = ("measured_memory_bandwidth", "attention_flops", "overlap_slowdown", "empirical_flops")
+    of_gpu = (
+        "measured_memory_bandwidth",
+        "attention_flops",
+        "long_attention_flops",
+        "overlap_slowdown",
+        "empirical_flops",
+    )
     keys = ["in_node_bandwidths", "transfers", "matmuls", "in_node", *(f"gpu.{figure}" for figure in of_gpu)]
     sources = dict(detected.sources) | dict.fromkeys(keys, source)
     sources["host_link"] = source if measured["host_link"] else "not measured: this machine has no GPU"
@@ -278,6 +294,7 @@ def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any
             memory=None if detected.gpu.memory is None else detected.gpu.memory * share,
             measured_memory_bandwidth=measured["memory_bandwidth"],
             attention_flops=measured["attention_flops"],
+            long_attention_flops=measured["long_attention_flops"],
             overlap_slowdown=measured["slowdown"],
             empirical_flops=replace(detected.gpu.empirical_flops, **{dtype: best}),
         ),

@@ -47,6 +47,8 @@ def _rows(cluster: "Cluster") -> Iterator[tuple[str, str]]:
     yield "peak, measured", _rates(gpu.empirical_flops)
     if gpu.attention_flops:
         yield "attention, measured", _scaled(gpu.attention_flops, "FLOP/s")
+    if gpu.long_attention_flops:
+        yield "attention of long sequences, measured", _scaled(gpu.long_attention_flops, "FLOP/s")
     if gpu.overlap_slowdown:
         yield "slower beside a collective", f"{gpu.overlap_slowdown:.2g} s a second"
     if cluster.matmuls or cluster.transfers:

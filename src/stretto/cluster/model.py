@@ -48,8 +48,10 @@ class GPU:
         default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
     )
     overlap_slowdown: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds a second"))
-    # Causal attention forward and backward with a fused kernel, counting only the products that the mask leaves.
+    # Causal attention forward and backward with a fused kernel, counting only the products that the mask leaves; of
+    # sequences of 2,048 and of 8,192 tokens.
     attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
+    long_attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
     # The vendor's figures, and the best measured of a matrix product.
     peak_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
     empirical_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))

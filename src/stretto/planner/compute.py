@@ -25,9 +25,11 @@ COPY_EFFICIENCY = 0.87  # of the memory's bandwidth, for a large copy
 # Assumptions, until they are measured: tiles of 128 rows are usual on Hopper.
 GROUPED_EFFICIENCY = 0.9
 TILE_ROWS = 128
-# What element-wise kernels, norms and the optimizer reach of a copy's rate, gaps between them included: with it the
-# step times of every grid of 2 H200s come within 8% of what was measured, and without it they are 5% too short.
-ELEMENT_WISE_EFFICIENCY = 0.8
+# What element-wise kernels, norms and the optimizer reach of a copy's rate, gaps between them included: torch's own
+# copy kernel reaches 2.9 TB/s on an H200, where a plain Triton one reaches 4.2.
+ELEMENT_WISE_EFFICIENCY = 0.7
+# Tokens of the sequences that a cluster's `attention_flops` and `long_attention_flops` are measured with.
+ATTENTION_TOKENS, LONG_ATTENTION_TOKENS = 2048, 8192
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,13 @@ class Device:
         num_bytes = ELEMENT_BYTES[self.dtype] * experts * (rows * k + k * n + rows * n)
         return max(computed / (self.flops * GROUPED_EFFICIENCY), num_bytes / self.memory_bandwidth)
 
-    def attention(self, flops: float) -> float:
-        """Seconds of attention's own products (scores and their sum), of so many FLOPs."""
-        rate = self.cluster.gpu.attention_flops or ATTENTION_EFFICIENCY * self.flops
+    def attention(self, flops: float, seq_len: int) -> float:
+        """Seconds of attention's own products (scores and their sum), of so many FLOPs: longer sequences run faster."""
+        gpu = self.cluster.gpu
+        rate = gpu.attention_flops or ATTENTION_EFFICIENCY * self.flops
+        if gpu.attention_flops and gpu.long_attention_flops:
+            place = math.log(seq_len / ATTENTION_TOKENS) / math.log(LONG_ATTENTION_TOKENS / ATTENTION_TOKENS)
+            rate += min(max(place, 0.0), 1.0) * (gpu.long_attention_flops - gpu.attention_flops)
         return flops / rate
 
     def traffic(self, num_bytes: float) -> float:
@@ -188,7 +194,8 @@ def _block_times(workload: StepWorkload, model: Architecture, config: StepConfig
         outputs.append(device.matmul(tokens, n, k, "NT"))
         input_gradients.append(device.matmul(tokens, k, n, "NN"))
         gradients.append(device.matmul(n, k, tokens, "TN"))
-    scores = device.attention(sum(layer.attention_flops(grid, tokens, workload.seq_len) for layer in model.block))
+    flops = sum(layer.attention_flops(grid, tokens, workload.seq_len) for layer in model.block)
+    scores = device.attention(flops, workload.seq_len)
     forward_bytes, backward_bytes = _element_wise(workload, model, grid, config.token_parts)
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)

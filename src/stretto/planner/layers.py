@@ -116,6 +116,9 @@ class BlockLayer(ABC):
         return ()
 
 
+STRIDED = 2.3  # the time of a pass over parts of rows, over that of one over contiguous numbers
+
+
 @dataclass(frozen=True)
 class NormLayer(BlockLayer):
     """A block's two norms and two residual additions, of `hidden` features cut over y.
@@ -135,7 +138,7 @@ class NormLayer(BlockLayer):
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         hidden = self.hidden / grid.y / token_parts
         # One of plain operations in fp32, each of which reads and writes all: so much was measured over y.
-        norm = 35 if grid.y > 1 or self.is_plain else 2
+        norm = 30 if grid.y > 1 or self.is_plain else 2
         return 2 * norm * hidden + 2 * 3 * hidden, 2 * 2 * norm * hidden + 2 * 3 * hidden
 
     def widest(self, grid: GridSizes) -> float:
@@ -198,8 +201,13 @@ class AttentionLayer(BlockLayer):
         return self.heads / grid.x if self.is_plain else 0.0
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-        qkv = (self.queries + 2 * self.keys) / grid.x
-        return (2 * qkv if self.is_rotary else 0.0), (4 if self.is_rotary else 3) * qkv
+        qkv, rotated = (self.queries + 2 * self.keys) / grid.x, (self.queries + self.keys) / grid.x
+        # Rotating takes four products of halves, their sum and difference, and a copy that joins them, 9 passes; its
+        # backward pass the same products, sums of their gradients, and another copy, 10. Halves of heads are strided:
+        # their kernels reach 1.4 TB/s on an H200, where others reach 3.3. Parts of a fused product each have a gradient
+        # of the whole one's size, in zeros, and these are added.
+        forward, backward = (STRIDED * 9 * rotated, STRIDED * 10 * rotated) if self.is_rotary else (0.0, 0.0)
+        return forward, backward + (9 if self.fuses_qkv else 3) * qkv
 
     def widest(self, grid: GridSizes) -> float:
         return 0.0  # never more than the MLP's
@@ -232,8 +240,10 @@ class MlpLayer(BlockLayer):
         return (4 if self.is_gated else 2) * self.ffn / grid.x
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-        ffn, gates = self.ffn / grid.x, 2 if self.is_gated else 1
-        return 3 * gates * ffn, (3 * gates + 1) * ffn
+        if not self.is_gated:
+            return 3 * self.ffn / grid.x, 4 * self.ffn / grid.x
+        # Two kernels for the gate, three in the backward pass; and the input's gradients of two linears are added.
+        return 6 * self.ffn / grid.x, 9 * self.ffn / grid.x + 3 * self.hidden / grid.y
 
     def widest(self, grid: GridSizes) -> float:
         return (self.ffn * (2 if self.is_gated else 1)) / grid.x

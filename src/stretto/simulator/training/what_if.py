@@ -82,6 +82,7 @@ def _faster_gpu(cluster: Cluster, factor: float) -> Any:
         memory_bandwidth=faster(gpu.memory_bandwidth),
         measured_memory_bandwidth=faster(gpu.measured_memory_bandwidth),
         attention_flops=faster(gpu.attention_flops),
+        long_attention_flops=faster(gpu.long_attention_flops),
         peak_flops=all_faster(gpu.peak_flops),
         empirical_flops=all_faster(gpu.empirical_flops),
     )
