@@ -9,7 +9,7 @@ torch's FSDP2 trains the same model in the same job. Runs take turns, round by r
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -207,7 +207,7 @@ def measure_layouts(
     world = Grid(data=first.ranks, timeout=TIME_LIMIT)  # joins the job
     reasons = {str(row["grid"]): _why_not(row, world.device) for row in predicted}
     runs = [
-        TrainingRun(name, partial(_build, layout, world.device))
+        TrainingRun(name, partial(_TaskStep, layout, world.device))
         for name, layout in layouts.items()
         if reasons[name] is None
     ]
@@ -264,10 +264,6 @@ class _TaskStep:
         self._task.close()
 
 
-def _build(layout: TrainConfig, device: torch.device) -> Step:
-    return _TaskStep(layout, device)
-
-
 def _close(step: Step) -> dict[str, Any]:
     if isinstance(step, _TaskStep):
         step.close()
@@ -286,5 +282,4 @@ def _build_peer(layout: TrainConfig, peer: FsdpPeer, device: torch.device) -> St
     )
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(model.vocab, (run.batch // ranks, run.seq_len + 1), generator=generator).to(device)
-    step: Callable[[], tuple[Any, Any]] = build_accumulating(model, tokens, peer.micro_batch, device, options)
-    return lambda: Stepped(*step())
+    return build_accumulating(model, tokens, peer.micro_batch, device, options)

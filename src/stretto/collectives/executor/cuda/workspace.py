@@ -208,7 +208,9 @@ class CollectiveWorkspace:
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
         self._end: EndOfCall | None = None
-        self.group_stream = torch.cuda.Stream(self.device)
+        # Before what the caller's streams have: kernels of a call by copy engines are small, and products that were
+        # launched earlier would keep them, and with them the peers, waiting for a multiprocessor.
+        self.group_stream = torch.cuda.Stream(self.device, priority=-1)
         self._limit = _TimeLimit(int(timeout * 1e9))
         self._waiting_functions: WeakSet[Function] = WeakSet()
         self._kernels: WeakValueDictionary[int, Waiting] = WeakValueDictionary()

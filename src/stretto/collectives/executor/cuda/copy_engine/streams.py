@@ -40,7 +40,7 @@ class CudaCopyStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in SIDE_STREAMS}
+        self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in SIDE_STREAMS}  # as the group's
         self._handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
         self._events: dict[Hashable, torch.cuda.Event] = {}
         self._known: dict[Hashable, int] = {}
