@@ -207,6 +207,7 @@ class CudaRunner:
         """Wait for the GPU, save a failure that was never raised, and free everything."""
         self._worker.close(seconds)
         if self._fast is not None:
+            self._fast.hold()  # for ever: a call that another thread is in may be remembered after `clear`
             self._fast.clear()
         self._last_end = None
         if self._communicator is not None:
@@ -278,7 +279,7 @@ class CudaRunner:
         if self._fast is None:
             return
         stream = communicator.workspace.group_stream
-        device = communicator.workspace.device.index
+        device = communicator.workspace.device
         self._fast.open(self._member.rank, device, *launch_addresses(), stream.stream_id, stream.cuda_stream)
 
     def _kernel(
