@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.collectives.backend import native
+from stretto.collectives.backend.cuda_runner import CudaRunner
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.runner import Member
 
@@ -155,6 +156,23 @@ def test_a_thread_that_has_the_gil_does_not_wait_for_one_that_needs_it(group):
     call.join()
     faulthandler.cancel_dump_traceback_later()
     assert group.launched
+
+
+def test_calls_that_two_threads_make_through_python_do_not_mix():
+    """They share the kernels' parameters and the knowledge of the last call, and launches let other threads run."""
+    runner = CudaRunner(Member(0, 2, "g"))
+    entered = threading.Event()
+
+    def call():
+        with runner._caught_up():
+            entered.set()
+
+    with runner._caught_up():
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert not entered.wait(0.05)
+    assert entered.wait(20)
+    thread.join()
 
 
 def test_what_one_thread_bypasses_is_counted_on_another():
