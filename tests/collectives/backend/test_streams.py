@@ -18,6 +18,7 @@ from stretto.collectives.algorithms import find
 from stretto.collectives.backend import cuda_runner, python_backend
 from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.native import load_extension
 from stretto.collectives.backend.runner import Member
 from stretto.collectives.executor.cuda import workspace
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
@@ -126,6 +127,7 @@ class Kernel:
 @pytest.fixture
 def gpu(monkeypatch):
     """A runner whose kernels wait for `kernel.release`, and the process's streams."""
+    load_extension()  # compiles now, if it must, and not while a kernel waits
     streams = Streams()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams.current)
     monkeypatch.setattr(torch.cuda, "stream", streams.use)
@@ -386,6 +388,9 @@ class FastCalls:
     def release(self):
         self.held -= 1
 
+    def clear(self):
+        pass
+
     def follow(self, handle, end):
         self.followed.append((handle, end))
 
@@ -430,7 +435,15 @@ def test_a_barrier_comes_after_calls_that_were_launched_without_python(gpu):
 def test_a_call_of_a_graph_leaves_the_last_call_as_it_was(gpu):
     gpu.runner._fast = fast = FastCalls(gpu)
     gpu.call(1)
+    with gpu.streams.use(gpu.workspace.group_stream):
+        fast.launch(2)
     gpu.streams.is_capturing = True
-    gpu.call(2)
+    gpu.call(3)
+    gpu.streams.is_capturing = False
     assert len(fast.followed) == 1
     assert fast.held == 0
+    work = gpu.call(4, is_async=False)
+    for name in (4, 3, 2, 1):
+        gpu.kernel.release(name)
+    work.end.synchronize()
+    assert gpu.kernel.ended == [1, 2, 3, 4]

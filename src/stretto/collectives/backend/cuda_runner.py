@@ -10,6 +10,7 @@ run on the group's stream, forked from the caller's, which keeps their order: `f
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class CudaRunner:
         self._tile_bytes: dict[int, int] = {}
         self._kernels: dict[tuple[int, str, str], FusedScheduleKernel | InterpretedSchedule] = {}
         self._of_graphs: dict[int, object] = {}  # kernels that graphs replay, even of discarded schedules
+        self._lock = threading.RLock()  # of a call, and of what it leaves to the next: the last call's end, parameters
         self._last_end: EndOfCall | None = None  # of the last call, unless a graph has captured it
         self._worker = Worker(f"stretto, barriers of group {member.name}")
 
@@ -96,9 +98,10 @@ class CudaRunner:
             for part in call.collectives():
                 run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
 
-        work = self._enqueue(call, launch)
-        if _is_one_run(call, in_place, self._member.rank):
-            self._remember(call, kernel, schedule.name)
+        with self._caught_up():
+            work = self._launch(call, launch)
+            if _is_one_run(call, in_place, self._member.rank):
+                self._remember(call, kernel, schedule.name)
         return work
 
     def start_fastest(self, call: BackendCall) -> FastestRun:
@@ -124,8 +127,9 @@ class CudaRunner:
         kernel, name, why = communicator.find(call.collective, *buffers, call.reduction or "sum")
         if kernel is None or name is None:
             return FastestRun(None, "", why, is_settled=not communicator.workspace.is_capturing)
-        work = self._enqueue(call, lambda: kernel(*buffers))
-        self._remember(call, kernel, name)
+        with self._caught_up():
+            work = self._launch(call, lambda: kernel(*buffers))
+            self._remember(call, kernel, name)
         return FastestRun(work, name, why)
 
     def _remember(self, call: BackendCall, kernel: Kernel | InterpretedSchedule, name: str) -> None:
@@ -142,43 +146,42 @@ class CudaRunner:
         kind = (call.operation, list(call.outputs), list(call.inputs), call.reduction, call.root)
         self._fast.add(*kind, milliseconds, call.title, f"schedule {name}", *launch)
 
-    def _catch_up(self) -> None:
-        """Learn of calls that were launched without Python since; none is until `_fast.release`."""
-        if self._fast is not None and (last := self._fast.hold()) is not None:
-            assert self._communicator is not None
-            handle, end = last
-            self._communicator.workspace.resume(handle, end)
-            self._last_end = end
-
     @contextlib.contextmanager
     def _caught_up(self) -> Iterator[None]:
-        """A context in which this runner knows the group's last call, and no other begins without Python."""
-        self._catch_up()
-        try:
-            yield
-        finally:
-            if self._fast is not None:
-                self._fast.release()
+        """A context in which this runner knows the group's last call, and no other thread begins one."""
+        with self._lock:
+            last = None if self._fast is None else self._fast.hold()
+            try:
+                if last is not None:  # calls that were launched without Python
+                    assert self._communicator is not None
+                    self._communicator.workspace.resume(*last)
+                    self._last_end = last[1]
+                yield
+            finally:
+                if self._fast is not None:
+                    self._fast.release()
+
+    def _find_end(self) -> EndOfCall | None:
+        """Where the last call ends; None if there is none to wait for: calls of a graph have not begun."""
+        with self._caught_up():
+            end = self._last_end
+        return None if end is None or torch.cuda.is_current_stream_capturing() else end
 
     def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
         """Make the current stream wait for the last call, or the host; see `Runner.begin_barrier`."""
-        with self._caught_up():
-            self._begin_barrier(on_gpu, is_async)
-
-    def _begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
-        if self._last_end is None or torch.cuda.is_current_stream_capturing():
+        end = self._find_end()
+        if end is None:
             return
         if on_gpu:
-            self._last_end.wait()
+            end.wait()
         elif not is_async:
-            self._finish()
+            end.synchronize()
             failures.check()
 
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that ends when this one has, and the GPU has finished the last call before it."""
-        with self._caught_up():
-            end = self._last_end
-        if end is None or torch.cuda.is_current_stream_capturing() or end.query():
+        end = self._find_end()
+        if end is None or end.query():
             return barrier
         work = make_work(self._member.rank, "barrier", ())
 
@@ -197,8 +200,8 @@ class CudaRunner:
 
     def discard(self, schedule: Schedule) -> None:
         """Drop the schedule and its kernels once the GPU has finished with them, except those that graphs replay."""
-        with self._caught_up():
-            self._finish()
+        if (end := self._find_end()) is not None:
+            end.synchronize()
         self._schedules.pop(id(schedule))
         self._tile_bytes.pop(id(schedule), None)
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
@@ -207,6 +210,7 @@ class CudaRunner:
         """Wait for the GPU, save a failure that was never raised, and free everything."""
         self._worker.close(seconds)
         if self._fast is not None:
+            self._fast.hold()  # for ever: a call that another thread is in may be remembered after `clear`
             self._fast.clear()
         self._last_end = None
         if self._communicator is not None:
@@ -220,12 +224,8 @@ class CudaRunner:
             self._communicator = None
         self._obstacle = "the group was destroyed"
 
-    def _enqueue(self, call: BackendCall, launch: Callable[[], None]) -> "Work":
-        """Launch a call's kernels on the stream that they belong to; returns their Work."""
-        with self._caught_up():
-            return self._launch(call, launch)
-
     def _launch(self, call: BackendCall, launch: Callable[[], None]) -> "Work":
+        """Launch a call's kernels on the stream that they belong to, once caught up; returns their Work."""
         assert self._communicator is not None
         workspace = self._communicator.workspace
         workspace.set_limit(call.timeout)  # the group's, which `set_timeout` may have changed
@@ -255,11 +255,6 @@ class CudaRunner:
                 self._fast.follow(workspace.last_stream, work.end)
         return work
 
-    def _finish(self) -> None:
-        """Make the host wait for the last call, but for calls of a graph, which have not begun."""
-        if self._last_end is not None and not torch.cuda.is_current_stream_capturing():
-            self._last_end.synchronize()
-
     def _communicator_or_none(self) -> CudaCommunicator | None:
         """The communicator, made at the first use by all ranks together; None where the GPUs cannot work together."""
         if self._communicator is None and self._obstacle is None:
@@ -278,7 +273,7 @@ class CudaRunner:
         if self._fast is None:
             return
         stream = communicator.workspace.group_stream
-        device = communicator.workspace.device.index
+        device = communicator.workspace.device
         self._fast.open(self._member.rank, device, *launch_addresses(), stream.stream_id, stream.cuda_stream)
 
     def _kernel(

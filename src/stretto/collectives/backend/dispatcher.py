@@ -102,12 +102,17 @@ class Dispatcher:
         self._installed: tuple[InstalledSchedule, ...] = ()
         self._runners: dict[str, Runner | None] = {}
         self._nccl_warmup = nccl_warmup
-        self._is_bypassed = False
+        self._bypassing: set[int] = set()  # threads
         self._debug_check = DebugCheck(member) if is_debugging() else None
         self._fast = None if is_debugging() else fast
         self.is_closed = False
         self.load_schedules: Callable[[], object] | None = None
         """What installs schedules before the first call that one could run, in which all ranks take part."""
+
+    @property
+    def _is_bypassed(self) -> bool:
+        """Whether this thread is in `bypassed`; others may make calls meanwhile."""
+        return threading.get_ident() in self._bypassing
 
     @property
     def installed(self) -> tuple[InstalledSchedule, ...]:
@@ -212,14 +217,15 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """A context in which the inner backends run everything, uncounted: Stretto's own messages."""
-        self._is_bypassed = True
+        """A context in which inner backends run all calls of this thread, uncounted: Stretto's own messages."""
+        thread = threading.get_ident()
+        self._bypassing.add(thread)
         if self._fast is not None:
             self._fast.pause()
         try:
             yield
         finally:
-            self._is_bypassed = False
+            self._bypassing.discard(thread)
             if self._fast is not None:
                 self._fast.release()
 

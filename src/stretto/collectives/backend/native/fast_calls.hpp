@@ -40,12 +40,18 @@ class FastCalls {
     c10::intrusive_ptr<c10d::Work> work;  // null: the inner backend is to run the call
   };
 
-  // rank: in the group. launch, is_capturing: addresses of cuLaunchKernel and cuStreamIsCapturing. group_stream: torch's
-  // number of the stream that asynchronous calls run on, and its handle.
-  void open(int rank, int device, uint64_t launch, uint64_t is_capturing, int64_t group_stream, uint64_t group_handle) {
-    std::lock_guard<std::mutex> lock(mutex_);
+  // rank: in the group. device: of the tensors. launch, is_capturing: addresses of cuLaunchKernel and
+  // cuStreamIsCapturing. group_stream: torch's number of the stream that asynchronous calls run on, and its handle.
+  void open(
+      int rank,
+      c10::Device device,
+      uint64_t launch,
+      uint64_t is_capturing,
+      int64_t group_stream,
+      uint64_t group_handle) {
+    const auto lock = locked();
     rank_ = rank;
-    device_.emplace(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+    device_ = device;
     launch_ = reinterpret_cast<LaunchKernel>(launch);
     is_capturing_ = reinterpret_cast<IsCapturing>(is_capturing);
     group_stream_.emplace(c10::Stream::UNSAFE, *device_, group_stream);
@@ -69,7 +75,7 @@ class FastCalls {
       std::vector<uint64_t> values,
       size_t input_at,
       size_t output_at) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = locked();
     const auto key = key_of(operation.c_str(), outputs, inputs, reduction.c_str(), root);
     if (!key || input_at >= values.size() || output_at >= values.size()) {
       return;
@@ -89,7 +95,7 @@ class FastCalls {
       const std::string& reduction,
       int64_t root,
       const std::string& ran_as) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = locked();
     if (const auto key = key_of(operation.c_str(), outputs, inputs, reduction.c_str(), root)) {
       Launch made;
       made.ran_as = ran_as;
@@ -99,22 +105,19 @@ class FastCalls {
 
   // Learn the handle of a stream, by torch's number of it.
   void add_stream(int64_t number, uint64_t handle) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = locked();
     handles_[number] = handle;
   }
 
   // Forget all calls; the counts stay.
   void clear() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [key, launch] : launches_) {
-      add_counts(std::get<0>(key), launch);
-    }
-    launches_.clear();
+    const auto lock = locked();
+    forget();
   }
 
   // Let no call run here until `release`. Returns the stream's handle and the end of the last call, if that ran here.
   std::optional<std::pair<uint64_t, std::shared_ptr<CallEnd>>> hold() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = locked();
     ++held_;
     if (!is_ahead_) {
       return std::nullopt;
@@ -125,18 +128,18 @@ class FastCalls {
 
   // As `hold`, without asking for the last call.
   void pause() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = locked();
     ++held_;
   }
 
   void release() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = locked();
     --held_;
   }
 
   // Learn where the last call ends, which the dispatcher has started.
   void follow(uint64_t handle, std::shared_ptr<CallEnd> end) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = locked();
     last_handle_ = handle;
     last_end_ = std::move(end);
     is_ahead_ = false;
@@ -144,10 +147,8 @@ class FastCalls {
 
   // (operation, what ran it, calls).
   std::vector<std::tuple<std::string, std::string, int64_t>> counts() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [key, launch] : launches_) {
-      add_counts(std::get<0>(key), launch);
-    }
+    const auto lock = locked();
+    move_counts();
     std::vector<std::tuple<std::string, std::string, int64_t>> found;
     for (const auto& [names, count] : counts_) {
       found.emplace_back(names.first, names.second, count);
@@ -164,12 +165,8 @@ class FastCalls {
       int64_t root,
       int64_t milliseconds,
       bool is_async) {
-    if (inputs.size() != 1 || outputs.size() != 1 || !inputs[0].defined() || !inputs[0].is_cuda()) {
-      return {};
-    }
-    raise_failure();
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (held_ || launches_.empty()) {
+    const auto lock = locked();
+    if (held_ || launches_.empty() || raise_failure.is_due()) {
       return {};
     }
     const auto key = key_of(operation, outputs, inputs, reduction, root);
@@ -182,7 +179,7 @@ class FastCalls {
       ++launch.count;
       return {true, nullptr};
     }
-    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    const c10::impl::VirtualGuardImpl guard(device_->type());
     if (launch.milliseconds != milliseconds || guard.getDevice() != *device_) {
       return {};
     }
@@ -219,14 +216,40 @@ class FastCalls {
     int64_t count = 0;
   };
 
+  // Threads that have the GIL wait without it: the one that has the mutex may wait for the GIL, or for a GPU that waits
+  // for what another thread is to launch.
+  std::unique_lock<std::mutex> locked() {
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock) {
+      std::optional<py::gil_scoped_release> release;
+      if (Py_IsInitialized() && PyGILState_Check()) {
+        release.emplace();
+      }
+      lock.lock();
+    }
+    return lock;
+  }
+
+  // A kind that is known already is made anew, since the dispatcher has run such a call again: with another time limit,
+  // or on a new stream.
   void keep(const Key& key, Launch launch) {
     if (launches_.size() >= kMostLaunches) {
-      for (auto& [known, old] : launches_) {
-        add_counts(std::get<0>(known), old);
-      }
-      launches_.clear();
+      forget();
     }
-    launches_.insert_or_assign(key, std::move(launch));
+    Launch& kept = launches_[key];
+    add_counts(std::get<0>(key), kept);
+    kept = std::move(launch);
+  }
+
+  void forget() {
+    move_counts();
+    launches_.clear();
+  }
+
+  void move_counts() {
+    for (auto& [key, launch] : launches_) {
+      add_counts(std::get<0>(key), launch);
+    }
   }
 
   void add_counts(const std::string& operation, Launch& launch) {
@@ -250,7 +273,10 @@ class FastCalls {
     const at::Tensor& input = inputs[0];
     const at::Tensor& output = outputs[0];
     for (const at::Tensor* each : {&input, &output}) {
-      if (!each->defined() || each->layout() != at::kStrided || each->device() != *device_ ||
+      if (!each->defined() || each->unsafeGetTensorImpl()->is_python_dispatch()) {
+        return std::nullopt;  // a subclass that answers in Python has no memory of its own
+      }
+      if (each->layout() != at::kStrided || each->device() != *device_ ||
           each->scalar_type() != input.scalar_type() || !each->is_contiguous() || each->numel() == 0) {
         return std::nullopt;
       }
@@ -323,7 +349,7 @@ class FastCalls {
       const std::vector<at::Tensor>& inputs,
       const c10::impl::VirtualGuardImpl& guard,
       c10::Stream caller) {
-    c10::Event event(c10::DeviceType::CUDA);
+    c10::Event event(device_->type());
     event.record(caller);
     event.block(*group_stream_);
     guard.exchangeStream(*group_stream_);

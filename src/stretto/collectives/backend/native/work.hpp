@@ -52,8 +52,13 @@ struct FailureCheck {
   const volatile int32_t* summary = nullptr;
   py::object* check = nullptr;  // never freed: Works may outlive the interpreter's modules
 
+  // Whether a wait may have failed. Without the GIL.
+  bool is_due() const {
+    return summary && *summary;
+  }
+
   void operator()() const {
-    if (summary && *summary && Py_IsInitialized()) {
+    if (is_due() && Py_IsInitialized()) {
       py::gil_scoped_acquire gil;
       (*check)();
     }

@@ -308,6 +308,8 @@ class CollectiveWorkspace:
         """
         raw = torch._C._cuda_getCurrentRawStream(self._device_index)
         if raw == self._raw_stream:
+            if self._stream is None:  # `resume` has told its handle
+                self._stream = torch.cuda.current_stream(self.device)
             self._end = None
             return raw
         if self.is_capturing:
