@@ -296,7 +296,7 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
 
 
 def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:
-    """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit.
+    """Seconds of the head and the loss of one micro-batch: three products, and bytes of the logits.
 
     Kernels that take 16-bit logits in slices read them twice and write their gradient, and nothing else. Of pooled
     logits there are hardly any in the loss: they are made, and their gradient is.
