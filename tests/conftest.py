@@ -9,6 +9,7 @@ import gc
 import multiprocessing.spawn
 import os
 import random
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ import torch
 
 from tests.pool import Pool, forget_stacks_of_seeds, fork_default_server
 from tests.processes import PythonServer, close_servers, shared_server
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose processes would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

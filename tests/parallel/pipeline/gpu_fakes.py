@@ -3,6 +3,7 @@
 
 import contextlib
 import random
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -38,22 +39,27 @@ class LateCopies:
 class LateEvent:
     """The end of one copy; those of a channel end in order, as on a stream."""
 
+    # Two threads ask for it: one that frees the slot then, and one that takes the message. Each copies once.
+    _lock = threading.RLock()
+
     def __init__(self, pairs, queries, before):
         self._pairs, self._queries, self._before = pairs, queries, before
 
     def query(self):
-        self._queries -= 1
-        if self._queries < 0:
-            self.synchronize()
-        return self._pairs is None
+        with self._lock:
+            self._queries -= 1
+            if self._queries < 0:
+                self.synchronize()
+            return self._pairs is None
 
     def synchronize(self):
-        if self._before is not None:
-            self._before.synchronize()
-            self._before = None
-        for target, source in self._pairs or ():
-            target.copy_(source)
-        self._pairs = None
+        with self._lock:
+            if self._before is not None:
+                self._before.synchronize()
+                self._before = None
+            for target, source in self._pairs or ():
+                target.copy_(source)
+            self._pairs = None
 
 
 class LateCarrier(SymmetricMemoryCarrier):
