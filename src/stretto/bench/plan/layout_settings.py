@@ -133,26 +133,33 @@ def read_layouts(path: Path) -> LayoutFile:
         raise ValueError(f"{path} has {len(parts['layouts'])} layouts, but there must be 1 to {MOST_LAYOUTS}")
     layouts = {name: _read_layout(path, name, parts["config"], own) for name, own in parts["layouts"].items()}
     file = LayoutFile(path, layouts, {name: _read_peer(path, name, own) for name, own in parts["peers"].items()})
+    shared = _describe_shared(file.first)
     for name, layout in layouts.items():
-        for what, rule in (
-            ("model", lambda config: config.model),
-            ("train.batch", lambda config: config.train.batch),
-            ("train.seq_len", lambda config: config.train.seq_len),
-            ("number of ranks", lambda config: config.ranks),
-        ):
-            if rule(layout) != rule(file.first):
+        for what, value in _describe_shared(layout).items():
+            if value != shared[what]:
                 raise ValueError(
-                    f"{path}: the layout {name!r} has another {what} than {next(iter(layouts))!r}: {rule(layout)!r}, "
-                    f"not {rule(file.first)!r}"
+                    f"{path}: the layout {name!r} has another {what} than {next(iter(layouts))!r}: {value!r}, not "
+                    f"{shared[what]!r}"
                 )
+    batch, ranks = file.first.train.batch, file.first.ranks
     for name, peer in file.peers.items():
-        own_rows = file.first.train.batch // file.first.ranks
-        if file.first.train.batch % file.first.ranks or own_rows % peer.micro_batch:
+        if batch % (ranks * peer.micro_batch):
             raise ValueError(
-                f"{path}: the peer {name!r} has micro_batch={peer.micro_batch}, which does not divide the "
-                f"{file.first.train.batch} sequences of {file.first.ranks} ranks"
+                f"{path}: the peer {name!r} has micro_batch={peer.micro_batch}, which does not divide the {batch} "
+                f"sequences of {ranks} ranks"
             )
     return file
+
+
+def _describe_shared(layout: "TrainConfig") -> dict[str, Any]:
+    """What all layouts of a file have in common."""
+    run = layout.train
+    return {
+        "model": layout.model,
+        "train.batch": run.batch,
+        "train.seq_len": run.seq_len,
+        "number of ranks": layout.ranks,
+    }
 
 
 def _read_layout(path: Path, name: str, shared: Mapping[str, Any], own: Any) -> "TrainConfig":

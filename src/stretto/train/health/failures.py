@@ -94,14 +94,8 @@ def read_error(error_file: Path) -> tuple[str, str | None]:
         content = json.loads(error_file.read_text())["message"]
         lines = str(content["message"]).strip().splitlines()
         return lines[0], str(content["extraInfo"]["py_callstack"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        RecursionError,
-    ):  # the rank was killed while it wrote the file
+    # The rank was killed while it wrote the file, or writes it still.
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return "an exception", None
 
 
