@@ -137,8 +137,8 @@ class NormLayer(BlockLayer):
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         hidden = self.hidden / grid.y / token_parts
-        # One of plain operations in fp32, each of which reads and writes all: as many passes, at the rate of element-wise
-        # kernels, as take the time that was measured over y.
+        # One of plain operations in fp32, each of which reads and writes all: as many passes as take the time that was
+        # measured over y.
         norm = 30 if grid.y > 1 or self.is_plain else 2
         return 2 * norm * hidden + 2 * 3 * hidden, 2 * 2 * norm * hidden + 2 * 3 * hidden
 

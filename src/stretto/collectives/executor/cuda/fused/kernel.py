@@ -16,8 +16,8 @@ from stretto.collectives.schedule import Schedule
 THREADS_STEP = LEAST_THREADS
 """A block's threads are a multiple of this."""
 MAX_PLANS = 4096
-# A large all-reduce by 48 blocks takes 4% longer than by 99 where nothing runs beside it, and delays products that do by
-# less: of 64 MB, four of 4096 x 4096 x 4096, which take 749 us alone, by 98 us, not by 166 (2x H200, 2026-11-26).
+# A large all-reduce by 48 blocks takes 4% longer than by 99 where nothing runs beside it, and delays products that do
+# by less: of 64 MB, four of 4096 x 4096 x 4096, which take 749 us alone, by 98 us, not by 166 (2x H200, 2026-11-26).
 LARGE_ALL_REDUCE = 32 << 20  # bytes
 BLOCKS_OF_LARGE = 48
 
