@@ -16,9 +16,10 @@ from stretto.collectives.schedule import Schedule
 THREADS_STEP = LEAST_THREADS
 """A block's threads are a multiple of this."""
 MAX_PLANS = 4096
-# A large all-reduce by 48 blocks takes 4% longer than by 99 where nothing runs beside it, and delays products that do
-# by less: of 64 MB, four of 4096 x 4096 x 4096, which take 749 us alone, by 98 us, not by 166 (2x H200, 2026-11-26).
-LARGE_ALL_REDUCE = 32 << 20  # bytes
+# A large call by 48 blocks takes 4% to 8% longer than by 99 where nothing runs beside it, and delays products that do by
+# less: an all-gather of 64 MB two of 4096 x 4096 x 4096, which take 380 us alone, by 60 us, not by 110; NCCL's delays
+# them by 107 (4x H100, 2026-11-26).
+LARGE_CALL = 32 << 20  # bytes
 BLOCKS_OF_LARGE = 48
 
 
@@ -178,8 +179,8 @@ class FusedScheduleKernel:
         return plan
 
     def _bound_blocks(self, num_bytes: int) -> int:
-        """The most blocks for so large a buffer: as `tune` has said, or else fewer for large all-reduces."""
-        is_large = self.collective.name == "allreduce" and num_bytes >= LARGE_ALL_REDUCE
+        """The most blocks for so large a buffer: as `tune` has said, or else fewer for large ones."""
+        is_large = num_bytes >= LARGE_CALL
         return min(self.max_blocks, BLOCKS_OF_LARGE) if is_large and not self._is_tuned else self.max_blocks
 
     def _choose_threads(self, num_vectors: int, max_blocks: int) -> int:
