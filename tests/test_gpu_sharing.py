@@ -253,6 +253,20 @@ def test_a_kernel_that_a_process_compiles_is_waited_for_and_not_compiled_twice(k
     assert kernel_cache().get_group("kernel.json") == {"kernel.cubin": path}
 
 
+def test_who_has_waited_keeps_no_one_else_waiting(kernel_cache, monkeypatch):
+    monkeypatch.setattr(compile_once, "WAIT_LIMIT", 10.0)
+    compiling, waiting, last = (kernel_cache() for _ in range(3))
+    assert compiling.get_group("kernel.json") is None
+    with ThreadPoolExecutor(2) as others:
+        found = [others.submit(each.get_group, "kernel.json") for each in (waiting, last)]
+        assert len(wait(found, timeout=0.2).not_done) == 2
+        path = compiling.put("code", "kernel.cubin")
+        compiling.put_group("kernel.json", {"kernel.cubin": path})
+        # All managers live on, as in a process whose garbage is not collected.
+        assert not wait(found, timeout=5).not_done
+    assert [each.result() for each in found] == [{"kernel.cubin": path}] * 2
+
+
 def test_who_waits_for_a_failed_compilation_compiles_it(kernel_cache, monkeypatch):
     failing = kernel_cache()
     assert failing.get_group("kernel.json") is None

@@ -6,13 +6,18 @@ it. With TRITON_CACHE_MANAGER=tests.gpu.compile_once:CompileOnce the first proce
 and the others wait for the lock and find the result.
 """
 
+import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from triton.runtime.cache import FileCacheManager
 
+T = TypeVar("T")
 VARIABLE = "TRITON_CACHE_MANAGER"
 NAME = "tests.gpu.compile_once:CompileOnce"
 WAIT_LIMIT = 90.0
@@ -27,7 +32,7 @@ class CompileOnce(FileCacheManager):
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """The files of a compiled kernel, or None, which asks the caller to compile it and to call `put_group`."""
-        return super().get_group(filename) or self._lock() or super().get_group(filename) or None
+        return self._find_or_lock(partial(super().get_group, filename))
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
         """Store a compiled kernel, and let the others read it."""
@@ -37,7 +42,7 @@ class CompileOnce(FileCacheManager):
 
     def get_file(self, filename: str) -> str | None:
         """The path of a launcher that was built, or None, which asks the caller to build it and to call `put`."""
-        return super().get_file(filename) or self._lock() or super().get_file(filename)
+        return self._find_or_lock(partial(super().get_file, filename))
 
     def put(self, data: str | bytes, filename: str, binary: bool = True) -> str:
         """Store a file; a launcher's waiters may read it (a kernel's wait for `put_group`)."""
@@ -46,20 +51,29 @@ class CompileOnce(FileCacheManager):
             self._unlock()
         return path
 
-    def _lock(self) -> None:
-        if self._held is not None:
-            return
+    def _find_or_lock(self, find: Callable[[], T | None]) -> T | None:
+        """What `find` finds, at once or when another process has stored it; else None, and the lock is held.
+
+        A lock is never held with a result: the caller would keep it for as long as this object lives.
+        """
+        if (found := find()) or self._held is not None:
+            return found
         file = os.open(Path(self.cache_dir) / "compiling", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         limit = time.monotonic() + WAIT_LIMIT
-        while time.monotonic() < limit:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_POLL)
-            else:
-                self._held = file
-                return
-        os.close(file)
+        while not self._is_locked(file) and not (found := find()) and time.monotonic() < limit:
+            time.sleep(_POLL)
+        if found := found or find():
+            os.close(file)
+            return found
+        self._held = file  # without the lock, if its holder has kept it for too long
+        return None
+
+    @staticmethod
+    def _is_locked(file: int) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
 
     def _unlock(self) -> None:
         if self._held is not None:
