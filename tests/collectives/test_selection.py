@@ -18,6 +18,7 @@ from stretto.collectives.selection import (
 from stretto.tuning import TuningStore
 
 ONE_SHOT = AlgorithmChoice("one-shot-all-reduce", "LL", 2)
+PLAIN = AlgorithmChoice("one-shot-all-reduce", "LL")
 SLOW, FAST = [9e-6], [3e-6]
 
 
@@ -154,6 +155,15 @@ def test_what_is_hardly_faster_than_the_library_is_left_to_it(seconds, way, tmp_
         TuningStore(file).add("a", rows)
         table = Table.read("a", 4, has_nvlink=True, store=TuningStore(file))
         assert table.choose("allreduce", "bfloat16", 1024, 4).choice == way
+
+
+@pytest.mark.parametrize(("seconds", "choice"), [(0.97, ONE_SHOT), (0.99, PLAIN), (1.01, PLAIN)])
+def test_an_unrolled_kernel_has_to_gain_on_the_plain_one(seconds, choice, tmp_path):
+    store = TuningStore(tmp_path / "times.json")
+    timed = ((ONE_SHOT, seconds), (PLAIN, 1.0), (LIBRARY, 2.0))
+    store.add("a", {time_key("allreduce", "bfloat16", 4, 1024, one): [t] for one, t in timed})
+    table = Table.read("a", 4, has_nvlink=True, store=store)
+    assert table.choose("allreduce", "bfloat16", 1024, 4).choice == choice
 
 
 def test_without_nvlink_nothing_runs_by_ll128(tmp_path):

@@ -234,6 +234,9 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     of_head = head / grid.z * of_number.gradient
     widest = max(layer.widest(grid) for kind in model.kinds for layer in kind.model.block) * tokens
     growth *= tokens
+    # Beside the gradients of activations: a linear's weight gradient and what is next to it, or that of experts, by when
+    # their activations have been freed.
+    of_products = max(2 * max(experts, largest_linear), largest)
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become; experts' message has been sent before the next one is made.
     on_their_way = SCATTERS_IN_FLIGHT / max(each.tensors for each in sizes) * of_linears
@@ -257,7 +260,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             "activations": activations * element,
             "logits": (head * element if keeps_head_weight else 0.0)
             + (2 * head * element if model.has_own_head else 0.0),
-            "temporary": (growth + 2 * largest) * element + ring,
+            "temporary": (growth + of_products) * element + ring,
         },
         {  # the end of the backward pass
             "gradients": gradients,
@@ -304,7 +307,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
                 "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
                 "activations": (own_input + blocks.again) * tokens * element,
                 "logits": head * element if config.gathers_once and is_copied else 0.0,
-                "temporary": (growth + 2 * largest + scattered) * element + ring,
+                "temporary": (growth + of_products + scattered) * element + ring,
             }
         )
     return fixed | max(moments, key=lambda parts: sum(parts.values()))

@@ -110,12 +110,13 @@ class MoeLayer(BlockLayer):
         return rows_of_rank(self.shape, grid, 1.0)
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        # Of each row the input, gate and up, the activation's factors and product; of each token the experts' outputs
-        # as they came back, before they are weighted, and the router's scores, in fp32 before and after the softmax.
+        # Of each row the input, gate and up, and their product; of each token the experts' outputs as they came back,
+        # before they are weighted, and the router's input and scores, in fp32 before and after the softmax.
         shape, hidden = self.shape, self.hidden / grid.y
         ffn = shape.ffn / grid.expert_x
-        of_rows = self._rows(grid) * (hidden + (4 if shape.is_gated else 2) * ffn)
-        of_tokens = (shape.active * hidden + 2 * STATISTIC * shape.experts) / self._distinct(grid)
+        of_rows = self._rows(grid) * (hidden + (3 if shape.is_gated else 2) * ffn)
+        of_router = STATISTIC * (self.hidden + 2 * shape.experts) / token_parts
+        of_tokens = shape.active * hidden / self._distinct(grid) + of_router
         whole_input = self.hidden / token_parts * (grid.y > 1)
         shared = self.shared.kept(grid, token_parts) if self.shared else 0.0
         return of_rows + of_tokens + whole_input + shared
@@ -156,9 +157,9 @@ class MoeLayer(BlockLayer):
         return max(rows, self.shared.widest(grid) if self.shared else 0.0)
 
     def growth(self, grid: GridSizes) -> float:
-        # The gradient by gate and up, and those by rows as they are computed and as they travel.
-        rows = self._rows(grid)
-        return self.widest(grid) + 2 * rows * self.hidden / grid.y
+        # The gradient by the experts' outputs, which are freed then; the gradients of what is inside take the place of
+        # what is freed.
+        return self._rows(grid) * max(self.hidden / grid.y, self.shape.ffn / grid.expert_x)
 
     def _distinct(self, grid: GridSizes) -> int:
         """Over how many ranks of x a token's rows are made distinct: all, where rows travel."""

@@ -125,8 +125,8 @@ class StageMemory:
 
     beginning: when fp32 parameters are taken over, by component; None where none are. between, on_host: bytes of
     activations that each stage keeps of a micro-batch, and those of them on the host. deferred: by how much what a
-    micro-batch keeps on a stage, on the average, grows while the weights' gradients are deferred. of_loss: bytes that
-    the last stage keeps of each micro-batch from its loss to its backward pass.
+    micro-batch keeps on a stage, on the average, changes once the weights' gradients alone are left to be made.
+    of_loss: bytes that the last stage keeps of each micro-batch from its loss to its backward pass.
     """
 
     parameters: float
@@ -174,7 +174,7 @@ def stage_memory(workload: StepWorkload, config: StepConfig, stages: RankStages)
         None if beginning is None else beginning | {"messages": 0.0},
         between,
         tuple(each.on_host * num_bytes for each in of_stages),
-        max(0.0, of_gradients - sum(between)) / len(stages.blocks),
+        (of_gradients - sum(between)) / len(stages.blocks),
         _kept_of_loss(own, grid, tokens) if stages.is_last else 0.0,
     )
 

@@ -16,9 +16,9 @@ from stretto.collectives.schedule import Schedule
 THREADS_STEP = LEAST_THREADS
 """A block's threads are a multiple of this."""
 MAX_PLANS = 4096
-# A large call by 48 blocks takes 4% to 8% longer than by 99 where nothing runs beside it, and delays products that do by
-# less: an all-gather of 64 MB two of 4096 x 4096 x 4096, which take 380 us alone, by 60 us, not by 110; NCCL's delays
-# them by 107 (4x H100, 2026-11-26).
+# A large call by 48 blocks takes 4% to 8% longer than by 99 where nothing runs beside it, and delays products that do
+# by less: an all-gather of 64 MB two of 4096 x 4096 x 4096, which take 380 us alone, by 60 us, not by 110; NCCL's
+# delays them by 107 (4x H100, 2026-11-26).
 LARGE_CALL = 32 << 20  # bytes
 BLOCKS_OF_LARGE = 48
 
