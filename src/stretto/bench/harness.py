@@ -131,7 +131,7 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[st
 
 def in_one_line(error: BaseException) -> str:
     """The first line of an error's message, for a cell of a table."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
 
 
 @contextmanager

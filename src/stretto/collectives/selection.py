@@ -67,8 +67,8 @@ _LARGEST = 16 << 20  # up to which the costs above decide
 COPY_ENGINE_MIN_BYTES = 128 << 20
 """The bytes from which copy engines may be best: below, issuing the copies takes the host as long as they take."""
 _GAIN = 0.97  # of the library's time: a choice that gains less may be slower than the library in the next run
-# Of the same kernel without unrolling: it holds more registers, and products that run beside it wait for them. All-gather
-# of 64 MB, 1% faster alone, delays products by 130 us, and without unrolling by 60 (4x H100, 2026-11-26).
+# Of the same kernel without unrolling: it holds more registers, for which products beside it wait. An all-gather of
+# 64 MB, 1% faster alone, delays products by 130 us, and without unrolling by 60 (4x H100, 2026-11-26).
 _UNROLLED_GAIN = 0.98
 _LARGEST_LL = 64 << 10
 _KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")

@@ -234,8 +234,8 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     of_head = head / grid.z * of_number.gradient
     widest = max(layer.widest(grid) for kind in model.kinds for layer in kind.model.block) * tokens
     growth *= tokens
-    # Beside the gradients of activations: a linear's weight gradient and what is next to it, or that of experts, by when
-    # their activations have been freed.
+    # Beside the gradients of activations: a linear's weight gradient and what is next to it, or that of experts, whose
+    # activations have been freed by then.
     of_products = max(2 * max(experts, largest_linear), largest)
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become; experts' message has been sent before the next one is made.

@@ -4,7 +4,7 @@
 A layout is a whole configuration of `stretto train`: grid, pipeline schedule, experts, micro-batches, recomputation and
 the place of optimizer state. `predict_layouts` needs no GPU, so that its file can be committed before anything is
 measured; `bench_layouts` reads it. Each run is trained by the task that `stretto train` runs, on random tokens, and
-torch's FSDP2 trains the same model in the same job. Runs take turns, round by round.
+torch's FSDP2 trains the same model in the same job. Runs of a job take turns, round by round.
 """
 
 import json
@@ -45,6 +45,9 @@ LEARNING_RATE = 1e-5
 GIB = 1 << 30
 # A rank that fails would leave the others to wait; NCCL ends them after so many seconds.
 TIME_LIMIT = 90.0
+# NCCL's communicators of a grid live until their process ends: 2 GiB a grid of 4 H100, so that the last of 12 layouts
+# in one job ran out of memory.
+RUNS_OF_A_JOB = 5
 COLUMNS = (
     Column("grid", "layout"),
     Column("predicted_milliseconds", "predicted (ms)", "{:.0f}"),
@@ -144,39 +147,60 @@ def _source_of(layout: TrainConfig) -> GPTSource:
 def bench_layouts(
     file: LayoutFile, predicted: Sequence[Mapping[str, Any]], setting: LayoutsSetting, out: Path
 ) -> dict[str, Any]:
-    """Measure every layout and peer in one job, print the table, and write `out`/layouts-NAME.json, .md and .png.
+    """Measure every layout and peer, print the table, and write `out`/layouts-NAME.json, .md and .png.
 
     A layout that is predicted to need more than the GPU's memory is not tried: ranks that run out of memory at
-    different moments would wait for each other. Returns the rows and a summary.
+    different moments would wait for each other. Runs are measured in jobs of a few, after each of which what has been
+    measured is written. Returns the rows and a summary.
     """
     ranks = file.first.ranks
+    names = [*file.layouts, *file.peers]
+    measured: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder, shared_where_few(ranks):
         tokens = _write_tokens(file.first, Path(folder))
         layouts = {name: _with_data(layout, tokens, Path(folder)) for name, layout in file.layouts.items()}
-        measured = run_ranks(ranks, measure_layouts, layouts, dict(file.peers), list(predicted), setting)
-    peers = [row | {"workload": file.name} for row in measured if row["grid"] in file.peers]
+        first = next(iter(layouts.values()))
+        for start in range(0, len(names), RUNS_OF_A_JOB):
+            chosen = names[start : start + RUNS_OF_A_JOB]
+            of_job = {name: layouts[name] for name in chosen if name in layouts}
+            peers = {name: file.peers[name] for name in chosen if name in file.peers}
+            rows = [row for row in predicted if row["grid"] in of_job]
+            measured += run_ranks(ranks, measure_layouts, first, of_job, peers, rows, setting)
+            result = _write(file, predicted, measured, out)
+    print_table(f"{file.name}, {ranks} ranks", COLUMNS, result["rows"])
+    print_table("The planner's choice", SUMMARY_COLUMNS, [result["summary"]])
+    draw_result(result.pop("path"))
+    return result
+
+
+def _write(
+    file: LayoutFile, predicted: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], out: Path
+) -> dict[str, Any]:
+    """Write what has been measured so far; returns its rows, summary and path."""
+    peers = [{**row, "workload": file.name} for row in measured if row["grid"] in file.peers]
     rows = compare(file.name, predicted, [row for row in measured if row["grid"] not in file.peers])
     fitting = {row["grid"]: row["fits"] for row in predicted}
     rows = [row | {"fits": fitting[row["grid"]]} for row in rows]
     summary = summarize(file.name, rows)
-    summary["failed"] = sum(row["fits"] == "yes" and row.get("measured_milliseconds") is None for row in rows)
-    print_table(f"{file.name}, {ranks} ranks", COLUMNS, rows + peers)
-    print_table("The planner's choice", SUMMARY_COLUMNS, [summary])
+    known = {row["grid"] for row in measured}
+    without_time = [row for row in rows if row["grid"] in known and row.get("measured_milliseconds") is None]
+    summary["failed"] = sum(row["fits"] == "yes" for row in without_time)
     path = write_result(
         out,
         f"layouts-{file.name}",
         COLUMNS,
         rows + peers,
-        ranks=ranks,
+        ranks=file.first.ranks,
         gpus=torch.cuda.device_count(),
         layouts={name: describe_options(layout) for name, layout in file.layouts.items()},
         peers={name: asdict(peer) for name, peer in file.peers.items()},
+        not_measured=[name for name in (*file.layouts, *file.peers) if name not in known],
         summary=summary,
     )
     with path.with_suffix(".md").open("a") as text:
         text.write("\n" + "\n".join(markdown_table(SUMMARY_COLUMNS, [summary])) + "\n")
-    draw_result(path)
-    return {"rows": rows + peers, "summary": summary}
+    return {"rows": rows + peers, "summary": summary, "path": path}
 
 
 def _write_tokens(layout: TrainConfig, folder: Path) -> Path:
@@ -197,13 +221,16 @@ def _with_data(layout: TrainConfig, tokens: Path, folder: Path) -> TrainConfig:
 
 
 def measure_layouts(
+    first: TrainConfig,
     layouts: Mapping[str, TrainConfig],
     peers: Mapping[str, FsdpPeer],
     predicted: Sequence[Mapping[str, Any]],
     setting: LayoutsSetting,
 ) -> list[dict[str, Any]]:
-    """The job of each rank; returns a row a layout and peer: times and memory, or the reason why there are none."""
-    first = next(iter(layouts.values()))
+    """The job of each rank; returns a row a layout and peer: times and memory, or the reason why there are none.
+
+    first: the configuration whose model and batch the peers train.
+    """
     world = Grid(data=first.ranks, timeout=TIME_LIMIT)  # joins the job
     reasons = {str(row["grid"]): _why_not(row, world.device) for row in predicted}
     runs = [
@@ -219,7 +246,7 @@ def measure_layouts(
     rows: list[dict[str, Any]] = [
         {"grid": name, "reason": reasons[name]} for name in layouts if reasons[name] is not None
     ]
-    for row in measure(runs, workload, world.device, extra=_close):
+    for row in measure(runs, workload, world.device):
         rows.append(
             {
                 "grid": row["name"],
@@ -262,12 +289,6 @@ class _TaskStep:
     def close(self) -> None:
         """End the pipeline's threads and what else a task keeps."""
         self._task.close()
-
-
-def _close(step: Step) -> dict[str, Any]:
-    if isinstance(step, _TaskStep):
-        step.close()
-    return {}
 
 
 def _build_peer(layout: TrainConfig, peer: FsdpPeer, device: torch.device) -> Step:

@@ -7,6 +7,7 @@ clipped at norm 1. Torch's runs use torch's fused AdamW, Stretto's use its own A
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -138,20 +139,23 @@ def _measure_once(
     extra: Callable[[Step], dict[str, Any]] | None,
 ) -> None:
     empty_memory()  # also frees what a failed run has left
-    step = run.build()
-    empty_memory()
-    stepped = [step()]
-    seconds = time_steps(lambda: stepped.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
-    found = {
-        "step_milliseconds": seconds * 1e3,
-        "tokens_per_second_per_gpu": workload.batch * workload.seq_len / seconds / dist.get_world_size(),
-        "peak_memory_gib": peak_memory_gib(device),
-        "loss": _mean_over_ranks(stepped[0].loss, device),
-        "last_loss": _mean_over_ranks(stepped[-1].loss, device),
-        "gradient_norm": float(stepped[0].gradient_norm),
-    }
-    if extra is not None:
-        found |= extra(step)
+    with ExitStack() as stack:
+        step = run.build()
+        if hasattr(step, "close"):
+            stack.callback(step.close)  # after a failure too: threads of a pipeline would keep its model alive
+        empty_memory()
+        stepped = [step()]
+        seconds = time_steps(lambda: stepped.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
+        found = {
+            "step_milliseconds": seconds * 1e3,
+            "tokens_per_second_per_gpu": workload.batch * workload.seq_len / seconds / dist.get_world_size(),
+            "peak_memory_gib": peak_memory_gib(device),
+            "loss": _mean_over_ranks(stepped[0].loss, device),
+            "last_loss": _mean_over_ranks(stepped[-1].loss, device),
+            "gradient_norm": float(stepped[0].gradient_norm),
+        }
+        if extra is not None:
+            found |= extra(step)
     row.setdefault("seconds", []).append(seconds)
     if seconds == min(row["seconds"]):
         row.update(found)
