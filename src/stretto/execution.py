@@ -344,3 +344,11 @@ SCATTERS_IN_FLIGHT = 8
 # Of a whole parameter of a block without roles that copy engines gather by itself: smaller ones cost the host more than
 # one message of all.
 LEAST_COPIED_BYTES = 1 << 25
+# What operators send within a product lies in two slots in turn, up to this size. Calls that send more use one slot and
+# begin with a barrier, whose time then matters less than the memory.
+TWO_SLOTS_BYTES = 256 << 20
+# Of the rings on a GPU through which messages of a pipeline come, one for each other rank: slots, bytes of a slot, and
+# the most that all rings of a rank take, however many ranks there are.
+MESSAGE_SLOTS = 8
+MESSAGE_SLOT_BYTES = 8 << 20
+MESSAGE_RINGS_BYTES = 256 << 20

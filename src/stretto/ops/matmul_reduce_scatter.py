@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
+from stretto.execution import TWO_SLOTS_BYTES
 from stretto.ops import small_m, unfused
 from stretto.ops.checks import find_name, flatten_rows, require_operands, require_out, restore_dims
 from stretto.ops.dispatch import (
@@ -55,7 +56,6 @@ from stretto.ops.gemm.tile import (
 )
 from stretto.ops.matmul_reduce_scatter_copies import can_copy, launch_scatter_by_copies
 from stretto.ops.workspace import (
-    TWO_SLOTS_BYTES,
     OperatorWorkspace,
     abandon,
     count_bytes,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from stretto.execution import TWO_SLOTS_BYTES
 from stretto.memory import failures
 from stretto.tiles import BlockChannel
 from stretto.tiles.streams import find_current
@@ -21,9 +22,6 @@ CHANNELS = 32
 
 PEER_TILES = 256
 """Pieces that a rank may offer for other ranks to pull."""
-
-TWO_SLOTS_BYTES = 256 << 20
-"""Calls that send more use one slot and begin with a barrier, whose time then matters less than the memory."""
 
 _SMALLEST = 1 << 20
 _ARRIVALS = 1024

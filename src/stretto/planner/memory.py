@@ -8,11 +8,19 @@ recomputation, a block that is computed again stands beside what is kept of all 
 are given at the worst moment, so that their sum is the peak of what is allocated.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from stretto.axes import GridSizes
-from stretto.execution import BUCKET_BYTES, LEAST_COPIED_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT, Recomputation
+from stretto.execution import (
+    BUCKET_BYTES,
+    LEAST_COPIED_BYTES,
+    LOGITS_SLICE,
+    SCATTERS_IN_FLIGHT,
+    TWO_SLOTS_BYTES,
+    Recomputation,
+)
 from stretto.planner.architecture import Architecture
 from stretto.planner.capacity import peak
 from stretto.planner.experts.cost import group_of_shards, local_expert_parameters
@@ -178,9 +186,10 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
     slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
 
-    has_nvlink: whether it reaches all ranks of z, so that copy engines may send what goes over z. Their buffers are
-    kept all the time: those of gradients (`stretto.parallel.comm.copy_engine_scatter`), and, if collectives are hidden,
-    those of weights that stay gathered (`stretto.parallel.comm.copy_engine_gather`).
+    has_nvlink: whether it reaches all ranks of z, and so those of x, so that copy engines may send what goes over z.
+    Their buffers are kept all the time: those of gradients (`stretto.parallel.comm.copy_engine_scatter`), and, if
+    collectives are hidden, those of weights that stay gathered (`stretto.parallel.comm.copy_engine_gather`). So are the
+    workspaces of products that gather sharded tokens, and of those that scatter them.
     """
     if workload.model.is_sharded_by_blocks:
         return _memory_of_blocks(workload, config, has_nvlink=has_nvlink)
@@ -214,6 +223,8 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     )
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
     ring = (SCATTERS_IN_FLIGHT + 1) * largest_linear * workload.element if uses_copy_engines else 0.0
+    if has_nvlink and config.token_parts > 1 and config.options.overlap.all_reduce:
+        ring += workspaces(model.hidden / grid.y * tokens * element, grid.x)
     activations = blocks.between * tokens
     keeps_gathered = config.options.keep_gathered and not recomputes
     gathered = all_weights if keeps_gathered else gathered_at_once
@@ -344,6 +355,19 @@ def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
     )
     model.memo[key] = made
     return made
+
+
+def workspaces(gathered: float, ranks: int) -> float:
+    """Bytes that products beside which ranks of x gather tokens, and scatter sums of them, keep for their calls.
+
+    gathered: bytes of the tokens of all ranks. Of the sums each rank receives those of the others. As `stretto.ops`
+    allocates: a power of two, twice up to `TWO_SLOTS_BYTES`.
+    """
+    total = 0.0
+    for sent in (gathered, gathered * (ranks - 1) / ranks):
+        size = 1 << (max(math.ceil(sent), 1) - 1).bit_length()
+        total += size if size > TWO_SLOTS_BYTES else 2 * size
+    return total
 
 
 def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.execution import MESSAGE_SLOTS
 from stretto.memory import Backoff, HostMemory, group_timeout
 from stretto.parallel.pipeline.message_format import (
     MAX_BYTES_OF_HEADER,
@@ -39,7 +40,6 @@ from stretto.parallel.pipeline.message_format import (
 )
 from stretto.parallel.pipeline.messages import Carrier
 
-SLOTS = 8
 MOST_SLOT_BYTES = 1 << 19
 MOST_BYTES_OF_RINGS = 64 << 20
 """All rings of a rank take no more than this, however many ranks there are, unless slots would be too small."""
@@ -68,7 +68,7 @@ class SharedMemoryCarrier(Carrier):
         device: torch.device | str = "cpu",
         *,
         slot_bytes: int | None = None,
-        slots: int = SLOTS,
+        slots: int = MESSAGE_SLOTS,
     ) -> None:
         self._check_device(torch.device(device))
         size = dist.get_world_size(group)

@@ -26,19 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS
 from stretto.memory import SymmetricMemory, allocate, group_timeout
 from stretto.parallel.pipeline.message_format import MAX_BYTES_OF_HEADER, MessageHeader, TensorLayout
 from stretto.parallel.pipeline.shared_memory_carrier import (
-    SLOTS,
     Finished,
     SharedMemoryCarrier,
     SlicedMessage,
     copy_all,
 )
-
-MOST_DATA_SLOT_BYTES = 8 << 20
-MOST_BYTES_OF_DATA_RINGS = 256 << 20
-"""All rings of a rank take no more than this of its GPU's memory, however many ranks there are."""
 
 _ALIGNMENT = 128
 _DATA_FILLED, _DATA_FREED = 3, 4
@@ -77,12 +73,12 @@ class SymmetricMemoryCarrier(SharedMemoryCarrier):
         device: torch.device | str = "cuda",
         *,
         data_slot_bytes: int | None = None,
-        slots: int = SLOTS,
+        slots: int = MESSAGE_SLOTS,
     ) -> None:
         size = dist.get_world_size(group)
         if data_slot_bytes is None:
-            fair = MOST_BYTES_OF_DATA_RINGS // (slots * max(size - 1, 1)) // _ALIGNMENT * _ALIGNMENT
-            data_slot_bytes = max(min(MOST_DATA_SLOT_BYTES, fair), _ALIGNMENT)
+            fair = MESSAGE_RINGS_BYTES // (slots * max(size - 1, 1)) // _ALIGNMENT * _ALIGNMENT
+            data_slot_bytes = max(min(MESSAGE_SLOT_BYTES, fair), _ALIGNMENT)
         if data_slot_bytes < _ALIGNMENT or data_slot_bytes % _ALIGNMENT:
             raise ValueError(f"a slot on a GPU has a multiple of {_ALIGNMENT} bytes, not {data_slot_bytes}")
         super().__init__(group, device, slot_bytes=MAX_BYTES_OF_HEADER, slots=slots)

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stretto.axes import GridSizes
+from stretto.cluster import Cluster
+from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS
 from stretto.planner.architecture import Architecture
 from stretto.planner.capacity import peak
-from stretto.planner.communication import message_numbers
+from stretto.planner.communication import has_nvlink_over_z, message_numbers
 from stretto.planner.grids import divisors
 from stretto.planner.memory import local_parameters, recomputed_blocks, step_memory
 from stretto.planner.optimizer_state import take_over
@@ -146,8 +148,10 @@ class StageMemory:
         return kept + max(0, deferred - 1) * self.deferred
 
 
-def stage_memory(workload: StepWorkload, config: StepConfig, stages: RankStages) -> StageMemory:
-    """The memory of one rank's stages. config: any schedule."""
+def stage_memory(
+    workload: StepWorkload, config: StepConfig, stages: RankStages, cluster: Cluster | None = None
+) -> StageMemory:
+    """The memory of one rank's stages. config: any schedule. cluster: None for one without NVLink."""
     own, grid = stage_workload(workload, stages), workload.model.splitting_sizes(config.grid)
     tokens = config.micro_batch * workload.seq_len
     of_stages = [
@@ -160,10 +164,14 @@ def stage_memory(workload: StepWorkload, config: StepConfig, stages: RankStages)
         for blocks, moe_blocks in zip(stages.blocks, stages.moe_blocks or [None] * len(stages.blocks), strict=True)
     ]
     num_bytes = tokens * workload.element
-    in_step = dict(step_memory(own, config))
+    has_nvlink = cluster is not None and has_nvlink_over_z(cluster, config.grid)
+    in_step = dict(step_memory(own, config, has_nvlink=has_nvlink))
     sides = (not stages.is_first) + (not stages.is_last) if len(stages.blocks) == 1 else 2
     numbers = message_numbers(workload.model, config.grid, tokens, config.token_parts)
     in_step["messages"] = sides * _MESSAGES_AHEAD * numbers * workload.element
+    if cluster is not None and cluster.has_nvlink and config.grid.ranks <= cluster.gpus_per_node:
+        rings = (config.grid.pipe - 1) * MESSAGE_SLOTS * MESSAGE_SLOT_BYTES
+        in_step["messages"] += min(rings, MESSAGE_RINGS_BYTES)
     parameters = local_parameters(own.model, grid)
     beginning = take_over(own, config.state, parameters)
     between = tuple(each.between * num_bytes for each in of_stages)
@@ -193,9 +201,11 @@ def pipeline_memory(
     config: StepConfig,
     ranks: Sequence[RankStages],
     known: dict[RankStages, StageMemory] | None = None,
+    cluster: Cluster | None = None,
 ) -> list[RankMemory]:
     """The memory of one rank of each kind, of all ranks that have the same stages the one that keeps most. The first
-    needs most. known: what `stage_memory` has found for this grid, micro-batch and options; it is added to."""
+    needs most. known: what `stage_memory` has found for this grid, micro-batch and options; it is added to. cluster: as
+    in `stage_memory`."""
     assert config.schedule is not None
     known = {} if known is None else known
     pipe, count = config.grid.pipe, config.micro_batches(workload)
@@ -206,7 +216,7 @@ def pipeline_memory(
     memories = []
     for stages, alike in places.items():
         if stages not in known:
-            known[stages] = stage_memory(workload, config, stages)
+            known[stages] = stage_memory(workload, config, stages, cluster)
         memory = known[stages]
         rank, live, deferred = max(alike, key=lambda place: memory.kept(*place[1:]))
         kept, losses = memory.kept(live, deferred), 1

@@ -286,7 +286,7 @@ class PipelineSearch:
             self.workload.model.has_moe,
         )
         stages = StageLayout((0, blocks), (0,), moe).stages((0,), is_first=True, is_last=False)
-        first = stage_memory(self.workload, config, stages)
+        first = stage_memory(self.workload, config, stages, self.cluster)
         live = min(config.micro_batches(self.workload), self.pipelines.limit or pipe)
         return peak(first.in_step) + (live - 1) * sum(first.between)
 
@@ -324,7 +324,7 @@ class PipelineSearch:
         for place, (time, plan) in enumerate(self._time_schedules(config, most)):
             if time > most:
                 break
-            memory = pipeline_memory(self.workload, plan.config, plan.ranks, known)[0]
+            memory = pipeline_memory(self.workload, plan.config, plan.ranks, known, self.cluster)[0]
             needed = peak(memory.peak)
             if needed <= self.limit and (candidate := self._make(plan, memory)).fits:
                 return candidate, place == 0
@@ -418,7 +418,7 @@ def judge_pipeline(
         plan = estimate_evenly(workload, config, cluster)
     else:
         plan = estimate(workload, config, device, bandwidths(cluster, config.grid))
-    memory = pipeline_memory(workload, config, plan.ranks)[0]
+    memory = pipeline_memory(workload, config, plan.ranks, cluster=cluster)[0]
     return make_candidate(workload, cluster, device, limit, plan, memory, replays=True)
 
 
