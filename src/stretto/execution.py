@@ -253,8 +253,12 @@ class ExecutionOptions:
     drop_duplicates: of tokens that every rank of x has, each sends its part to experts of other ranks (Singh, section
         7.3.1, duplicate token dropping); False sends all of them from each.
     expert_rows: rows of experts' inputs that a rank has room for. None: as many as come, which the host waits for.
+    gather_once: gather weights over z once a step, and keep them whole for all micro-batches, also where blocks compute
+        again. `stretto train` does so, and the planner predicts it; a training loop of your own does it by
+        `stretto.parallel.gather_once`. Stages of a pipeline do it in any case.
 
-    Raises ValueError for an unknown mode of recomputation, and for expert_rows that are not positive.
+    Raises ValueError for an unknown mode of recomputation, for expert_rows that are not positive, and for gather_once
+    without keep_gathered.
     """
 
     overlap: Overlap
@@ -266,6 +270,7 @@ class ExecutionOptions:
     stages: "StageOptions"
     drop_duplicates: bool
     expert_rows: int | None
+    gather_once: bool
 
     def __init__(
         self,
@@ -279,8 +284,11 @@ class ExecutionOptions:
         *,
         drop_duplicates: bool = True,
         expert_rows: int | None = None,
+        gather_once: bool = False,
         checkpoint_activations: bool | None = None,
     ) -> None:
+        if gather_once and not keep_gathered:
+            raise ValueError("gather_once keeps weights that keep_gathered=False frees; one of the two would do")
         if expert_rows is not None and (isinstance(expert_rows, bool) or expert_rows < 1):
             raise ValueError(f"expert_rows is {expert_rows!r}, but must be a whole number, at least 1, or None")
         values = {
@@ -293,6 +301,7 @@ class ExecutionOptions:
             "stages": StageOptions() if stages is None else stages,
             "drop_duplicates": drop_duplicates,
             "expert_rows": expert_rows,
+            "gather_once": gather_once,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -329,6 +338,7 @@ class ExecutionKeywords(TypedDict, total=False):
     stages: "StageOptions"
     drop_duplicates: bool
     expert_rows: int | None
+    gather_once: bool
 
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import stretto
 from stretto.bench.plan.memory import KINDS
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, checkpoint_activations, no_sync, parallelize
+from stretto.parallel import Grid, checkpoint_activations, gather_once, no_sync, parallelize
 from stretto.parallel.comm import gradient_reducer
 from stretto.planner import memory as planned
 from stretto.planner import predict, read_architecture
@@ -113,6 +113,18 @@ def test_weights_gathered_over_z_are_there_whole_unless_they_are_freed():
     assert kept["gathered_weights"] == 2 * 24 * 12 * 4096**2
     freed = plan_of({"z": 4}, checkpoint_activations=False, keep_gathered=False).memory
     assert freed["gathered_weights"] == 2 * 2 * 4 * 4096**2  # two of the largest linear's
+
+
+def test_weights_that_are_gathered_once_a_step_stay_whole_though_blocks_are_computed_again():
+    options = {"batch": 16, "seq_len": 2048, "grid": {"z": 4}, "micro_batch": 1, "recompute": "full"}
+    plain, once = (predict("gpt-5b", H200X4_FULL, **options, gather_once=once) for once in (False, True))
+    linears = 2 * 24 * 12 * 4096**2
+    assert (once.memory["gathered_weights"] - linears) == pytest.approx(2 * 50304 * 4096, rel=0.2), "and the embedding"
+    assert plain.memory["gathered_weights"] < linears / 12
+    # Four micro-batches, each of which gathers for the forward pass and again for the blocks that are computed again.
+    assert plain.communication["all_gather_z"] / once.communication["all_gather_z"] == pytest.approx(8, rel=0.05)
+    with pytest.raises(ValueError, match="gather_once keeps weights that keep_gathered=False frees"):
+        predict("gpt-5b", H200X4_FULL, **options, gather_once=True, keep_gathered=False)
 
 
 def test_where_copy_engines_send_over_z_their_buffers_are_kept_all_the_time():
@@ -283,9 +295,10 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, *, kind:
     parts = torch.randint(SMALL.vocab, (batch // grid.size("batch"), 65)).split(micro_batch)
 
     def step() -> None:
-        for number, part in enumerate(parts, start=1):
-            with contextlib.nullcontext() if number == len(parts) else no_sync(model):
-                loss_of(model, part, batch * 64).backward()
+        with gather_once(model) if options.get("gather_once") else contextlib.nullcontext():
+            for number, part in enumerate(parts, start=1):
+                with contextlib.nullcontext() if number == len(parts) else no_sync(model):
+                    loss_of(model, part, batch * 64).backward()
         for shard, parameter in zip(shards, parameters, strict=True):
             shard.grad, parameter.grad = parameter.grad.to_local(), None
         optimizer.step()
@@ -304,6 +317,8 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, *, kind:
     ("grid", "micro_batch", "checkpoint", "keep_gathered", "shards"),
     [
         ({"z": 4}, 1, False, True, "unsharded"),
+        ({"z": 4}, 1, False, True, "once"),
+        ({"z": 4}, 2, True, True, "once"),
         ({"data": 2, "z": 2}, 1, True, False, "unsharded"),
         ({"z": 4}, 4, False, True, False),
         ({"x": 4}, 16, False, True, True),
@@ -321,7 +336,7 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     ranks, grid, micro_batch, checkpoint, keep_gathered, shards
 ):
     options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered, "shard_sequence": shards is True}
-    options["accumulate_unsharded"] = shards == "unsharded"
+    options |= {"accumulate_unsharded": shards == "unsharded", "gather_once": shards == "once"}
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)  # between processes on a CPU nothing is pushed either
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)

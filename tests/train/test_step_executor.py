@@ -10,10 +10,13 @@ from stretto.parallel import count_collectives
 from stretto.train.step_executor import AccumulatingExecutor, CudaGraphExecutor, StepFunctions, build_executor
 
 
-def run_step(rows: int, micro_batch: int | None) -> tuple[list[str], float, float, int]:
-    """Run a step of a GPT on data=2. Returns the calls, the loss, the gradient's sum, and the bytes over data."""
-    model, optimizer, grid = runs.sharded(runs.make_gpt, {"data": 2}, seed=1)
-    torch.manual_seed(3 + grid.coordinate("data"))
+def run_step(
+    rows: int, micro_batch: int | None, axis: str = "data", gathers_once: bool = False
+) -> tuple[list[str], float, float, int]:
+    """Run a step of a GPT on two ranks of an axis. Returns the calls, the loss, the gradient's sum, and the axis's
+    bytes."""
+    model, optimizer, grid = runs.sharded(runs.make_gpt, {axis: 2}, seed=1)
+    torch.manual_seed(3 + grid.coordinate(axis))
     tokens = torch.randint(61, (rows, 16))
     calls: list[str] = []
 
@@ -27,12 +30,13 @@ def run_step(rows: int, micro_batch: int | None) -> tuple[list[str], float, floa
         optimizer.step(lr)
         return total
 
-    executor = build_executor(StepFunctions(model, compute_loss, update), micro_batch=micro_batch)
+    functions = StepFunctions(model, compute_loss, update)
+    executor = build_executor(functions, micro_batch=micro_batch, gathers_once=gathers_once)
     with count_collectives(grid) as counts:
         loss, total = executor.run((tokens, tokens), 0.5)
     executor.close()
     assert loss.dtype == torch.float64
-    return calls, float(loss), float(total), counts.bytes_by_axis()["data"]
+    return calls, float(loss), float(total), counts.bytes_by_axis()[axis]
 
 
 def test_micro_batches_run_in_order_and_the_update_comes_once_after_them(ranks):
@@ -49,6 +53,16 @@ def test_micro_batches_add_up_to_the_whole_batch_and_send_gradients_once(ranks):
         # Besides gradients, which are summed once, each micro-batch sums its loss over data: at most 8 bytes.
         assert whole[3] > 1000
         assert 0 <= cut[3] - whole[3] <= 3 * 8
+
+
+def test_weights_are_gathered_once_where_they_are_to_be(ranks):
+    runs = [ranks(2).run(run_step, 4, size, "z", once) for size, once in ((None, False), (1, False), (1, True))]
+    for whole, each_time, once in zip(*runs, strict=True):
+        assert once[:3] == each_time[:3]
+        # Three more micro-batches send gradients three times more, and gather weights, as many bytes, as often or not.
+        more = each_time[3] - whole[3]
+        assert more > whole[3]
+        assert each_time[3] - once[3] == pytest.approx(more / 2, rel=0.02)
 
 
 def test_a_closed_executor_does_not_run_and_holds_nothing() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
     from stretto.parallel.comm.gradient_reducer import no_sync
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
+    from stretto.parallel.comm.weight_gathering import gather_once
     from stretto.parallel.grid import Grid
     from stretto.parallel.layers.dropout import micro_batch_of
     from stretto.parallel.layers.loss import mean_over_batch
@@ -54,6 +55,7 @@ __all__ = [
     "count_collectives",
     "distribute_tables",
     "gather",
+    "gather_once",
     "gradient_norm",
     "layout_of",
     "mean_over_batch",
@@ -78,6 +80,7 @@ _HOMES = {
     "clip_grad_norm_": "stretto.parallel.comm.gradient_norm",
     "clip_scale": "stretto.parallel.comm.gradient_norm",
     "gradient_norm": "stretto.parallel.comm.gradient_norm",
+    "gather_once": "stretto.parallel.comm.weight_gathering",
     "no_sync": "stretto.parallel.comm.gradient_reducer",
     "recomputation_contexts": "stretto.parallel.comm.kept_outputs",
     "run_once": "stretto.parallel.comm.kept_outputs",

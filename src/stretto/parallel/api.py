@@ -301,6 +301,7 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     huggingface.refuse_saving(model)
     refuse_copies(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
+    model.weight_gatherer = builder.gatherer  # type: ignore[assignment]
     # The hooks hold these two, and not the builder, which holds the whole model as it was.
     gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
     model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gatherer, gradient_reducer))

@@ -107,7 +107,7 @@ class Builder:
         self.gatherer: WeightGatherer = WeightPrefetcher(over_z, is_on=overlap.all_gather)
         if by_copies and keep_gathered and overlap.all_gather:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
-        if is_stage and keep_gathered:
+        if keep_gathered:
             self.gatherer = StepGatherer(self.gatherer)
         self.tied: dict[int, TiedParameter] = {}
         self._made: dict[int, nn.Parameter] = {}

@@ -211,7 +211,9 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
     uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1 and grid.pipe == 1
     keeps_gathered_weights = (
-        uses_copy_engines and config.options.overlap.hides_any and config.options.keep_gathered and not recomputes
+        uses_copy_engines
+        and config.options.overlap.hides_any
+        and (config.gathers_once or (config.options.keep_gathered and not recomputes))
     )
     gathered_at_once = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
     table = -(-model.embedding_rows // grid.x) * model.hidden / grid.y
@@ -376,7 +378,7 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     Where a model is sharded by blocks, all large ones; otherwise the large ones of experts. has_nvlink: as in `memory`.
     """
     model, options = workload.model, config.options
-    keeps = options.keep_gathered and not options.recomputation.is_on
+    keeps = config.gathers_once or (options.keep_gathered and not options.recomputation.is_on)
     by_engines = options.overlap.copy_engines and options.overlap.hides_any and config.grid.pipe == 1
     if not (keeps and has_nvlink and by_engines and config.grid.z > 1):
         return 0, 0

@@ -140,8 +140,9 @@ class StepConfig:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether a pipeline stage gathers its weights over z once a step, and keeps them to its end."""
-        return self.grid.pipe > 1 and self.options.keep_gathered
+        """Whether weights are gathered over z once a step, and kept to its end: by stages of a pipeline, and where it
+        is asked for."""
+        return self.options.keep_gathered and (self.grid.pipe > 1 or self.options.gather_once)
 
     @property
     def token_parts(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models.moe import routers, scale_losses
-from stretto.parallel import CapturedStep, Pipeline, micro_batch_of, no_sync
+from stretto.parallel import CapturedStep, Pipeline, gather_once, micro_batch_of, no_sync
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ class AccumulatingExecutor(StepExecutor):
     """Runs micro-batches in order and accumulates their gradients, which the last backward pass sums over the ranks.
 
     micro_batch: rows of a micro-batch; the tensors of a batch are then split along dim 0. None: the batch is not split,
-    and its tensors may have any shapes.
+    and its tensors may have any shapes. gathers_once: weights are gathered over z once, for all micro-batches.
     """
 
-    def __init__(self, functions: StepFunctions, *, micro_batch: int | None = None) -> None:
+    def __init__(self, functions: StepFunctions, *, micro_batch: int | None = None, gathers_once: bool = False) -> None:
         self._functions: StepFunctions | None = functions
         self._micro_batch = micro_batch
+        self._gathers_once = gathers_once
 
     def run(
         self, batch: Sequence[Tensor], lr: float | Tensor, dropout_seed: int | None = None
@@ -75,18 +76,19 @@ class AccumulatingExecutor(StepExecutor):
         model, rows, device = functions.model, len(batch[0]), batch[0].device
         has_routers = any(True for _ in routers(model))
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for first, micro_batch in self._micro_batches(batch):
-            is_last = first + len(micro_batch[0]) == rows
-            # All ranks draw the same seeds, and those of a resumed run are those of an uninterrupted one. Masks of
-            # micro-batches differ because they depend on the rows of the global batch.
-            if dropout_seed is not None:
-                torch.manual_seed(dropout_seed)
-            if has_routers:
-                scale_losses(model, _scale_of_share(len(micro_batch[0]) / rows, functions, device))
-            with nullcontext() if is_last else no_sync(model), micro_batch_of(model, rows, first):
-                loss = functions.compute_loss(*micro_batch)
-                (loss if functions.scale_loss is None else functions.scale_loss(loss)).backward()
-            total += loss.detach()
+        with gather_once(model) if self._gathers_once else nullcontext():
+            for first, micro_batch in self._micro_batches(batch):
+                is_last = first + len(micro_batch[0]) == rows
+                # All ranks draw the same seeds, and those of a resumed run are those of an uninterrupted one. Masks of
+                # micro-batches differ because they depend on the rows of the global batch.
+                if dropout_seed is not None:
+                    torch.manual_seed(dropout_seed)
+                if has_routers:
+                    scale_losses(model, _scale_of_share(len(micro_batch[0]) / rows, functions, device))
+                with nullcontext() if is_last else no_sync(model), micro_batch_of(model, rows, first):
+                    loss = functions.compute_loss(*micro_batch)
+                    (loss if functions.scale_loss is None else functions.scale_loss(loss)).backward()
+                total += loss.detach()
         return total, functions.update(lr, total)
 
     def close(self) -> None:
@@ -160,8 +162,8 @@ class CudaGraphExecutor(StepExecutor):
 
 
 def build_executor(
-    functions: StepFunctions, *, micro_batch: int | None = None, cuda_graph: bool = False
+    functions: StepFunctions, *, micro_batch: int | None = None, cuda_graph: bool = False, gathers_once: bool = False
 ) -> StepExecutor:
     """Build the executor that a run's options ask for."""
-    executor = AccumulatingExecutor(functions, micro_batch=micro_batch)
+    executor = AccumulatingExecutor(functions, micro_batch=micro_batch, gathers_once=gathers_once)
     return CudaGraphExecutor(executor) if cuda_graph else executor

@@ -6,7 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, Overlap, checkpoint_activations, parallelize
+from stretto.parallel import Grid, Overlap, checkpoint_activations, gather_once, no_sync, parallelize
 from stretto.parallel.comm import copy_engine_scatter, weight_gathering
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer
@@ -55,7 +55,8 @@ class Setup:
     @property
     def pushed(self) -> CopyEngineAllGather | None:
         shard = next(m.plan.shard for m in self.model.modules() if isinstance(m, linear.ParallelLinear))
-        return shard.gatherer.copies if isinstance(shard.gatherer, CopyEngineGatherer) else None
+        gatherer = shard.gatherer.inner
+        return gatherer.copies if isinstance(gatherer, CopyEngineGatherer) else None
 
     @property
     def num_pushed(self) -> int:
@@ -224,6 +225,84 @@ def test_activation_checkpointing_ends_it_and_frees_its_memory(interpret, how):
     for ours, other in zip(*(interpret(2, checkpoint_later, way, how) for way in (True, False)), strict=True):
         assert all(map(torch.equal, ours["shards"], other["shards"]))
         assert ours["pushed"] == 0
+
+
+def train_in_micro_batches(is_pushed: bool, once: bool, checkpoints: bool) -> dict[str, Any]:
+    """Two steps of three micro-batches; what is gathered by copies, and through the process group."""
+    setup = Setup(1, 2, is_pushed=is_pushed)
+    if checkpoints:
+        checkpoint_activations(setup.model)
+    real, copies = CopyEngineAllGather._copy_to_peers, []
+
+    def counted(*arguments: Any) -> None:
+        copies.append(1)
+        real(*arguments)
+
+    with setup.counting(), mock.patch.object(CopyEngineAllGather, "_copy_to_peers", counted):
+        for _ in range(2):
+            with gather_once(setup.model) if once else nullcontext():
+                for number in range(3):
+                    with no_sync(setup.model) if number < 2 else nullcontext():
+                        (setup.loss() * (number + 1)).backward()
+            setup.update()
+    return {"shards": setup.shards(), "copies": len(copies), "gathers": setup.gathers, "pushed": setup.num_pushed}
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_step_gathers_each_weight_once_for_all_micro_batches(interpret, checkpoints):
+    plain, pushed, each_time = (
+        interpret(2, train_in_micro_batches, is_pushed, once, checkpoints)
+        for is_pushed, once in ((False, True), (True, True), (False, False))
+    )
+    for one, ours, other in zip(plain, pushed, each_time, strict=True):
+        assert all(map(torch.equal, ours["shards"], other["shards"]))
+        assert all(map(torch.equal, one["shards"], other["shards"]))
+        assert (one["copies"], one["gathers"]) == (0, 2 * (WEIGHTS + 1))
+        assert (ours["copies"], ours["gathers"], ours["pushed"]) == (2 * WEIGHTS, 2, WEIGHTS)
+        assert other["gathers"] >= 6 * (WEIGHTS + 1)
+
+
+def change_in_a_step() -> list[bool]:
+    """Whether passes see weights that changed inside all the same, as their versions say so; and after it."""
+    losses = []
+    for is_pushed, once in ((True, True), (False, False)):
+        setup = Setup(1, 2, is_pushed=is_pushed)
+        seen = []
+        for _ in range(2):
+            with gather_once(setup.model) if once else nullcontext():
+                for _ in range(2):
+                    loss = setup.loss()
+                    loss.backward()
+                    seen.append(loss.detach())
+                    setup.update()
+        losses.append(seen)
+    return [torch.equal(*pair) for pair in zip(*losses, strict=True)]
+
+
+def test_a_weight_that_is_changed_inside_is_gathered_again(interpret):
+    assert interpret(2, change_in_a_step) == [[True] * 4] * 2
+
+
+def test_gather_once_says_what_it_needs(ranks):
+    with (
+        pytest.raises(ValueError, match=r"takes a model that stretto.parallelize has returned"),
+        gather_once(GPT(CONFIG)),
+    ):
+        pass
+    assert ranks(2).run(enter_wrongly) == [["frees; keep_gathered=True would do", "is entered already"]] * 2
+
+
+def enter_wrongly() -> list[str]:
+    """The ends of two errors."""
+    grid, found = Grid(z=2), []
+    for keeps in (False, True):
+        model = parallelize(GPT(CONFIG), grid, keep_gathered=keeps)
+        try:
+            with gather_once(model), gather_once(model):
+                pass
+        except ValueError as error:
+            found.append(re.search(r"(frees; .*|is entered already)", str(error))[0])
+    return found
 
 
 def scatter_many(seed: int) -> list[str]:

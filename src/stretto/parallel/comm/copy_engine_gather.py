@@ -55,6 +55,7 @@ class CopyEngineAllGather:
 
     It is for weights that the backward pass needs in any case. A pass that autograd does not record does not allocate
     it, and where activation checkpointing turns out to recompute the forward pass, it stops: there, memory counts more.
+    Where the passes of a step lie between `begin_step` and `end_step`, weights are to be kept in any case.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "cuda") -> None:
@@ -66,7 +67,8 @@ class CopyEngineAllGather:
         self._layout: list[Any] = []
         self._channel: BlockChannel | None = None
         self._is_open = False
-        self._is_wasted = False  # by activation checkpointing
+        self._is_stopped = self._is_wasted = False  # by activation checkpointing
+        self._is_step = self._is_copied = False  # weights do not change; and a pass has copied them since
 
     def register(self, key: object, weight: WeightToGather) -> None:
         """Copy this weight from the next forward pass on."""
@@ -75,15 +77,21 @@ class CopyEngineAllGather:
     def begin(self) -> None:
         """Begin a forward pass: start to copy all weights. Collective; the host does not wait.
 
-        The first call allocates, in which all ranks wait for each other. PeerError if a wait of an earlier pass failed.
+        Between `begin_step` and `end_step` the first pass alone copies. The first call allocates, in which all ranks
+        wait for each other. PeerError if a wait of an earlier pass failed.
         """
         if self._is_wasted:
             self.stop()
-        if not self._weights or (self._channel is None and not torch.is_grad_enabled()):
+        if not self._weights or (self._is_stopped and not self._is_step):
+            return
+        if self._channel is None and not torch.is_grad_enabled():
             return
         from stretto.tiles import copy_engine, shard_tiles  # here: Triton may be missing where there are no GPUs
 
         self.end()  # in case an earlier pass was not ended
+        if self._is_copied and self._layout == self._describe():
+            self._is_open = True
+            return
         channel = self._prepare()
         count = len(self._places)
         mapping = shard_tiles(count, channel.world_size, 1, channels=count)
@@ -102,6 +110,7 @@ class CopyEngineAllGather:
                 place.awaited_on.clear()
         self._order.clear()
         self._is_open = True
+        self._is_copied = self._is_step
 
     def end(self) -> None:
         """End the forward pass: make the current stream wait for all copies, before any work that is enqueued later."""
@@ -111,12 +120,20 @@ class CopyEngineAllGather:
             join_copies(self._channel)
         self._is_open = False
 
+    def begin_step(self) -> None:
+        """Weights do not change until `end_step`: copy them in one pass only. All ranks call it."""
+        self._is_step, self._is_copied = True, False
+
+    def end_step(self) -> None:
+        """Copy them in each pass again."""
+        self._is_step = self._is_copied = False
+
     def stop(self) -> None:
-        """Copy nothing any more, and free the memory."""
+        """Copy nothing any more but between `begin_step` and `end_step`, and free the memory."""
         self.end()
-        self._weights.clear()
         self._places.clear()
         self._channel = None
+        self._is_stopped, self._is_wasted, self._is_copied = True, False, False
 
     def take(self, key: object, version: Version | None, *, in_backward: bool) -> Tensor | None:
         """The whole weight, [rows, ...]; None where this pass did not copy it, or where it has changed since.
@@ -126,7 +143,7 @@ class CopyEngineAllGather:
         The next forward pass overwrites the tensor: with the same numbers, unless the parameter has changed.
         """
         place = self._places.get(key)
-        self._is_wasted |= in_backward
+        self._is_wasted |= in_backward and not self._is_step
         if place is None or place.version != version or not (self._is_open or in_backward):
             return None
         stream = _find_stream(place.whole.device)
@@ -163,11 +180,7 @@ class CopyEngineAllGather:
         """The channel whose buffer holds all weights; allocated at first, and when shapes or dtypes have changed."""
         from stretto.tiles import BlockChannel
 
-        shards = {key: local(weight.parameter) for key, weight in self._weights.items()}
-        layout = [
-            (key, weight.rows, tuple(shards[key].shape), weight.dtype or shards[key].dtype)
-            for key, weight in self._weights.items()
-        ]
+        layout = self._describe()
         if self._channel is not None and layout == self._layout:
             self._channel.check()
             return self._channel
@@ -198,6 +211,14 @@ class CopyEngineAllGather:
             self._places[key] = _Place(number, whole[:rows], whole[mine].data, there)
         self._layout, self._channel = layout, channel
         return channel
+
+    def _describe(self) -> list[Any]:
+        """Of each weight its key, rows, and this rank's shape and dtype."""
+        shards = {key: local(weight.parameter) for key, weight in self._weights.items()}
+        return [
+            (key, weight.rows, tuple(shards[key].shape), weight.dtype or shards[key].dtype)
+            for key, weight in self._weights.items()
+        ]
 
 
 class CopyEngineGatherer(WeightGatherer):
@@ -235,8 +256,16 @@ class CopyEngineGatherer(WeightGatherer):
             return self.others.gather(key, parameter)
         return GatheredWeight(whole, self.copies.version(key, whole))
 
+    def begin_step(self) -> None:
+        """Copy weights in one pass of the step only."""
+        self.copies.begin_step()
+
+    def end_step(self) -> None:
+        """Copy them in each pass again."""
+        self.copies.end_step()
+
     def stop_keeping(self) -> None:
-        """Copy nothing any more, and free the memory."""
+        """Copy nothing any more outside of steps, and free the memory."""
         self.copies.stop()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:

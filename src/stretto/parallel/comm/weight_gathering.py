@@ -9,13 +9,14 @@ In FSDP2's words: `gather` is unshard. A weight that is kept gathered from the f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows
@@ -101,6 +102,12 @@ class WeightGatherer(ABC):
 
     def end_forward(self) -> None:  # noqa: B027
         """End a forward pass, perhaps one that has raised; does nothing inside a backward pass."""
+
+    def begin_step(self) -> None:  # noqa: B027
+        """Weights do not change from now on: what a pass has gathered, later passes need not gather again."""
+
+    def end_step(self) -> None:  # noqa: B027
+        """Weights may change again."""
 
     def stop_keeping(self) -> None:  # noqa: B027
         """Keep no whole rows between passes any more, and free those that are kept."""
@@ -205,7 +212,7 @@ class WeightPrefetcher(WeightGatherer):
 
 
 class StepGatherer(WeightGatherer):
-    """Gathers each weight once a step, for all micro-batches that a pipeline has in flight.
+    """Gathers each weight once a step, for all its micro-batches (`gather_once`, and the stages of a pipeline).
 
     Between `begin_step` and `end_step` the whole rows of a weight are kept after their first use; `release` frees those
     of one stage earlier. At other times `inner` does all. The attribute `stage` says which stage runs.
@@ -213,10 +220,16 @@ class StepGatherer(WeightGatherer):
 
     def __init__(self, inner: WeightGatherer) -> None:
         self.inner = inner
+        self.keeps_rows = inner.keeps_rows
         self.stage = 0
         self._used: dict[int, dict[object, None]] = {}  # by stage, in the order of use
         self._sources: dict[object, GatherSource] = {}
         self._held: dict[object, tuple[Any, GatheredWeight]] | None = None
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._held is not None
 
     def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
         """Gather this weight from now on."""
@@ -242,6 +255,7 @@ class StepGatherer(WeightGatherer):
     def begin_step(self) -> None:
         """Keep from now on what is gathered."""
         self._held = {}
+        self.inner.begin_step()
 
     def gather_all(self, stage: int) -> None:
         """Gather the weights that a stage has used in earlier steps."""
@@ -257,6 +271,7 @@ class StepGatherer(WeightGatherer):
     def end_step(self) -> None:
         """Free all that is kept."""
         self._held = None
+        self.inner.end_step()
 
     def begin_forward(self) -> None:
         """Begin a forward pass of the whole model, or of one of its stages."""
@@ -273,3 +288,31 @@ class StepGatherer(WeightGatherer):
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """Whether rows have been overwritten with other numbers since."""
         return self.inner.was_overwritten(key, version)
+
+
+@contextmanager
+def gather_once(model: nn.Module) -> Iterator[None]:
+    """Gather each weight over z once inside, for all forward and backward passes, and keep it whole until the end.
+
+    Use it around the micro-batches of a step. Without it every micro-batch gathers, and with activation checkpointing
+    its backward pass gathers again. Takes memory for all weights of the model in the compute dtype without their
+    division by z, which models without checkpointing take in any case. Parameters must not change inside: the
+    optimizer's step comes after it. All ranks enter and leave alike. In FSDP2's words: blocks are unsharded by the
+    first micro-batch, and resharded by the last.
+
+    ValueError for a model that is not on a grid, and for one of `parallelize(keep_gathered=False)`.
+    """
+    gatherer = getattr(model, "weight_gatherer", None)
+    if not isinstance(gatherer, WeightGatherer):
+        raise ValueError("gather_once takes a model that stretto.parallelize has returned")
+    if not isinstance(gatherer, StepGatherer):
+        raise ValueError(
+            "gather_once keeps gathered weights, which keep_gathered=False frees; keep_gathered=True would do"
+        )
+    if gatherer.is_keeping:
+        raise ValueError("gather_once is entered already: a step has one")
+    gatherer.begin_step()
+    try:
+        yield
+    finally:
+        gatherer.end_step()

@@ -118,7 +118,7 @@ class Pipeline:
         self._carrier = (
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
-        self._rank = StageRank(model, self.stages, self._carrier, reducer, _find_gatherer(model))
+        self._rank = StageRank(model, self.stages, self._carrier, reducer, _find_gatherer(model, self.stages.count))
         self._with_losses = [module for module in model.modules() if hasattr(module, "loss_scale")]
 
     @property
@@ -368,20 +368,10 @@ class Pipeline:
         return expected
 
 
-def _find_gatherer(model: nn.Module) -> StepGatherer | None:
-    """What keeps the model's gathered weights for a step; None where nothing does."""
-    gatherer = _gatherer_of(model)
-    return gatherer if isinstance(gatherer, StepGatherer) else None
-
-
-def _gatherer_of(model: nn.Module) -> Any:
-    for module in model.modules():
-        if isinstance(module, ParallelLinear):
-            return module.plan.shard.gatherer
-        shard = getattr(vars(module).get("forward"), "block_shard", None)
-        if shard is not None:
-            return shard.gatherer
-    return None
+def _find_gatherer(model: nn.Module, stages: int) -> StepGatherer | None:
+    """What keeps the weights that a stage has gathered for a step; None where nothing does."""
+    gatherer = getattr(model, "weight_gatherer", None)
+    return gatherer if stages > 1 and isinstance(gatherer, StepGatherer) else None
 
 
 def _ranks_over(grid: Grid, axes: Sequence[str]) -> list[int]:

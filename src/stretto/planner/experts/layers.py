@@ -110,8 +110,9 @@ class MoeLayer(BlockLayer):
         return rows_of_rank(self.shape, grid, 1.0)
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        # Of each row the input, gate and up, and their product; of each token the experts' outputs as they came back,
-        # before they are weighted, and the router's input and scores, in fp32 before and after the softmax.
+        # Of each row the input, gate and up, and their product (as the kernel for SiLU does it); of each token the
+        # experts' outputs as they came back, before they are weighted, and the router's input and scores, in fp32
+        # before and after the softmax.
         shape, hidden = self.shape, self.hidden / grid.y
         ffn = shape.ffn / grid.expert_x
         of_rows = self._rows(grid) * (hidden + (3 if shape.is_gated else 2) * ffn)

@@ -81,6 +81,10 @@ class RunConfig(RunOptions):
     keep_gathered: bool = option(
         True, "keep the weights that were all-gathered over z for the backward pass instead of gathering them again"
     )
+    gather_once: bool = option(
+        False, "gather weights over z once a step, and keep them whole for all micro-batches, also where blocks are "
+        "computed again; takes the memory of all weights in `train.dtype`. Pipelines do it in any case",
+    )  # fmt: skip
     accumulate_unsharded: bool = option(
         False, "with micro-batches, add up the weights' gradients whole, and reduce-scatter them over z once a step in "
         "place of once a micro-batch; takes memory for gradients that z does not divide",
@@ -247,6 +251,7 @@ class TrainConfig(JobConfig):
             stages=self.pipeline.stages if self.is_pipelined else None,
             drop_duplicates=self.train.drop_duplicates,
             expert_rows=self.train.expert_rows,
+            gather_once=self.train.gather_once,
         )
 
     @property

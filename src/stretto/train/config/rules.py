@@ -52,6 +52,11 @@ def contradictions(config: "TrainConfig") -> list[str]:
             "sequence, of which a rank of x would have a part; model.balance='switch' would do"
         )
     problems += contradictions_of_run(run)
+    if run.gather_once and not run.keep_gathered:
+        problems.append(
+            "train.gather_once is on and train.keep_gathered is off, which frees what the other keeps; "
+            "train.gather_once=false would do"
+        )
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
     problems += _contradictions_of_pipeline(config)

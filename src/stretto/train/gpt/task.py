@@ -98,7 +98,12 @@ class GPTTask(TrainTask):
             self.pipeline = self._build_pipeline(options.micro_batch or options.batch // grid.size(BATCH))
             self._executor = PipelineExecutor(functions, self.pipeline, self._arguments)
         else:
-            self._executor = build_executor(functions, micro_batch=options.micro_batch, cuda_graph=options.cuda_graph)
+            self._executor = build_executor(
+                functions,
+                micro_batch=options.micro_batch,
+                cuda_graph=options.cuda_graph,
+                gathers_once=options.gather_once,
+            )
 
     def _build_pipeline(self, micro_batch: int) -> Pipeline:
         options = self.config.pipeline
