@@ -89,6 +89,10 @@ def plan(
         bool | None,
         typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or not)."),
     ] = None,
+    gather_once: Annotated[
+        bool | None,
+        typer.Option(help="As train.gather_once (default: the configuration's, or not)."),
+    ] = None,
     overlap: Annotated[bool, typer.Option(help="Collectives are hidden where they can be.")] = True,
     expert: Annotated[
         int | None, typer.Option(help="Ranks that divide a mixture's experts, from data, then z (default: searched).")
@@ -143,6 +147,7 @@ def plan(
             "dtype": dtype,
             "optimizer": optimizer,
             "accumulate_unsharded": accumulate_unsharded,
+            "gather_once": gather_once,
             "clips": clip,
             "expert": expert,
             "expert_tensor": expert_tensor,
@@ -270,6 +275,7 @@ def read_workload(path: Path) -> dict[str, Any]:
             "dtype": run.dtype,
             "optimizer": run.optimizer,
             "accumulate_unsharded": run.accumulate_unsharded,
+            "gather_once": run.gather_once,
             "state": run.state,
             "clips": run.clip is not None,
         }
@@ -277,7 +283,17 @@ def read_workload(path: Path) -> dict[str, Any]:
     )
 
 
-_OF_PREDICT = ("batch", "seq_len", "dtype", "optimizer", "accumulate_unsharded", "state", "clips", "imbalance")
+_OF_PREDICT = (
+    "batch",
+    "seq_len",
+    "dtype",
+    "optimizer",
+    "accumulate_unsharded",
+    "gather_once",
+    "state",
+    "clips",
+    "imbalance",
+)
 
 
 def _schedule_of(plan: "GridPlan") -> dict[str, Any]:

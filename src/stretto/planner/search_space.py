@@ -43,6 +43,8 @@ class SearchKeywords(ExpertKeywords, total=False):
     overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
     accumulate_unsharded: `parallelize(accumulate_unsharded=True)` (default: False), whose memory and, of the full
         model, time are counted where there are several micro-batches.
+    gather_once: weights are gathered over z once a step and stay whole to its end (default: False), as
+        `ExecutionOptions` has it.
     state: where optimizer state lies (default: `StateOptions()`, beside fp32 parameters).
     memory: "auto" searches modes of recomputation where `recompute` is not given ("host" is none of them, since the
         time of its copies is not predicted), and all locations of optimizer state where `state` is not given, for the
@@ -64,6 +66,7 @@ class SearchKeywords(ExpertKeywords, total=False):
     shard_sequence: bool | None
     overlaps: bool
     accumulate_unsharded: bool
+    gather_once: bool
     state: StateOptions | None
     memory: Literal["auto"] | None
     clips: bool
@@ -120,7 +123,7 @@ class SearchSpace:
     """The choices among which each grid's best is searched.
 
     recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
-    accumulate_unsharded: of all choices. skips_slower: whether to skip choices that only add work to one
+    accumulate_unsharded, gather_once: of all choices. skips_slower: whether to skip choices that only add work to one
     that takes all of a rank's part of the batch at once. notes: what was not tried, and why. expert, expert_tensor: of
     all grids; None tries all. drops_duplicates: of all choices.
     """
@@ -137,6 +140,7 @@ class SearchSpace:
     expert: int | None = None
     expert_tensor: ExpertTensor | None = None
     drops_duplicates: bool = True
+    gather_once: bool = False
 
     def list_grids(self, model: Architecture, grid: GridSizes) -> list[GridSizes]:
         """A grid with each way to divide the model's experts that is tried."""
@@ -154,6 +158,7 @@ class SearchSpace:
                         shards,
                         accumulate_unsharded=self.accumulate_unsharded,
                         drop_duplicates=self.drops_duplicates,
+                        gather_once=self.gather_once,
                     )
                     yield from (StepChoice(options, state) for state in self.states)
 
@@ -171,6 +176,7 @@ def make_search_space(
     memory: Literal["auto"] | None = None,
     overlaps: bool = True,
     accumulate_unsharded: bool = False,
+    gather_once: bool = False,
     clips: bool = True,
     **experts: Unpack[ExpertKeywords],
 ) -> SearchSpace:
@@ -200,7 +206,10 @@ def make_search_space(
             raise ValueError(f"memory is 'auto', but optimizer state can lie nowhere: {'; '.join(notes)}")
     for each in states:
         check_state(workload, ExecutionOptions(accumulate_unsharded=accumulate_unsharded), each)
-    keeps = [keep_gathered] if keep_gathered is not None else [True] if cost == "paper" else [True, False]
+    if keep_gathered is not None:
+        keeps = [keep_gathered]
+    else:
+        keeps = [True] if cost == "paper" or gather_once else [True, False]
     return SearchSpace(
         recomputes,
         keeps,
@@ -214,6 +223,7 @@ def make_search_space(
         expert=expert,
         expert_tensor=expert_tensor,
         drops_duplicates=experts.get("drop_duplicates", True),
+        gather_once=gather_once,
     )
 
 

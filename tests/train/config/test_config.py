@@ -174,6 +174,12 @@ def test_a_graph_is_refused_beside_what_it_cannot_hold(override: str, words: str
     assert words in refusal("train.cuda_graph=true", override)
 
 
+def test_weights_cannot_be_freed_and_gathered_once() -> None:
+    message = refusal("train.gather_once=true", "train.keep_gathered=false")
+    assert "train.gather_once is on and train.keep_gathered is off" in message
+    assert make_config(SMALLEST, ["train.gather_once=true"]).execution.gather_once
+
+
 @pytest.mark.parametrize("option", ["cuda_graph", "writes_copies"])
 def test_what_only_gpus_have_is_refused_on_a_cpu(option: str) -> None:
     config = make_config(SMALLEST, [f"train.{option}=true", "train.dtype=bf16", "device=cpu"])

@@ -24,6 +24,7 @@ def step_of_plan(
     overlap: Overlap | bool = True,
     accumulate_unsharded: bool = False,
     drop_duplicates: bool = True,
+    gather_once: bool = False,
     state: StateOptions | None = None,
     clips: bool = True,
 ) -> StepConfig:
@@ -35,6 +36,7 @@ def step_of_plan(
         plan.shard_sequence,
         accumulate_unsharded=accumulate_unsharded,
         drop_duplicates=drop_duplicates,
+        gather_once=gather_once,
     )
     schedule = None
     if plan.schedule is not None:
@@ -66,7 +68,7 @@ def plan_simulated(
     plans = plan(model, machine, batch=batch, seq_len=seq_len, cost="full", dtype=dtype, optimizer=optimizer, **search)
     architecture = set_imbalance(read_architecture(model, seq_len), search.get("imbalance"))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
-    names = ("accumulate_unsharded", "drop_duplicates", "state", "clips")
+    names = ("accumulate_unsharded", "drop_duplicates", "gather_once", "state", "clips")
     about = {name: search[name] for name in names if search.get(name) is not None}
     overlap = search.get("overlaps", True)
     best = [each for each in plans if each.is_possible and each.fits][:simulated]
