@@ -2,6 +2,7 @@
 """On GPUs: what the CPU tests show of `parallelize`, and what only a GPU can show."""
 
 import itertools
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 
 from stretto.axes import NAMES
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, clip_grad_norm_, gather, parallelize
+from stretto.parallel import (
+    Grid,
+    checkpoint_activations,
+    clip_grad_norm_,
+    gather,
+    gather_once,
+    no_sync,
+    parallelize,
+)
 from tests.gpu.sharing import SHARED, GpuRanks, is_shared
 
 VOCAB = 1003
@@ -69,6 +78,24 @@ def train(model: nn.Module, grid: Grid | None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+def train_in_parts(grid: Grid, *, gathers_once: bool) -> list[Tensor]:
+    """The weights after steps of two micro-batches with activation checkpointing, in bf16."""
+    model = parallelize(new_model(), grid, dtype=torch.bfloat16)
+    checkpoint_activations(model)
+    inputs, targets = batch()
+    part, parts = grid.coordinate("batch"), grid.size("batch")
+    rows = inputs.chunk(parts)[part], targets.chunk(parts)[part]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with gather_once(model) if gathers_once else nullcontext():
+            with no_sync(model):
+                model(*rows).backward()
+            model(*rows).backward()
+        optimizer.step()
+    return [parameter.to_local().detach().cpu() for parameter in model.parameters()]
+
+
 def make_config(world: int) -> GPTConfig:
     """Of a width that the number of ranks divides."""
     return GPTConfig(
@@ -101,6 +128,9 @@ def train_on_all_grids() -> dict[str, Any]:
             results[f"bf16 {name}{again}"] = train(parallelize(new_model(), grid, dtype=torch.bfloat16), grid)
         if sizes["x"] > 1:
             results[f"sequence {name}"] = train(parallelize(new_model(), grid, shard_sequence=True), grid)
+        if sizes["z"] > 1:
+            once, each_time = (train_in_parts(grid, gathers_once=once) for once in (True, False))
+            results[f"once {name}"] = all(map(torch.equal, once, each_time))
         model = parallelize(new_model(), grid)
         results[f"share {name}"] = {
             key: p.to_local().numel() / p.numel() for key, p in model.named_parameters() if ".qkv.weight" in key
@@ -136,6 +166,11 @@ def test_bf16_stays_near_fp32_and_repeats_bit_for_bit(trained: dict[str, Any], w
         assert once["losses"] == again["losses"], sizes
         for name, weight in once["weights"].items():
             assert torch.equal(weight, again["weights"][name]), (sizes, name)
+
+
+def test_weights_that_are_gathered_once_a_step_train_the_same_to_the_bit(trained: dict[str, Any], world: int) -> None:
+    for sizes in grids(world):
+        assert trained.get(f"once {sizes}", sizes["z"] == 1), sizes
 
 
 def test_each_rank_holds_its_share_of_the_linears(trained: dict[str, Any], world: int) -> None:
