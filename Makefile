@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-docs test-with-docs test-exhaustive test-versions test-versions-exhaustive nightly gpu-test gpu-test-exhaustive
+.PHONY: demo test test-long test-docs test-with-docs test-exhaustive test-versions test-versions-exhaustive nightly
+.PHONY: gpu-test gpu-test-exhaustive
 .PHONY: gpu-sanitize lint format docs docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
 	@echo "make test      tests of everything that needs no GPU"
+	@echo "make test-long the end-to-end runs that make test leaves to CI"
 	@echo "make test-docs the code blocks of README and docs"
-	@echo "make test-exhaustive  the cases that make test leaves out"
+	@echo "make test-with-docs  test, test-long and test-docs in one session, as CI runs them"
+	@echo "make test-exhaustive  the cases that all of these leave out"
 	@echo "make test-versions  the oldest and the newest Python, torch and Triton that are tried"
 	@echo "make nightly   all of these, and make lint"
 	@echo "make docs      the documentation as a site, in build/site; a broken link, anchor or picture is an error"
@@ -29,12 +32,15 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 CODE_TESTS := tests --ignore=tests/gpu --ignore=tests/versions --ignore=tests/test_pages.py
 
 test: $(VENV)/.installed
-	$(PYTEST) $(CODE_TESTS) --durations 20
+	$(PYTEST) $(CODE_TESTS) --durations 20 -m "not exhaustive and not long"
+
+test-long: $(VENV)/.installed
+	$(PYTEST) $(CODE_TESTS) --durations 20 -m "long and not exhaustive"
 
 test-docs: $(VENV)/.installed
 	$(PYTEST) tests/test_pages.py
 
-# test and test-docs in one session, which imports, collects and starts its servers once.
+# test, test-long and test-docs in one session, which imports, collects and starts its servers once.
 test-with-docs: $(VENV)/.installed
 	$(PYTEST) $(filter-out --ignore=tests/test_pages.py,$(CODE_TESTS)) --durations 20
 

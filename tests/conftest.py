@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for every test: ranks, from one pool of processes, and others whose kernels are interpreted.
 
-Which tests are `exhaustive`, and so left to `make test-exhaustive`: those that say so, and of one that is `sampled(n)`
-all but n of its cases, drawn by its name, so that everyone's `make test` runs the same ones.
+`make test` leaves out tests that are `long`, which `make test-long`, CI and pytest without options run, and those that
+are `exhaustive`, which only `make test-exhaustive` runs. A test says so itself, or is `sampled(n, quick=k)`: all but n
+of its cases are exhaustive, and all but k of these long. Without n none is exhaustive, and without quick none is long.
+The cases are drawn by the test's name, so that everyone runs the same ones.
 """
 
+import functools
 import gc
 import multiprocessing.spawn
 import os
@@ -46,10 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, found in cases.items():
-        size = min(found[0].get_closest_marker("sampled").args[0], len(found))
+        options = found[0].get_closest_marker("sampled")
+        size = min(*options.args, len(found)) if options.args else len(found)
         kept = random.Random(name).sample(range(len(found)), size)
         for index in set(range(len(found))) - set(kept):
             found[index].add_marker(pytest.mark.exhaustive)
+        for index in kept[options.kwargs.get("quick", size) :]:
+            found[index].add_marker(pytest.mark.long)
 
 
 class Ranks:
@@ -74,6 +80,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
     gc.enable()
     session.config.stash[_POOL] = Pool()
+    if testing := sys.modules.get("typer.testing"):  # it makes the whole command anew for each call
+        testing._get_command = functools.cache(testing._get_command)
     if not torch.cuda.is_available():
         forget_stacks_of_seeds()
 

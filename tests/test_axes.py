@@ -381,6 +381,7 @@ found["sizes"] = sizes_refused
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_one_place(tmp_path):
     results = with_made_up_axis(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING, ranks=4)

@@ -129,18 +129,19 @@ def test_an_exception_that_cannot_be_pickled_is_told_by_its_text(ranks):
 
 
 def test_a_dying_rank_fails_the_job_by_name_and_the_next_job_gets_a_new_pool(ranks):
-    before = ranks(8).run(process_id)
+    before = ranks(4).run(process_id)
     with pytest.raises(RankError, match=r"rank 1 of 4 died \(signal SIGKILL\)"):
         ranks(4).run(die_on, 1)
-    after = ranks(8).run(process_id)
+    after = ranks(4).run(process_id)
     assert set(before).isdisjoint(after)
 
 
+@pytest.mark.long
 def test_a_hanging_rank_fails_the_job_with_its_stack_and_the_next_job_gets_a_new_pool(ranks):
-    before = ranks(8).run(process_id)
+    before = ranks(4).run(process_id)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 3 did not end within 0\.5 s.*in hang_on"):
         ranks(3).run(hang_on, 1, timeout=0.5)
-    after = ranks(8).run(process_id)
+    after = ranks(4).run(process_id)
     assert set(before).isdisjoint(after)
 
 

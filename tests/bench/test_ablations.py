@@ -49,6 +49,7 @@ def compose():
         TwoStepAllToAll(world, torch.float32, cpu, world + 1)
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_compositions_compute_what_the_collectives_do(ranks, count):
     ranks(count).run(compose)
@@ -76,6 +77,7 @@ def test_a_composition_is_compared_with_the_better_kernel():
     assert composition_row(measured("composition", "ring", "graph", 1024, composed=30.0))["ratio"] is None
 
 
+@pytest.mark.long
 def test_results_are_written_with_tables_and_pictures(tmp_path):
     rows = [
         measured("pipelining", "ring-all-reduce", "graph", 1 << 20, whole=30.0, tile_16384=20.0),

@@ -37,6 +37,7 @@ def test_ratios_are_to_fsdp2_with_weights_kept_or_freed_alike():
     assert "time_ratio" not in blocks._compare([failed, row("Stretto", 9, 4)])[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.sampled(1)) for name in BLOCK_MODELS])
 def test_both_compute_the_same(ranks, tmp_path, monkeypatch, model):
     start_on_pool(monkeypatch, blocks, ranks)

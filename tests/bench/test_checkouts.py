@@ -87,6 +87,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, cases: list[CheckoutCase], *
     return bench_checkouts(CheckoutsSetting(SOURCE, **settings), out)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_same_checkout_twice_is_measured_from_end_to_end_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -144,6 +145,7 @@ def test_what_a_place_on_the_gpu_is_worth_cancels(monkeypatch, tmp_path):
     assert [row["ratio"] for row in found["rows"]] == pytest.approx([1.2, 1.8])
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.usefixtures("fake_worker")
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -183,6 +185,7 @@ def test_a_case_that_loses_ranks_while_it_is_measured_is_left_out_and_the_others
     assert children() == before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fake_worker")
 def test_ranks_that_are_lost_again_and_again_leave_what_was_measured_and_status_1(monkeypatch, tmp_path):
     names = ["first", *(f"dies in after run {number}" for number in range(5))]

@@ -113,6 +113,7 @@ def test_every_grid_is_measured_or_says_why_not_and_kept_rows_are_not_measured_a
     assert len(calls) == 3
 
 
+@pytest.mark.long
 def test_grids_with_sharded_tokens_are_predicted_on_demand_and_measured_where_they_were(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, plan, ranks)
     file = tmp_path / "predictions.json"

@@ -12,6 +12,7 @@ from stretto.bench.training.settings import RecomputeSetting
 from stretto.cli import app
 
 
+@pytest.mark.long
 def test_modes_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, recompute, ranks)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

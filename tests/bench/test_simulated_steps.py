@@ -36,6 +36,7 @@ def test_the_order_of_grids_is_at_least_as_good_as_the_planners():
         assert each["simulated_loss"] <= each["planned_loss"]
 
 
+@pytest.mark.long
 def test_the_committed_times_are_what_the_simulator_gives(monkeypatch):
     monkeypatch.setattr(simulated_steps, "FIDELITIES", ("closed-form", "closed-form"))
     for folder in ("plan", "plan-2-gpus"):

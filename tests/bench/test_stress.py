@@ -197,6 +197,7 @@ def test_wrong_results_are_counted_and_the_others_go_on():
     assert any(line.startswith("FOUND fake/wrong") for line in said)
 
 
+@pytest.mark.long
 def test_ranks_that_raise_or_hang_are_counted_and_replaced(tmp_path):
     file = tmp_path / "results.json"
     report, _ = run_fakes("fake/*", limit=8.0, resume=file)
@@ -230,6 +231,7 @@ def run_interpreted(only: str | None, results: int) -> stress_run.StressReport:
     return report
 
 
+@pytest.mark.long
 def test_interpreted_ranks_find_nothing_and_launch_the_kernels_that_configurations_name():
     report = run_interpreted("tiles/packets,all-gather/copies,copy/direct-all-gather/Copy", results=20)
     assert set(report.configurations) == {

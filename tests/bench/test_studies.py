@@ -89,6 +89,7 @@ def test_nccl_takes_ll_for_small_messages_on_many_ranks_alone():
     assert machine.choose_protocol(16 * MIB, 16).name == "Simple"
 
 
+@pytest.mark.long
 def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(tmp_path):
     setting = SimulatedTwoLevelSetting(machines=("perlmutter",), ranks=(32, 256), sizes=(16, 64))
     found = bench_simulated_two_level(setting, tmp_path)
@@ -134,6 +135,7 @@ def test_published_speedups_stand_beside_those_of_the_same_cell():
     assert many["hop_us"] == pytest.approx((15.1 + 7 * 3.6) / 8)
 
 
+@pytest.mark.long
 def test_fewer_links_between_switches_favour_a_ring_for_large_messages(tmp_path):
     """Distant partners share the links; neighbours on a ring do not."""
     setting = SimulatedTwoLevelSetting(
@@ -201,6 +203,7 @@ def test_the_ladder_falls_and_overlap_gains_with_scale():
     assert (small["published_overlap_saved"], large["published_overlap_saved"]) == ("up to 22%", "22%")
 
 
+@pytest.mark.long
 def test_each_assumption_less_brings_the_published_step_nearer():
     row = _explain(find_run("frontier", "gpt-320b"), 8192)
     assert row["planned"] > row["products"] > row["attention"] > row["no_overlap"] > 1

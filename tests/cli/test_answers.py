@@ -50,7 +50,11 @@ for name in {shared!r}:  # once, not in each fork
     import_module(name)
 import gc
 gc.freeze()
+import functools
 import stretto.cli
+import typer.main
+typer.main.get_command = functools.cache(typer.main.get_command)
+typer.main.get_command(stretto.cli.app)  # to make it takes longer than most answers
 from pathlib import Path
 
 heavy = set({heavy!r})

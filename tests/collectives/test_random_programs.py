@@ -2,7 +2,10 @@
 """What verifies runs right, whatever the order of events; what is damaged is caught, or proved harmless."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.collectives.machine import runs_right
@@ -11,6 +14,7 @@ from tests.collectives.random_programs import damaged, random_program
 from stretto.collectives import PROTOCOLS, compile_program, from_xml, to_xml, verify
 
 RUNS = 4
+FEW, MANY = 40, 150
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -23,9 +27,15 @@ def compiled(rng: random.Random):
     return schedule, slots or PROTOCOLS[protocol]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-@given(seeds)
-def test_a_random_program_compiles_to_a_schedule_that_verifies_and_runs_right(seed):
+def try_programs(examples: int) -> Callable[..., Any]:
+    """A decorator: the test takes the seeds of so many programs."""
+    with_settings = settings(
+        max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+    return lambda test: with_settings(given(seeds)(test))
+
+
+def check_program(seed: int) -> None:
     rng = random.Random(seed)
     schedule, slots = compiled(rng)
     found = verify(schedule, slots=slots)
@@ -35,9 +45,7 @@ def test_a_random_program_compiles_to_a_schedule_that_verifies_and_runs_right(se
     assert from_xml(to_xml(schedule), collective=schedule.collective).ranks == schedule.ranks
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-@given(seeds)
-def test_damage_is_caught_or_does_no_harm(seed):
+def check_damage(seed: int) -> None:
     rng = random.Random(seed)
     schedule, slots = compiled(rng)
     for _ in range(4):
@@ -47,3 +55,25 @@ def test_damage_is_caught_or_does_no_harm(seed):
         if verify(broken, slots=slots).ok:
             for _ in range(RUNS):
                 assert runs_right(broken, broken.collective, slots, rng), what
+
+
+@try_programs(FEW)
+def test_a_random_program_compiles_to_a_schedule_that_verifies_and_runs_right(seed):
+    check_program(seed)
+
+
+@pytest.mark.long
+@try_programs(MANY)
+def test_many_random_programs_compile_to_schedules_that_verify_and_run_right(seed):
+    check_program(seed)
+
+
+@try_programs(FEW)
+def test_damage_is_caught_or_does_no_harm(seed):
+    check_damage(seed)
+
+
+@pytest.mark.long
+@try_programs(MANY)
+def test_damage_of_many_programs_is_caught_or_does_no_harm(seed):
+    check_damage(seed)

@@ -40,7 +40,7 @@ def bench_dryly(folder, ablations, dtype="bf16"):
     return json.loads((Path(folder) / f"{name}.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=pytest.mark.long)])
 def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret, tmp_path, dtype):
     rows = interpret(2, bench_dryly, str(tmp_path), False, dtype)[0]
     expected = [(name, mode) for name in OPERATORS for mode in ("graph", "eager")]
@@ -56,6 +56,7 @@ def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret
     assert (tmp_path / "operators.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_rows_of_an_earlier_run_stay_unless_they_are_measured_again(interpret, tmp_path):
     interpret(2, bench_dryly, str(tmp_path), False)
     file = tmp_path / "operators.json"
@@ -65,11 +66,16 @@ def test_rows_of_an_earlier_run_stay_unless_they_are_measured_again(interpret, t
     assert len(rows) == 12
 
 
-def test_ablations_vary_one_choice_at_a_time(interpret, tmp_path):
+@pytest.mark.long
+def test_ablations_are_measured_and_drawn(interpret, tmp_path):
     rows = interpret(2, bench_dryly, str(tmp_path), True)[0]
     variations = {row["variation"] for row in rows if row["operator"] == "gather"}
     assert variations >= {"as chosen", "no shift by rank", "16 programs push", "16 programs pull", "copies of 2 MB"}
     plot_ablations(tmp_path / "operator-ablations.json", tmp_path / "ablations.png")
+    assert (tmp_path / "ablations.png").stat().st_size > 10_000
+
+
+def test_ablations_vary_one_choice_at_a_time():
     for name in OPERATORS:
         base = KernelConfig()
         for plan in vary(name, base).values():

@@ -172,6 +172,7 @@ def fail_half_way(way):
     return results
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
     "way",
     ["one shot", "two shots", "scattered packets", "tiles", "tiles by copies", "pushes", "pulls", "copies"],

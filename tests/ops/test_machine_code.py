@@ -335,6 +335,7 @@ def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_t
     assert count_shared_bytes(gemm_reduce_scatter, arguments, options, "sm_90") <= 227 << 10
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
@@ -439,7 +440,7 @@ def test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew(form, n, sto
     assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, quick=1)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("blocks", [ODD, ODD._replace(m=16, k=256, num_stages=3), ODD._replace(n=224, k=64)])
 @pytest.mark.parametrize(("name", "transfer"), [("exchange", {}), ("gather", {"transfer": "programs"})])
@@ -475,6 +476,7 @@ def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
     assert before[-1].startswith("bar.sync")
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(("name", "sizes"), [("gather", {}), ("gather", {"transfer": "programs"}), ("scatter", {})])
 def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     sizes = sizes | {"shares": SHARED}
@@ -491,6 +493,7 @@ def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     assert count_shared_bytes(kernel, arguments(WIDE, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
     for blocks in (WIDE, NARROW) if name in LARGE else (FEW_ROWS, FEW_ROWS._replace(m=64, num_stages=6)):
@@ -514,7 +517,8 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
     ("name", "m"),
     [
         *(("exchange", m) for m in (1, 64)),
-        *((name, m) for name in LARGE for m in (512, 16384)),
+        *((name, 512) for name in LARGE),
+        *(pytest.param(name, 16384, marks=pytest.mark.long) for name in LARGE),
         *(
             pytest.param(name, m, marks=pytest.mark.exhaustive)
             for name, m in (("exchange", 20), *((name, 4096) for name in LARGE))
@@ -533,6 +537,7 @@ def test_fp8_goes_to_tensor_cores_and_spills_nothing(name, m, tmp_path):
     assert count_shared_bytes(kernel, arguments(blocks, dtype=FP8), options, "sm_90") + 1024 <= 228 << 10
 
 
+@pytest.mark.long
 def test_fp32_products_of_fp8_are_stored_beside_the_loads(tmp_path):
     call = GemmProblem("all_gather_matmul", 4096, 12288, 12288, FP8, False, WORLD)
     for blocks in {plan.blocks._replace(group_rows=1) for plan in vary_blocks(call, Machine(132, True, True))}:

@@ -47,7 +47,7 @@ def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
     return relative_error(out, expected), torch.equal(gathered, torch.cat(shards)), is_same, ran
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, quick=2)
 @pytest.mark.parametrize(
     "plan", ["copies", "pushes", "pulls", "unshifted", "odd tiles", "odd tiles, pushes", "odd tiles, copies"]
 )
@@ -75,7 +75,7 @@ def multiply_and_scatter(shape, dtype, by_columns, has_bias, plan):
     return relative_error(out, expected), all(torch.equal(out, one) for one in again), ran
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -243,7 +243,7 @@ def train_on(sizes: Sizes, name: str, options: dict[str, Any], micro_batches: in
 KEEPS, FREES = {"keep_gathered": True}, {"keep_gathered": False}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("options", [KEEPS, FREES, {"overlap": False}, {"accumulate_unsharded": True}], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (2, 1, 1, 2), (4, 1, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)])
@@ -334,6 +334,7 @@ def checkpoint_blocks(keep_gathered: bool) -> None:
     assert found["weights"][calls] == 2 * right["weights"][calls]
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("keep_gathered", [True, False])
 def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, keep_gathered):
     ranks(4).run(checkpoint_blocks, keep_gathered)

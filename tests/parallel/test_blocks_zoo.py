@@ -47,6 +47,7 @@ def families_of(number: int) -> list[tuple[str, str]]:
     return zoo.list_families()[number::BATCHES]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(BATCHES))
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 1, 2)], ids=["data2z2", "x2z2"])

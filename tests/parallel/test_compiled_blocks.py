@@ -84,6 +84,7 @@ def compile_blocks(make_model: Callable[[], nn.Module], how: str) -> tuple[int, 
     return len(graphs), breaks, max(distance(gather(one.grad).float(), other.grad) for one, other in pairs), 0
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("make_model", [make_gpt, make_qwen])
 def test_a_block_on_one_rank_is_one_graph(ranks, make_model):
     ((graphs, breaks, far, _),) = ranks(1).run(compile_blocks, make_model, "as it is")

@@ -116,9 +116,12 @@ def continue_on_grid(kind: str, sizes: Sizes, folder: Path, name: str) -> list[f
         ),
     ],
 )
-def test_an_fsdp2_run_is_continued_on_other_grids(kind: str, name: str, ranks: MakeRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grids", [GRIDS[:1], pytest.param(GRIDS[1:], marks=pytest.mark.long)], ids=["one", "others"])
+def test_an_fsdp2_run_is_continued_on_other_grids(
+    kind: str, name: str, grids: list[tuple[int, Sizes]], ranks: MakeRanks, tmp_path: Path
+) -> None:
     expected = ranks(4).run(start_by_fsdp2, kind, tmp_path / "saved", name)[0]
-    for count, sizes in GRIDS:
+    for count, sizes in grids:
         for losses in ranks(count).run(continue_on_grid, kind, sizes, tmp_path / "saved", name):
             assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -137,6 +140,7 @@ def continue_by_fsdp2(kind: str, folder: Path) -> list[float]:
     return train(model, optimizer, STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"x": 2, "z": 2}, {"x": 2, "y": 2}, {"data": 2, "z": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "blocks"])
 @pytest.mark.sampled(1)

@@ -139,7 +139,7 @@ def logits_distance(sizes: Sizes, case: Case, precision: Precision, expected: to
         return distance(logits_of(case, model, tokens[rows]), expected[rows])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (1, 8, 1, 1)], ids=str)
 @pytest.mark.parametrize("variant", ["gpt2-like", "llama-like"])
 def test_every_rank_gets_whole_logits_of_its_rows_when_there_are_no_targets(ranks, sizes, variant):
@@ -158,6 +158,7 @@ def initial_weights_of_a_meta_model(sizes: Sizes, config: GPTConfig, seed: int) 
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(
     "sizes",
     [

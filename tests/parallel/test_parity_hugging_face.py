@@ -62,7 +62,7 @@ def disagreements_of(sizes: Sizes, case: Case, precision: Precision, expected: T
         return disagreements(sizes, case, precision, expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, quick=1)
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
@@ -96,7 +96,7 @@ def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Te
     return distance(logits, expected[rows]), made, torch.equal(as_tuple[0], logits)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=0)
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
@@ -140,6 +140,7 @@ META_MODELS = {
 }
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("model", list(META_MODELS))
 def test_a_model_on_the_meta_device_starts_as_hugging_face_would_have_it_and_alike_on_every_grid(ranks, model):
     (weights,) = ranks(1).run(weights_from_meta, (1, 1, 1, 1), model)

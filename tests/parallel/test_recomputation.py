@@ -88,11 +88,11 @@ def compare_modes(sizes: Sizes, options: dict[str, Any]) -> list[str]:
     ("sizes", "options"),
     [
         ((1, 2, 1, 1), {}),
-        pytest.param((1, 2, 1, 2), {"keep_gathered": False}, marks=pytest.mark.sampled(1)),
-        pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.sampled(1)),
-        pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.sampled(1)),
-        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1)),
-        pytest.param((1, 2, 2, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1)),
+        pytest.param((1, 2, 1, 2), {"keep_gathered": False}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 2, 2, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
     ],
     ids=str,
 )
@@ -128,7 +128,7 @@ X2, Y2, Z2 = (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
     ("sizes", "family", "task", "blocks"),
     [
         (X2, "llama", "causal", False),
-        (Z2, "bart", "seq2seq", True),
+        pytest.param(Z2, "bart", "seq2seq", True, marks=pytest.mark.long),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
@@ -176,9 +176,9 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
     [
         (X2, False),
         (Y2, False),
-        pytest.param(X2, True, marks=pytest.mark.sampled(1)),
-        pytest.param((1, 2, 2, 1), True, marks=pytest.mark.sampled(1)),
-        pytest.param((1, 2, 1, 2), False, marks=pytest.mark.sampled(1)),
+        pytest.param(X2, True, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 2, 2, 1), True, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 2, 1, 2), False, marks=pytest.mark.sampled(1, quick=0)),
     ],
     ids=str,
 )

@@ -44,7 +44,7 @@ def held_and_sent(sizes: dict[str, int], **options: Any) -> tuple[int, dict[tupl
     return sum(parameter.to_local().numel() for parameter in model.parameters()), dict(counts.bytes_by_axis())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"keep_gathered": False}], ids=str)
 def test_what_is_predicted_is_what_ranks_hold_and_send(ranks, grid, options):

@@ -312,6 +312,7 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, *, kind:
     return seen.peak
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "checkpoint", "keep_gathered", "shards"),
@@ -344,6 +345,7 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["communication", "products", "every:2", "every:3"])
 @pytest.mark.parametrize(
@@ -361,6 +363,7 @@ def test_peak_memory_of_modes_of_recomputation_is_within_10_percent(ranks, grid,
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"data": 2}], ids=str)
 @pytest.mark.parametrize("micro_batch", [1, 8])

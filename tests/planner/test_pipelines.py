@@ -343,7 +343,7 @@ def test_memory_that_is_short_is_answered_by_recomputation_or_a_schedule_that_ke
 
 
 def test_many_grids_are_searched_by_their_bounds_and_a_note_says_what_was_left_out(monkeypatch):
-    options: dict[str, Any] = {"gpus": 64, "batch": 64, "seq_len": 1024, "pipe": "auto"}
+    options: dict[str, Any] = {"gpus": 32, "batch": 32, "seq_len": 1024, "pipe": "auto"}
     whole = stretto.plan(MODEL, cluster(), **options)
     monkeypatch.setattr("stretto.planner.pipeline.search.MOST_LISTED", 5)
     found = stretto.plan(MODEL, cluster(), **options)

@@ -61,12 +61,12 @@ def measure(sizes: dict[str, int], config: GPTConfig, recompute: str, options: d
 @pytest.mark.parametrize(
     ("grid", "config", "options"),
     [
-        pytest.param({"x": 2}, CONFIG, {}, marks=pytest.mark.sampled(1)),
+        pytest.param({"x": 2}, CONFIG, {}, marks=pytest.mark.sampled(1, quick=0)),
         ({"y": 2}, GATED, {}),
-        pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.sampled(1)),
-        pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.sampled(1)),
-        pytest.param({"x": 2, "z": 2}, GATED, {}, marks=pytest.mark.sampled(1)),
-        pytest.param({"z": 2}, GATED, {"keep_gathered": False}, marks=pytest.mark.sampled(1)),
+        pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param({"x": 2, "z": 2}, GATED, {}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param({"z": 2}, GATED, {"keep_gathered": False}, marks=pytest.mark.sampled(1, quick=0)),
     ],
     ids=lambda value: "gated" if value == GATED else str(value) if isinstance(value, dict) else "plain",
 )

@@ -547,7 +547,7 @@ def test_every_kind_of_result_is_drawn_here() -> None:
     assert len(RESULTS) == len(_PLOTS)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(12, quick=2)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", RESULTS)
 def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str, count: int) -> None:
@@ -574,6 +574,7 @@ def test_labels_of_committed_results_are_clear_of_each_other(
     assert find_faults(drawn[0]) == []
 
 
+@pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("steps", [1, 3, 500])
 def test_labels_of_losses_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], count: int, steps: int) -> None:
@@ -610,6 +611,7 @@ def test_labels_of_a_timeline_are_clear_of_each_other(
     assert named == ({"computation"} if len(rows) == 1 else kinds)
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("instances", [1, 3])
 def test_labels_of_a_schedule_are_clear_of_each_other(
@@ -632,6 +634,7 @@ def test_labels_of_a_pipeline_are_clear_of_each_other(
     assert boxes == sum(map(len, schedule.ranks))
 
 
+@pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("name", ["grid", "two_level", "fused_kernel", "channels", "memory", "timeline"])
 def test_labels_of_the_docs_pictures_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str) -> None:
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"), run_name="figures")
@@ -685,6 +688,7 @@ def test_a_fault_in_a_layout_is_found(tmp_path: Path, drawn: list[Figure], fault
     assert any(fault in found for found in find_faults(drawn[0])), find_faults(drawn[0])
 
 
+@pytest.mark.long
 def test_the_bars_of_the_embedding_bench_are_centred_whatever_their_number(tmp_path: Path, drawn: list[Figure]) -> None:
     for count in COUNTS:
         result = tmp_path / "embedding.json"
@@ -721,6 +725,7 @@ def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, mon
     assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 1), (3, 40), (12, 250)])
 def test_loads_of_experts_are_drawn_for_each_block_and_drops_and_biases_where_there_are_any(
     tmp_path: Path, drawn: list[Figure], blocks: int, steps: int

@@ -72,6 +72,7 @@ def lose(what, loser):
     return first, None
 
 
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     ("what", "words"),
     [

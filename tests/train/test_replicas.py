@@ -120,7 +120,7 @@ LONG = ["train.steps=45", "train.schedule=constant", "train.lr=1e-3", "train.bat
 NORM, WEIGHT = "blocks.0.mlp_norm.weight", "blocks.1.mlp.up.weight"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, quick=1)
 @pytest.mark.parametrize(
     ("options", "step", "every", "name", "culprits", "replicas"),
     [
@@ -205,6 +205,7 @@ def test_neighbours_along_x_whose_gradients_have_changed_meanwhile_are_not_suspe
     assert "after step 9" in message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

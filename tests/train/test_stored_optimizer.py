@@ -160,6 +160,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     check_bits(tmp_path, grid, list(runs))
 
 
+@pytest.mark.long
 def test_fp32_weights_train_as_with_state_beside_them(ranks: Any, tmp_path: Path) -> None:
     """In fp32 nothing is rounded, so that state apart must give what the default gives; clipped, over four ranks."""
     common = ["train.dtype=fp32", "train.clip=0.5"]
@@ -286,6 +287,7 @@ KILLED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[] if mode == "split" else [pytest.mark.exhaustive]) for mode in KILLED]
 )

@@ -115,21 +115,29 @@ def test_the_losses_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path)
     assert expected[0] - expected[-1] > 0.05, "the model does not learn: the comparison says little"
 
 
-def test_a_run_resumes_on_fewer_and_on_more_ranks_with_the_same_losses(
-    ranks: MakeRanks, tmp_path: Path, whole: Path
+@pytest.mark.parametrize(
+    "options",
+    [
+        on_grid(y=2),
+        [*on_grid(pipe=2), "train.micro_batch=4"],
+        pytest.param(on_grid(data=2, x=2, z=2), marks=pytest.mark.long),
+    ],
+    ids=["fewer ranks", "stages", "more ranks"],
+)
+def test_a_run_resumes_on_another_grid_with_the_same_losses(
+    ranks: MakeRanks, tmp_path: Path, whole: Path, options: list[str]
 ) -> None:
     middle, expected = checkpoint_path(whole, 3), runs.metrics_of(whole)[3:]
-    for name, sizes in (("fewer", {"y": 2}), ("more", {"data": 2, "x": 2, "z": 2})):
-        resumed = run(ranks, tmp_path / name, *on_grid(**sizes), f"train.resume={middle}")
-        assert [line["step"] for line in resumed] == [4, 5, 6]
-        for ours, theirs in zip(resumed, expected, strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5), name
-            assert ours["tokens"] == theirs["tokens"]
-            assert ours["lr"] == theirs["lr"]
+    resumed = run(ranks, tmp_path / "resumed", *options, f"train.resume={middle}")
+    assert [line["step"] for line in resumed] == [4, 5, 6]
+    for ours, theirs in zip(resumed, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["lr"] == theirs["lr"]
 
 
 def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: Path) -> None:
-    options = [*on_grid(x=2, z=2), "model.dropout=0.2", "train.micro_batch=2", "train.checkpoint_every=2"]
+    options = [*on_grid(z=2), "model.dropout=0.2", "train.micro_batch=2", "train.checkpoint_every=2"]
     options.append("train.keep_checkpoints=3")
     whole = run(ranks, tmp_path / "whole", *options, "train.steps=5")
     resumed = run(
@@ -148,6 +156,7 @@ def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRa
             assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], abs=1e-10), name
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "fp64"), ("fp64", "fp32")])
 def test_a_run_resumes_in_another_precision(ranks: MakeRanks, tmp_path: Path, before: str, after: str) -> None:
     first = run(ranks, tmp_path, f"train.dtype={before}", "train.steps=4", "train.checkpoint_every=2")
@@ -158,6 +167,7 @@ def test_a_run_resumes_in_another_precision(ranks: MakeRanks, tmp_path: Path, be
     assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in first[2:]], abs=1e-4)
 
 
+@pytest.mark.long
 def test_accumulation_changes_neither_loss_nor_weights(ranks: MakeRanks, tmp_path: Path) -> None:
     results = []
     for micro_batch in ("none", "1"):
@@ -187,6 +197,7 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_last_in_its_metrics(ranks:
     assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 2)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
@@ -204,6 +215,7 @@ def test_no_rank_waits_for_others_to_look_for_a_request_to_stop(ranks: MakeRanks
     assert ranks(2).run(runs.look_at_stop_requests, tmp_path, timeout=30) == [[False, False, True]] * 2
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_ends_the_run_with_its_step_and_says_where_to_go_on(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -303,6 +315,7 @@ def test_matrices_are_decayed_and_vectors_are_not(ranks: MakeRanks, sizes: dict[
         assert torch.allclose(after, before * factor, rtol=1e-6, atol=0), name
 
 
+@pytest.mark.long
 def test_activation_checkpointing_changes_no_loss(ranks: MakeRanks, tmp_path: Path) -> None:
     options = [*on_grid(x=2), "model.dropout=0.1", "train.steps=3"]
     kept = run(ranks, tmp_path / "kept", *options)

@@ -153,6 +153,6 @@ def call_compiled(compiler):
     assert sum(ran_as.values()) == 4
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_code_reaches_the_schedules(ranks, compiler):
     ranks(2).run(call_compiled, compiler, timeout=120)

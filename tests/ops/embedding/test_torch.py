@@ -30,6 +30,7 @@ def check_registration():
     torch.library.opcheck(operators.embedding_all_to_all_update.default, arguments)
 
 
+@pytest.mark.long
 def test_the_operators_are_registered_as_torch_asks(interpret):
     interpret(2, check_registration, timeout=200.0)
 
@@ -83,6 +84,7 @@ def compile_more_look_ups():
     return right
 
 
+@pytest.mark.long
 def test_torch_compile_takes_other_batches_ranks_without_tables_and_sparse_gradients(interpret):
     assert interpret(2, compile_more_look_ups, timeout=200.0) == [[True] * 8] * 2
 

@@ -110,6 +110,7 @@ def train_in_two_ways(seed, optimizer, steps, dtype):
     return all(torch.equal(*pair) for pair in pairs), max(differences, default=0.0)
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 0.0), ("adagrad", 1e-5)])
 def test_the_fused_update_is_the_unfused_one(interpret, optimizer, bound):
     print("seed", SEED)

@@ -53,6 +53,7 @@ def train(sizes: Sizes, shards_sequence: bool) -> tuple[set[tuple[str, str | Non
     return calls.found, {name.removeprefix(COLLECTIVE_MARK) for name in names}
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("shards_sequence", [False, True])
 def test_all_that_a_step_sends_is_marked_and_named_in_a_trace(ranks, shards_sequence):
     sizes = (1, 2, 1, 2) if shards_sequence else (1, 1, 2, 2)

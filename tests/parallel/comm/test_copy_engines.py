@@ -119,7 +119,11 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
 @pytest.mark.parametrize(
     ("x", "z", "dtype", "straggles", "tolerance"),
     # Over two ranks both ways add the same two numbers; in bf16 the group rounds their sum, and pushes do not.
-    [(1, 2, None, True, 0), (2, 2, torch.bfloat16, False, 1e-2), (1, 3, None, True, 1e-6)],
+    [
+        (1, 2, None, True, 0),
+        pytest.param(2, 2, torch.bfloat16, False, 1e-2, marks=pytest.mark.long),
+        pytest.param(1, 3, None, True, 1e-6, marks=pytest.mark.long),
+    ],
 )
 def test_training_is_the_same_and_only_embedding_and_head_go_through_the_group(
     interpret, x, z, dtype, straggles, tolerance
@@ -220,6 +224,7 @@ def checkpoint_later(is_pushed: bool, how: str) -> dict[str, Any]:
     return {"shards": setup.shards(), "pushed": setup.num_pushed}
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("how", ["stretto", "reentrant", "not reentrant"])
 def test_activation_checkpointing_ends_it_and_frees_its_memory(interpret, how):
     for ours, other in zip(*(interpret(2, checkpoint_later, way, how) for way in (True, False)), strict=True):

@@ -191,6 +191,7 @@ def observe_two_depths(sizes: Sizes, config: GPTConfig, options: Options) -> tup
     return observe(sizes, config, options), observe(sizes, replace(config, layers=config.layers + 1), options)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "model", "keep_gathered"),
@@ -220,6 +221,7 @@ def test_a_gpts_linears_send_what_the_equations_say_and_its_blocks_nothing_else_
         assert [message for message in of_one_block if not is_small(message, config, sizes)] == []
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 1, 2, 2), (2, 2, 1, 2)], ids=str)
 def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_ranks(ranks, sizes):
@@ -263,6 +265,7 @@ def test_strettos_own_counter_reports_what_was_handed_to_the_groups(ranks, sizes
         assert observed.stretto_bytes_by_axis == observed.bytes_by_axis
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 4, 2)], ids=str)
 def test_checkpointing_repeats_the_forward_pass_of_the_blocks_and_nothing_of_the_backward_pass(ranks, sizes):
@@ -297,6 +300,7 @@ def forward_messages(config: GPTConfig, sizes: Sizes, only_last: bool = False) -
     return only_those_sent(messages, sizes)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (2, 1, 2, 2), (4, 2, 1, 1)], ids=str)
 def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
@@ -336,7 +340,7 @@ def bytes_held(sizes: Sizes, config: GPTConfig, keep_gathered: bool) -> dict[str
     return held
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize(
     ("sizes", "keep_gathered"),
     [((1, 2, 2, 2), True), ((2, 1, 2, 2), False), ((1, 4, 2, 1), True), ((1, 1, 1, 8), False)],

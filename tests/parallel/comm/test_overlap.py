@@ -200,6 +200,7 @@ def test_a_weight_is_gathered_beside_the_product_before_it(ranks):
         assert set(seen["allgather_base", "z"]) == {0}
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("how", [How(keep_gathered=False), How(checkpoints=True), How(False, True)], ids=str)
 def test_weights_that_the_backward_pass_gathers_again_are_gathered_ahead_too(ranks, how):
     for seen in ranks(2).run(products_hidden_under, (1, 1, 1, 2), Overlap(), how):

@@ -51,6 +51,7 @@ def sent_by_a_block(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Cou
 TED = {"data": 2, "x": 2, "expert": 2}
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
 def test_a_block_of_ted_has_six_all_to_alls_and_six_all_reduces_and_four_of_each_if_they_are_kept(
     ranks, recompute, times
@@ -70,7 +71,7 @@ def test_a_block_whose_sequence_is_sharded_has_as_many_reduce_scatters_and_gathe
         }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("full", 2), ("communication", 1)])
 def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_that_too(ranks, recompute, passes):
     for calls, _ in ranks(4).run(sent_by_a_block, TED, {"recompute": recompute}):
@@ -141,6 +142,7 @@ def all_calls(sizes: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[s
     return Counter((call.kind, call.axis, call.bytes_sent) for call in counts.calls if call.axis not in others)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "options"),

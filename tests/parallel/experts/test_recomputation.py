@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes of recomputation with experts: the same gradients to the bit, with losses, capacity and frozen experts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,14 +35,21 @@ def train(sizes: dict[str, Any], recompute: str, options: dict[str, Any]) -> tup
     return gradients(model), [block.mlp.router.statistics for block in (model.blocks[1], model.blocks[3])]
 
 
-def compare_modes(sizes: dict[str, Any], options: dict[str, Any]) -> list[str]:
+def compare_modes(sizes: dict[str, Any], options: dict[str, Any], modes: Sequence[str] = MODES) -> list[str]:
     right, counts = train(sizes, "none", options)
     assert not any("blocks.1.mlp.experts" in name for name in right)
-    found = {mode: train(sizes, mode, options) for mode in MODES}
+    found = {mode: train(sizes, mode, options) for mode in modes}
     wrong = [mode for mode, (_, seen) in found.items() if not all(map(torch.equal, seen, counts))]
     return [f"{mode}: counts" for mode in wrong] + differences(right, {mode: seen for mode, (seen, _) in found.items()})
 
 
+def test_what_is_computed_again_gives_the_same_gradients_and_counts_to_the_bit(ranks):
+    print(f"seed {SEED}")
+    found = ranks(2).run(compare_modes, {"z": 2, "expert": 2}, {}, ("full", "communication"))
+    assert found == [[]] * 2
+
+
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),

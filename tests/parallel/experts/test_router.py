@@ -51,6 +51,7 @@ def statistics(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[list[Ten
     return counts, biases, {kind: kinds.count(kind) for kind in set(kinds)}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["none", "full", "communication"])
 def test_choices_are_counted_once_over_all_ranks_whatever_is_recomputed(ranks, recompute):

@@ -198,13 +198,14 @@ def trained(sizes: Sizes, make: type[nn.Module], roles: dict[str, Any], **option
     return {name: value for name, value in far.items() if not value < 1e-5}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_a_vision_transformer_trains_as_on_one_rank(ranks, sizes):
     assert ranks(4).run(trained, sizes, VisionTransformer, ROLES) == [{}] * 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

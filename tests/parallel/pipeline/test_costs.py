@@ -95,6 +95,7 @@ def test_weights_that_are_not_kept_are_gathered_for_each_pass(ranks):
         assert calls["all_gather", "z"] >= 2 * 4 * (weights - 2)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "message-driven"])
 def test_gradients_are_summed_over_data_once_a_step(ranks, schedule):
@@ -118,6 +119,7 @@ def bytes_over_pipe(sizes: dict[str, int], rows: int, layers: int) -> int:
     return sum(call.bytes_sent for call in counts.calls if call.kind == "message")
 
 
+@pytest.mark.long
 def test_with_gpus_and_batch_fixed_a_stage_sends_in_proportion_to_the_number_of_stages(ranks):
     """Lemma 3.3.1. Of two stages there is no inner one: the first ones are compared."""
     shallow = ranks(4).run(bytes_over_pipe, {"pipe": 2, "data": 2}, 8, 4)
@@ -226,6 +228,7 @@ def live_bytes(schedule: str, steps: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven"])
 def test_memory_is_flat_over_ten_steps(ranks, schedule):

@@ -149,6 +149,7 @@ def test_any_number_of_micro_batches_trains(ranks, schedule):
     check_together(ranks, [(run, make_case("gpt2-like", run, number)) for number in numbers])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "message-driven, arrival"])
 @pytest.mark.parametrize("grid", [{"pipe": 2, "x": 2}, {"pipe": 2, "z": 2}], ids=str)
@@ -159,6 +160,7 @@ def test_blocks_that_are_computed_again_train_in_every_mode(ranks, schedule, gri
     check_together(ranks, [(run, make_case("llama-like", run, 2, layers=layers))])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "dualpipe-v", "message-driven, forward"])
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ def check(count: int, hidden: int, steps: int) -> None:
     assert [kill for kill in found if kill.broken] == [], f"seed {seed}"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_processes")
 def test_a_kill_during_a_save_leaves_whole_checkpoints_and_the_run_goes_on_as_if_undisturbed() -> None:
     check(1, hidden=64, steps=4)

@@ -79,6 +79,7 @@ def train_by_fsdp2(config: TrainConfig, folder: Path, layout: str) -> list[float
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["model, optim", "app", "torchtitan"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.sampled(1)

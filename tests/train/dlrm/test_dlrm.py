@@ -87,7 +87,7 @@ def brute_force_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     return sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_losses_weights_and_auc_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path, count: int) -> None:
     options = ["train.optimizer=sgd", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"ranks={count}"]
     metrics = run(ranks, tmp_path / "run", *options)
@@ -139,31 +139,32 @@ def test_a_run_resumes_on_another_number_of_ranks_with_the_same_losses(
         assert ours["samples"] == theirs["samples"] == 16 * ours["step"]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("count", "steps"), [(1, 2), pytest.param(4, 4, marks=pytest.mark.long)])
 def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_checkpoints(
-    ranks: MakeRanks, interpreted_pool: Pool, tmp_path: Path, count: int
+    ranks: MakeRanks, interpreted_pool: Pool, tmp_path: Path, count: int, steps: int
 ) -> None:
     options = [
         "train.dtype=fp32",
-        "train.steps=4",
-        "train.checkpoint_every=2",
+        f"train.steps={steps}",
+        f"train.checkpoint_every={steps // 2}",
         "model.rows=[30, 3, 12]",
         "model.pooling=[2, 1, 5]",
     ]
     library = run(ranks, tmp_path / "library", *options)
     config = dlrm_runs.configure(tmp_path / "kernel", *options, f"ranks={count}", "train.implementation=kernel")
     updates = interpreted_pool.run(count, dlrm_runs.train_with_kernels, config, timeout=120)
-    assert updates == [4] * count
+    assert updates == [steps] * count
     kernel = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in kernel] == pytest.approx([line["loss"] for line in library], abs=1e-5)
     assert kernel[-1]["auc"] == pytest.approx(library[-1]["auc"], abs=1e-3)
-    ours, theirs = (state_of(checkpoint_path(tmp_path / name, 4)) for name in ("kernel", "library"))
+    ours, theirs = (state_of(checkpoint_path(tmp_path / name, steps)) for name in ("kernel", "library"))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=name)
-    resumed = run(ranks, tmp_path / "resumed", *options, f"train.resume={checkpoint_path(config.out, 2)}")
-    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in library[2:]], abs=1e-5)
+    resumed = run(ranks, tmp_path / "resumed", *options, f"train.resume={checkpoint_path(config.out, steps // 2)}")
+    assert [line["loss"] for line in resumed] == pytest.approx(
+        [line["loss"] for line in library[steps // 2 :]], abs=1e-5
+    )
 
 
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: MakeRanks, tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ def test_more_ranks_than_tables_train_as_well(ranks: MakeRanks, tmp_path: Path) 
     assert [line["loss"] for line in many] == pytest.approx([line["loss"] for line in alone], abs=1e-12)
 
 
+@pytest.mark.long
 def test_a_small_model_learns_what_is_planted(ranks: MakeRanks, tmp_path: Path) -> None:
     metrics = run(
         ranks, tmp_path, "ranks=2", "train.dtype=fp32", "train.steps=60", "train.batch=256", "data.samples=20000",

@@ -72,6 +72,7 @@ def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
     assert after == before
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("gpt2", torch.float32)])
 def test_an_export_before_any_training_has_the_logits_of_the_folder_in_bits(
@@ -142,6 +143,7 @@ def test_a_gpt_is_not_exported_as_a_folder(tmp_path: Path, ranks: MakeRanks) -> 
         export_folder(config.out, tmp_path / "gpt")
 
 
+@pytest.mark.long
 def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says_on_any_grid(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -161,7 +163,7 @@ def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says_on_a
 
 def test_a_run_resumes_on_another_grid_and_only_with_its_own_model(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
-    whole = model_folders.configure(tmp_path / "whole", folder, *X2_Z2, "train.steps=4", "train.checkpoint_every=2")
+    whole = model_folders.configure(tmp_path / "whole", folder, "grid.z=2", "train.steps=4", "train.checkpoint_every=2")
     model_folders.train_on_grid(ranks, whole)
     middle = checkpoint_path(whole.out, 2)
     resume = ("grid.y=2", "train.steps=4", f"train.resume={middle}")
@@ -177,6 +179,7 @@ def test_a_run_resumes_on_another_grid_and_only_with_its_own_model(ranks: MakeRa
         preflight(runs.configure(tmp_path / "gpt", *resume))
 
 
+@pytest.mark.long
 def test_sinks_and_experts_resume_on_another_grid_and_are_exported_whole(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model", kind="gpt_oss")
     options = ("train.steps=4", "train.checkpoint_every=2")

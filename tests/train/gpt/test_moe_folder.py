@@ -47,6 +47,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return saved_tensors(AutoModelForCausalLM.from_pretrained(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -53,6 +53,7 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: fl
             assert mine[key] == pytest.approx(other[key], rel=tolerance), (key, mine["step"])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "-".join(f"{axis}{size}" for axis, size in grid.items()))
@@ -80,6 +81,26 @@ def test_a_pipelined_run_is_the_run_of_one_rank(
     same(run(ranks, tmp_path / "back", *alone, f"train.resume={middle[1]}"), whole[2:])
 
 
+def check_state_apart(
+    ranks: MakeRanks, tmp_path: Path, grid: dict[str, int], schedule: str, state: str, tied: bool
+) -> None:
+    """A run in stages whose optimizer state is apart has the losses of one rank, and so has its continuation."""
+    options = (
+        "train.micro_batch=1", "model.layers=4", f"model.tie_embeddings={str(tied).lower()}", "train.steps=3",
+        f"train.optimizer_state={state}", "train.state_bucket=1024",
+    )  # fmt: skip
+    whole = run(ranks, tmp_path / "whole", *options)
+    cut = [*options, *on(grid, schedule)]
+    same(run(ranks, tmp_path / "cut", *cut, "train.checkpoint_every=2"), whole, 1e-5)
+    resumed = run(ranks, tmp_path / "on", *cut, f"train.resume={checkpoint_path(tmp_path / 'cut', 2)}")
+    same(resumed, whole[2:], 1e-5)
+
+
+def test_optimizer_state_apart_is_stepped_and_resumed_on_two_stages(ranks: MakeRanks, tmp_path: Path) -> None:
+    check_state_apart(ranks, tmp_path, {"pipe": 2}, "1f1b", "device", tied=True)
+
+
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("state", ["device", "host"])
@@ -87,15 +108,7 @@ def test_a_pipelined_run_is_the_run_of_one_rank(
 def test_optimizer_state_apart_is_stepped_and_resumed_on_each_stage(
     ranks: MakeRanks, tmp_path: Path, schedule: str, state: str, tied: bool
 ) -> None:
-    options = (
-        "train.micro_batch=1", "model.layers=4", f"model.tie_embeddings={str(tied).lower()}", "train.steps=3",
-        f"train.optimizer_state={state}", "train.state_bucket=1024",
-    )  # fmt: skip
-    whole = run(ranks, tmp_path / "whole", *options)
-    cut = [*options, *on({"pipe": 2, "data": 2}, schedule)]
-    same(run(ranks, tmp_path / "cut", *cut, "train.checkpoint_every=2"), whole, 1e-5)
-    resumed = run(ranks, tmp_path / "on", *cut, f"train.resume={checkpoint_path(tmp_path / 'cut', 2)}")
-    same(resumed, whole[2:], 1e-5)
+    check_state_apart(ranks, tmp_path, {"pipe": 2, "data": 2}, schedule, state, tied)
 
 
 def test_a_model_folder_is_trained_in_stages(ranks: MakeRanks, tmp_path: Path) -> None:

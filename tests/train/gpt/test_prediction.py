@@ -31,7 +31,12 @@ MACHINE = Cluster(
 def test_the_summary_has_what_the_planner_says_of_this_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     MACHINE.save(tmp_path / "mine.toml")
     config = runs.configure(
-        tmp_path / "run", f'cluster="{tmp_path / "mine.toml"}"', "grid.x=2", "grid.z=2", "train.micro_batch=2"
+        tmp_path / "run",
+        f'cluster="{tmp_path / "mine.toml"}"',
+        "grid.x=2",
+        "grid.z=2",
+        "train.micro_batch=2",
+        "train.steps=2",
     )
     runs.write_config(config)
     ranks(4).run(runs.train_quietly, config)

@@ -60,6 +60,7 @@ def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_
     assert len(told) == 1, warnings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", [pytest.param("data", marks=pytest.mark.exhaustive), "step"])
 def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_messages(tmp_path, monkeypatch, phase):
     overrides = ("grid.data=2", "grid.pipe=2", "train.micro_batch=1")
@@ -68,6 +69,7 @@ def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_me
     assert "ranks 0, 2 and 3 wait for it" in failure.reason or "ranks 0-2" in failure.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_async", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
 def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeypatch, is_async):
     failure = fail(tmp_path / "out", monkeypatch, "loop write 1", f"train.async_save={is_async}")
@@ -139,6 +141,7 @@ def test_a_slow_rank_is_told_and_is_in_the_summary(tmp_path, monkeypatch, caplog
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["slow_rank"]["rank"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "text"),
     [

@@ -149,6 +149,7 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [

@@ -43,6 +43,7 @@ def under_products(timeline: Timeline, axis: str) -> list[Span]:
     return [span for span in collectives if any(span.start < product < span.end for product in products)]
 
 
+@pytest.mark.long
 def test_with_overlap_collectives_run_while_products_do_and_without_it_none_does(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_with_overlap_collectives_run_while_products_do_and_without_it_none_does
     pytest.fail(f"no collective of one of the axes ran under a product, only {seen}")
 
 
+@pytest.mark.long
 def test_a_trace_names_each_axis_that_communicates(ranks: MakeRanks, tmp_path: Path) -> None:
     timeline = trace(ranks, tmp_path / "z", "grid.x=2", "grid.z=2", "train.steps=1")
     assert timeline.rows == ("compute", "x", "z", "other")

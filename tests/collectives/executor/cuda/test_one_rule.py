@@ -226,9 +226,15 @@ def check_random_schedules(kind, count, workspaces, rng):
     return ran
 
 
+def test_the_interpreter_runs_random_schedules_as_the_host_does(workspaces):
+    print(f"seed {SEED}")
+    assert check_random_schedules("interpreter", 6, workspaces, random.Random(SEED))["uneven"] > 0
+
+
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_interpreter_runs_random_schedules_as_the_host_does(seed, workspaces):
+def test_the_interpreter_runs_many_random_schedules_as_the_host_does(seed, workspaces):
     print(f"seed {SEED + seed}")
     ran = check_random_schedules("interpreter", 25, workspaces, random.Random(SEED + seed))
     assert ran["uneven"] > 5

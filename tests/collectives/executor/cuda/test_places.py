@@ -89,6 +89,7 @@ def test_groups_that_cross_in_any_order_end(folder):
     assert crossing.kernels[0][0]._current.pieces[0][2] == bound_blocks(PLACES)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_without_the_bound_they_lock_each_other_out(folder):
     """What the bound is for: else the test above would show nothing."""
