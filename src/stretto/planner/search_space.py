@@ -25,15 +25,16 @@ from stretto.schedules import ServeFirst
 CostModel = Literal["paper", "full"]
 
 
-class ExpertKeywords(TypedDict, total=False):
-    """Options of a search that say how experts are divided, as `SearchKeywords` has them."""
+class FixedKeywords(TypedDict, total=False):
+    """Options of a search that hold for all choices, as `SearchKeywords` has them."""
 
     expert: int | None
     expert_tensor: ExpertTensor | None
     drop_duplicates: bool
+    gather_once: bool
 
 
-class SearchKeywords(ExpertKeywords, total=False):
+class SearchKeywords(FixedKeywords, total=False):
     """What `plan` searches, as keyword arguments.
 
     recompute, keep_gathered: fixed where given; searched where not or None, recompute among "none" and "full" (the
@@ -66,7 +67,6 @@ class SearchKeywords(ExpertKeywords, total=False):
     shard_sequence: bool | None
     overlaps: bool
     accumulate_unsharded: bool
-    gather_once: bool
     state: StateOptions | None
     memory: Literal["auto"] | None
     clips: bool
@@ -176,14 +176,13 @@ def make_search_space(
     memory: Literal["auto"] | None = None,
     overlaps: bool = True,
     accumulate_unsharded: bool = False,
-    gather_once: bool = False,
     clips: bool = True,
-    **experts: Unpack[ExpertKeywords],
+    **fixed: Unpack[FixedKeywords],
 ) -> SearchSpace:
     """The space that `SearchKeywords` mean. Raises ValueError for those that contradict each other or the model."""
     if memory not in (None, "auto"):
         raise ValueError(f"memory is {memory!r}, but must be 'auto' or None")
-    expert, expert_tensor = experts.get("expert"), experts.get("expert_tensor")
+    expert, expert_tensor = fixed.get("expert"), fixed.get("expert_tensor")
     _check_experts(workload.model, expert, expert_tensor)
     layers = workload.model.layers
     given = (
@@ -206,10 +205,11 @@ def make_search_space(
             raise ValueError(f"memory is 'auto', but optimizer state can lie nowhere: {'; '.join(notes)}")
     for each in states:
         check_state(workload, ExecutionOptions(accumulate_unsharded=accumulate_unsharded), each)
+    gathers_once = fixed.get("gather_once", False)
     if keep_gathered is not None:
         keeps = [keep_gathered]
     else:
-        keeps = [True] if cost == "paper" or gather_once else [True, False]
+        keeps = [True] if cost == "paper" or gathers_once else [True, False]
     return SearchSpace(
         recomputes,
         keeps,
@@ -222,8 +222,8 @@ def make_search_space(
         notes=tuple(notes),
         expert=expert,
         expert_tensor=expert_tensor,
-        drops_duplicates=experts.get("drop_duplicates", True),
-        gather_once=gather_once,
+        drops_duplicates=fixed.get("drop_duplicates", True),
+        gather_once=gathers_once,
     )
 
 
