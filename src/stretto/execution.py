@@ -357,6 +357,7 @@ LEAST_COPIED_BYTES = 1 << 25
 # What operators send within a product lies in two slots in turn, up to this size. Calls that send more use one slot and
 # begin with a barrier, whose time then matters less than the memory.
 TWO_SLOTS_BYTES = 256 << 20
+LEAST_WORKSPACE_BYTES = 1 << 20
 # Of the rings on a GPU through which messages of a pipeline come, one for each other rank: slots, bytes of a slot, and
 # the most that all rings of a rank take, however many ranks there are.
 MESSAGE_SLOTS = 8

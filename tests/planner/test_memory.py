@@ -139,6 +139,20 @@ def test_where_copy_engines_send_over_z_their_buffers_are_kept_all_the_time():
     assert freed["gathered_weights"] == 2 * 2 * 4 * 4096**2
 
 
+def test_operators_of_sharded_tokens_keep_workspaces_where_nvlink_joins_x():
+    """Two slots up to 256 MiB, one above: of the tokens that are gathered, and of the sums that others send."""
+    gathered = 2048 * 4096 * 2  # bytes of a sequence of gpt-5b, a power of two
+    for sequences, slots in ((8, 2), (16, 2), (32, 1)):
+        with_nvlink, without = (
+            predict(
+                "gpt-5b", cluster, grid={"x": 4}, batch=32, seq_len=2048, micro_batch=sequences, shard_sequence=True
+            ).memory["temporary"]
+            for cluster in (H200X4_FULL, replace(H200X4_FULL, in_node=PCI_EXPRESS))
+        )
+        # Three quarters of the sums round up to the same power of two.
+        assert with_nvlink - without == 2 * slots * sequences * gathered, sequences
+
+
 def test_with_nothing_hidden_copy_engines_still_bring_gradients_and_no_weight_is_gathered_ahead():
     options = {"batch": 8, "seq_len": 2048, "grid": {"z": 4}}
     config = GPTConfig(layers=24, hidden=4096, heads=32, vocab=50304, bias=False, norm="rmsnorm", positions="rotary")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted memory of pipeline stages beside what real ranks hold."""
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -94,3 +95,12 @@ def test_peak_memory_of_stages_is_within_5_percent_of_what_real_ranks_hold(ranks
         peak_of_a_pipeline, sizes, cuts, micro_batch, ELEMENTS[dtype], schedule, options
     )
     assert expected.peak_memory == pytest.approx(max(seen), rel=0.05)
+
+
+@pytest.mark.parametrize(("pipe", "rings"), [(2, 64), (4, 192), (8, 256)])
+def test_messages_come_through_rings_where_nvlink_joins_all_ranks(pipe, rings):
+    """Eight slots of 8 MiB for each other rank, and 256 MiB at most."""
+    nvlink = replace(MACHINE, gpu=replace(MACHINE.gpu, name="NVIDIA"), in_node=NodeLink(bandwidth=450e9))
+    asked = {"grid": {"pipe": pipe}, "batch": 16, "seq_len": 64, "micro_batch": 2}
+    with_nvlink, without = (predict(SMALL, each, **asked).memory["messages"] for each in (nvlink, MACHINE))
+    assert with_nvlink - without == rings << 20

@@ -16,6 +16,7 @@ from stretto.axes import GridSizes
 from stretto.execution import (
     BUCKET_BYTES,
     LEAST_COPIED_BYTES,
+    LEAST_WORKSPACE_BYTES,
     LOGITS_SLICE,
     SCATTERS_IN_FLIGHT,
     TWO_SLOTS_BYTES,
@@ -367,7 +368,7 @@ def workspaces(gathered: float, ranks: int) -> float:
     """
     total = 0.0
     for sent in (gathered, gathered * (ranks - 1) / ranks):
-        size = 1 << (max(math.ceil(sent), 1) - 1).bit_length()
+        size = max(1 << (max(math.ceil(sent), 1) - 1).bit_length(), LEAST_WORKSPACE_BYTES)
         total += size if size > TWO_SLOTS_BYTES else 2 * size
     return total
 
