@@ -52,7 +52,8 @@ class CompileOnce(FileCacheManager):
         return path
 
     def _find_or_lock(self, find: Callable[[], T | None]) -> T | None:
-        """What `find` finds, at once or when another process has stored it; else None, and the lock is held.
+        """What `find` finds, at once or when another process has stored it; else None, and the lock is held,
+        or its holder has kept it for longer than `WAIT_LIMIT`.
 
         A lock is never held with a result: the caller would keep it for as long as this object lives.
         """
@@ -60,16 +61,17 @@ class CompileOnce(FileCacheManager):
             return found
         file = os.open(Path(self.cache_dir) / "compiling", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         limit = time.monotonic() + WAIT_LIMIT
-        while not self._is_locked(file) and not (found := find()) and time.monotonic() < limit:
+        while not self._try_lock(file) and not (found := find()) and time.monotonic() < limit:
             time.sleep(_POLL)
         if found := found or find():
             os.close(file)
             return found
-        self._held = file  # without the lock, if its holder has kept it for too long
+        self._held = file
         return None
 
     @staticmethod
-    def _is_locked(file: int) -> bool:
+    def _try_lock(file: int) -> bool:
+        """Lock the file if no other process has; returns whether it is locked now."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
