@@ -22,7 +22,7 @@ from stretto.parallel.comm import copy_engine_scatter, weight_gathering
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer
 from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter, ScatterRing
-from stretto.parallel.layers import linear, weight_shard
+from stretto.parallel.layers import block_shard, linear, weight_shard
 from stretto.parallel.layout import local, version_of
 
 WEIGHTS = 9  # of the model: two blocks of four linears, and the head
@@ -38,7 +38,9 @@ CONFIG = GPTConfig(layers=2, hidden=24, heads=2, vocab=37, max_seq_len=SEQ_LEN)
 class Setup:
     """A model on a grid, and this rank's rows of a fixed text."""
 
-    def __init__(self, x: int, z: int, *, is_pushed: bool, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, x: int, z: int, *, is_pushed: bool, dtype: torch.dtype | None = None, blocks: list[str] | None = None
+    ) -> None:
         self.grid = Grid(x=x, z=z)
         torch.manual_seed(SEED)
         module = importlib.import_module("stretto.parallel.builder")
@@ -46,8 +48,10 @@ class Setup:
             mock.patch.object(module, "have_copy_engines", lambda group, device: group.size() > 1),
             mock.patch.object(module, "CopyEngineAllGather", partial(CopyEngineAllGather, backend="host")),
             mock.patch.object(module, "make_scatter_ring", partial(ScatterRing, backend="host")),
+            mock.patch.object(block_shard, "LEAST_COPIED_BYTES", 1),
         ):
-            self.model = parallelize(GPT(CONFIG), self.grid, overlap=Overlap(copy_engines=is_pushed), dtype=dtype)
+            overlap = Overlap(copy_engines=is_pushed)
+            self.model = parallelize(GPT(CONFIG), self.grid, overlap=overlap, dtype=dtype, blocks=blocks)
         text = torch.randint(CONFIG.vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
         self.text = text.chunk(z)[self.grid.coordinate("z")]
         self.gathers = self.scatters = 0
@@ -265,6 +269,29 @@ def test_a_step_gathers_each_weight_once_for_all_micro_batches(interpret, checkp
         assert (one["copies"], one["gathers"]) == (0, 2 * (WEIGHTS + 1))
         assert (ours["copies"], ours["gathers"], ours["pushed"]) == (2 * WEIGHTS, 2, WEIGHTS)
         assert other["gathers"] >= 6 * (WEIGHTS + 1)
+
+
+def train_blocks(is_pushed: bool, once: bool) -> list[torch.Tensor]:
+    """A model that is sharded by blocks, which are checkpointed: two steps of two micro-batches."""
+    setup = Setup(1, 2, is_pushed=is_pushed, blocks=["blocks.*"])
+    for block in setup.model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for _ in range(2):
+        with gather_once(setup.model) if once else nullcontext():
+            with no_sync(setup.model):
+                setup.loss().backward()
+            setup.loss().backward()
+        setup.update()
+    return setup.shards()
+
+
+def test_blocks_are_gathered_once_too(interpret):
+    runs = [
+        interpret(2, train_blocks, is_pushed, once) for is_pushed, once in ((True, True), (False, True), (False, False))
+    ]
+    for pushed, once, each_time in zip(*runs, strict=True):
+        assert all(map(torch.equal, pushed, each_time))
+        assert all(map(torch.equal, once, each_time))
 
 
 def change_in_a_step() -> list[bool]:
