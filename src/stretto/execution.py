@@ -347,6 +347,8 @@ HALVED_BYTES = 2 * 8 * 2**20
 HALVED_INPUTS = 2048
 # Logits of one slice of tokens, in elements: 256 MiB in fp32. Larger slices gain no speed, they only take memory.
 LOGITS_SLICE = 2**26
+# GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
+LOGITS_ROW_MULTIPLE = 64
 # A bucket's size: large enough for the links' full bandwidth, small enough that the last bucket does not delay the end.
 BUCKET_BYTES = 64 * 2**20
 # How many reduce-scatters over z may run at once: about two blocks' weights. It bounds the memory that they hold.

@@ -27,8 +27,8 @@ def rotary_angles(seq_len: int, head_dim: int, device: torch.device) -> tuple[Te
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the two halves of each head of `x` [batch, heads, seq, head_dim] by the position's angles."""
-    cos, sin = (angle.to(x.dtype) for angle in angles)
+    """Rotate the two halves of each head of `x` [batch, seq, groups, heads, head_dim] by the position's angles."""
+    cos, sin = (angle.to(x.dtype)[:, None, None] for angle in angles)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -49,12 +49,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        qkv = self.qkv(x)
-        groups = qkv.unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
-        query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
-        key, value = groups[..., -2, :].transpose(1, 2), groups[..., -1, :].transpose(1, 2)
+        groups = self.qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
+        query, key, value = groups.split((self.queries_per_group, 1, 1), dim=-2)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
+        # The output has the query's strides: heads of a token lie together, so that flattening it copies nothing.
+        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.queries_per_group > 1)
         return self.out(y.transpose(1, 2).flatten(2))
 

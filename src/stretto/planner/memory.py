@@ -17,6 +17,7 @@ from stretto.execution import (
     BUCKET_BYTES,
     LEAST_COPIED_BYTES,
     LEAST_WORKSPACE_BYTES,
+    LOGITS_ROW_MULTIPLE,
     LOGITS_SLICE,
     SCATTERS_IN_FLIGHT,
     TWO_SLOTS_BYTES,
@@ -153,14 +154,15 @@ def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_
     weight = outputs * model.hidden / grid.y
     match model.logits:
         case "sliced":  # a slice is there in dtype; in slices that would fit in fp32 beside that
-            return min(outputs * tokens * element, LOGITS_SLICE * (master + element)) + weight * (
-                master + (3 if keeps_head_weight else 2) * element
-            )
+            logits = min(outputs * tokens * element, LOGITS_SLICE * (master + element))
+            copies = 2 if keeps_head_weight and outputs % LOGITS_ROW_MULTIPLE else 1  # gathered, and padded
+            # After the last slice the gradient, summed in fp32, is cast.
+            return weight * (master + copies * element) + max(logits, weight * element)
         case _:
-            return _whole_logits(workload, tokens) + 2 * weight * element
+            return whole_logits(workload, tokens) + 2 * weight * element
 
 
-def _whole_logits(workload: StepWorkload, tokens: int) -> float:
+def whole_logits(workload: StepWorkload, tokens: int) -> float:
     """Bytes of a loss's logits where no rank has a part of them alone."""
     model, element = workload.model, workload.element
     if model.logits == "pooled":  # and their gradient, of zeros but for the rows that were taken
@@ -265,7 +267,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             "gradients": earlier,
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": (activations + edges) * element,
-            "logits": _logits(workload, grid, tokens, keeps_head_weight=keeps_gathered_weights),
+            "logits": _logits(workload, grid, tokens, keeps_head_weight=keeps_head_weight),
             "temporary": ring,
         },
         {  # the last block's backward pass; the head's gradient is there in dtype, too, while it is reduced
@@ -444,7 +446,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
         )
 
     note((layers if keeps else 0) * block + outside, layers * kept_by_each + 3 * hidden * model.is_last)  # the loss
-    moments[0]["logits"] = _whole_logits(workload, tokens)
+    moments[0]["logits"] = whole_logits(workload, tokens)
     for number in {layers, max(1, layers - 1)}:  # of the block whose forward pass begins
         following = ahead if number < layers else 0.0
         gathered = (number if keeps else 1) * block + outside + gathered_message + following

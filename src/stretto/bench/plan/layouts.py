@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from stretto.axes import OUTER_TO_INNER
 from stretto.bench.harness import (
     TORCH_DTYPES,
     Column,
@@ -35,6 +36,7 @@ from stretto.bench.plan.layout_settings import FsdpPeer, LayoutFile, LayoutsSett
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
 from stretto.bench.training.torch_peers import FsdpOptions, build_accumulating
 from stretto.cluster import Cluster
+from stretto.ops import free_workspaces
 from stretto.parallel import Grid
 from stretto.planner.grid_plan import GridPlan
 from stretto.train.config import TrainConfig
@@ -287,8 +289,11 @@ class _TaskStep:
         return Stepped(*self._task.step(self._step, LEARNING_RATE))
 
     def close(self) -> None:
-        """End the pipeline's threads and what else a task keeps."""
+        """End the pipeline's threads, and free what operators keep for their next calls."""
         self._task.close()
+        for axis in OUTER_TO_INNER:
+            if self._grid.size(axis) > 1:
+                free_workspaces(self._grid.group(axis))
 
 
 def _build_peer(layout: TrainConfig, peer: FsdpPeer, device: torch.device) -> Step:

@@ -20,7 +20,7 @@ from stretto.models import GPTConfig
 from stretto.planner import GridPlan, predict, read_architecture
 from stretto.planner.capacity import most_allocated, peak
 from stretto.planner.experts.ted import least_memory, list_memory
-from stretto.planner.memory import step_memory
+from stretto.planner.memory import step_memory, whole_logits
 from stretto.planner.workload import StepConfig, StepWorkload
 
 SEQ_LEN, PEAK, GPU_BYTES = 2048, 125e12, 16e9
@@ -126,7 +126,8 @@ def _largest(gpus: int, most_tensor: int) -> Fit:
 
 def ted_bytes(base: str, experts: int, gpus: int, tensor: int, *, is_tiled: bool) -> float:
     """Bytes of a GPU: equation 7.4, and the larger of the fp32 gradients that the optimizer makes, and of activations
-    of one sequence, checkpointed, with the loss. is_tiled: whether the optimizer steps tiles (section 7.2)."""
+    of one sequence, checkpointed, with the loss, whose logits are whole, with the vocabulary over x: slices of them, as
+    Stretto takes, neither system has. is_tiled: whether the optimizer steps tiles (section 7.2)."""
     grid = GridSizes(data=gpus // tensor, x=tensor, expert=experts)
     model = read_architecture(mixture(base, experts), SEQ_LEN)
     states = list_memory(model, grid)
@@ -134,7 +135,8 @@ def ted_bytes(base: str, experts: int, gpus: int, tensor: int, *, is_tiled: bool
     gradients = states["optimizer"] / 3
     workload = StepWorkload(model, grid.batch_parts, SEQ_LEN, dtype="fp16")
     in_step = step_memory(workload, StepConfig(grid, 1, ExecutionOptions(recompute="full"), STATE))
-    passes = in_step["activations"] + in_step["logits"] + in_step["temporary"]
+    loss = in_step["activations"] + whole_logits(workload, SEQ_LEN) / tensor
+    passes = max(loss, in_step["activations"] + in_step["logits"] + in_step["temporary"])
     return peak(states) + max(passes, min(gradients, TILE_BYTES) if is_tiled else gradients)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stretto.axes import LOSS
-from stretto.execution import LOGITS_SLICE
+from stretto.execution import LOGITS_ROW_MULTIPLE, LOGITS_SLICE
 from stretto.ops import cross_entropy
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce
@@ -23,9 +23,6 @@ from stretto.parallel.layers.norm import statistics_dtype
 from stretto.parallel.layers.sharded_module import gather_features
 from stretto.parallel.layout import local
 from stretto.parallel.roles.formulas import IGNORED_TARGET
-
-# GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
-ROW_MULTIPLE = 64
 
 
 class ParallelHead(ParallelLinear):
@@ -74,7 +71,8 @@ class _HeadLoss(torch.autograd.Function):
         plan = head.plan
         weight = plan.shard.gather(parameter, is_recorded=is_recorded).rows
         rows = plan.shard.rows
-        weight = F.pad(weight, (0, 0, 0, -rows % ROW_MULTIPLE))
+        if rows % LOGITS_ROW_MULTIPLE:
+            weight = F.pad(weight, (0, 0, 0, -rows % LOGITS_ROW_MULTIPLE))  # a copy, even if nothing is added
         exact = statistics_dtype(hidden)
         total = torch.zeros((), dtype=exact, device=hidden.device)
         needs_gradient = is_recorded and any(ctx.needs_input_grad)
