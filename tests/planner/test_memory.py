@@ -162,8 +162,8 @@ def test_with_nothing_hidden_copy_engines_still_bring_gradients_and_no_weight_is
     )
     ring = 9 * 4 * 4096**2 * 2
     assert plain["temporary"] == hidden["temporary"] == without["temporary"] + ring
-    # Weights lie in the copy engines' buffers only where they are gathered ahead. The head's is there for the loss in any
-    # case; of a vocabulary that is no multiple of 64 there is a padded copy of it, too.
+    # Weights lie in the copy engines' buffers only where they are gathered ahead. The head's is there for the loss in
+    # any case; of a vocabulary that is no multiple of 64 there is a padded copy of it, too.
     assert hidden["logits"] == plain["logits"]
     odd = replace(config, vocab=50257)
     hidden, plain = (

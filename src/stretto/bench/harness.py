@@ -185,6 +185,11 @@ def _call_and_leave(entry: Callable[..., Any], *args: Any) -> Any:
 
 def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
     """Median seconds of a step on the slowest rank, from CUDA events on a GPU, else from the clock."""
+    return statistics.median(time_each_step(step, warm_up=warm_up, repeats=repeats))
+
+
+def time_each_step(step: Callable[[], Any], *, warm_up: int, repeats: int) -> list[float]:
+    """Seconds of every step after the first `warm_up`, of the rank whose median is the largest: as `time_steps`."""
     for _ in range(warm_up):
         step()
     if not torch.cuda.is_available():
@@ -194,7 +199,6 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
-        median = torch.tensor(statistics.median(seconds))
     else:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         dist.barrier()
@@ -203,9 +207,10 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
             step()
             end_event.record()
         torch.cuda.synchronize()
-        median = torch.tensor(statistics.median(a.elapsed_time(b) / 1e3 for a, b in events), device="cuda")
-    dist.all_reduce(median, op=dist.ReduceOp.MAX)
-    return float(median)
+        seconds = [start_event.elapsed_time(end_event) / 1e3 for start_event, end_event in events]
+    of_ranks: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, seconds)
+    return max(of_ranks, key=statistics.median)
 
 
 def empty_memory() -> None:

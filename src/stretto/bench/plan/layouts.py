@@ -257,6 +257,7 @@ def measure_layouts(
                 "tokens_per_second_per_gpu": row.get("tokens_per_second_per_gpu"),
                 "loss": row.get("loss"),
                 "seconds": row.get("seconds"),
+                "step_seconds": row.get("step_seconds"),
                 "reason": row.get("error"),
             }
         )

@@ -6,6 +6,7 @@ clipped at norm 1. Torch's runs use torch's fused AdamW, Stretto's use its own A
 """
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from stretto.bench.harness import (
     empty_memory,
     in_one_line,
     peak_memory_gib,
-    time_steps,
+    time_each_step,
 )
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
@@ -112,9 +113,9 @@ def measure(
     """Time every run, round by round, and return a row for each: collective, and the same on every rank.
 
     A row has name, is_peer, and either error (the reason why the run could not) or seconds (the median of each round),
-    step_milliseconds (of the best round), tokens_per_second_per_gpu, peak_memory_gib (None on a CPU), loss and
-    gradient_norm (at the weights that a run starts from), last_loss (after as many steps in every run), and what
-    `extra` finds out from a step.
+    step_seconds (of each round, those of every step), step_milliseconds (of the best round), tokens_per_second_per_gpu,
+    peak_memory_gib (None on a CPU), loss and gradient_norm (at the weights that a run starts from), last_loss (after as
+    many steps in every run), and what `extra` finds out from a step.
     """
     rows: dict[str, dict[str, Any]] = {run.name: {"name": run.name, "is_peer": run.is_peer} for run in runs}
     for _, run in itertools.product(range(workload.rounds), runs):
@@ -145,7 +146,8 @@ def _measure_once(
             stack.callback(step.close)  # after a failure too: threads of a pipeline would keep its model alive
         empty_memory()
         stepped = [step()]
-        seconds = time_steps(lambda: stepped.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
+        of_steps = time_each_step(lambda: stepped.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
+        seconds = statistics.median(of_steps)
         found = {
             "step_milliseconds": seconds * 1e3,
             "tokens_per_second_per_gpu": workload.batch * workload.seq_len / seconds / dist.get_world_size(),
@@ -157,6 +159,7 @@ def _measure_once(
         if extra is not None:
             found |= extra(step)
     row.setdefault("seconds", []).append(seconds)
+    row.setdefault("step_seconds", []).append(of_steps)
     if seconds == min(row["seconds"]):
         row.update(found)
 
