@@ -58,14 +58,16 @@ test-versions-exhaustive: $(VENV)/.installed
 	$(PYTHON) tests/versions/run.py --folder $(VERSIONS_FOLDER) --exhaustive
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
-# GPUs have many CPUs. On one GPU each process takes a shard, whose files' ranks stay together, and has an MPS daemon,
+# GPUs have many CPUs. Each process takes a shard, whose files' ranks stay together. On one GPU it has an MPS daemon,
 # whose ranks are alone on the GPU in their time slice. Without MPS every rank has time slices of its own, and more
-# processes would only make these rarer.
+# processes would only make these rarer. With several GPUs each rank of a process has one, and tests that measure the
+# GPUs come first, alone.
 # `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
 GPU_PYTEST := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest tests/gpu --durations 15
 GPU_WORKERS := --numprocesses 4 --dist loadfile
 ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),$(patsubst %,%-of-6,1 2 3 4 5 6),1-of-1)
 ONE_GPU_SHARDS := $(addprefix gpu-test-shard-,$(ONE_GPU_SHARDS))
+SEVERAL_GPUS_SHARDS := $(patsubst %,gpu-test-shard-%-of-8,1 2 3 4 5 6 7 8)
 SHARD ?= 1/1
 PASSED ?= build/gpu-test-passed.txt
 GPU_PART := --shard $(SHARD) --passed $(PASSED)
@@ -76,12 +78,14 @@ HAS_ONE_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count
 gpu-test:
 	@$(HAS_GPU)
 	if $(HAS_ONE_GPU); then $(MAKE) --jobs --keep-going --output-sync $(ONE_GPU_SHARDS); else \
-		$(GPU_PYTEST) -m "alone and not exhaustive" && \
-		$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS); fi
+		$(GPU_PYTEST) -m "alone and not exhaustive"; alone=$$?; \
+		$(MAKE) --jobs --keep-going --output-sync GPU_MARKS="not alone and not exhaustive" $(SEVERAL_GPUS_SHARDS) \
+		&& exit $$alone; fi
 
-.PHONY: $(ONE_GPU_SHARDS)
-$(ONE_GPU_SHARDS): gpu-test-shard-%:
-	$(GPU_PYTEST) -m "not exhaustive" --shard $(subst -of-,/,$*)
+GPU_MARKS := not exhaustive
+.PHONY: $(ONE_GPU_SHARDS) $(SEVERAL_GPUS_SHARDS)
+$(ONE_GPU_SHARDS) $(SEVERAL_GPUS_SHARDS): gpu-test-shard-%:
+	$(GPU_PYTEST) -m "$(GPU_MARKS)" --shard $(subst -of-,/,$*)
 
 # pytest ends with 5 where it was left nothing to do, as in a shard without tests that run alone.
 gpu-test-exhaustive:

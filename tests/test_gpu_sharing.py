@@ -230,6 +230,10 @@ def test_shards_take_about_as_long_by_what_was_measured(monkeypatch, tmp_path):
         ("c.py", "4-ranks"): 1,
         ("d.py", "2-ranks"): 0,
     }
+    resuming.SECONDS.write_text('{"a.py 4-ranks": 10, "a.py own": 90, "b.py own": 50, "c.py own": 50}')
+    groups = {(f"{name}.py", "4-ranks") for name in "abc"}
+    shards = resuming.assign_shards(groups, 2, own_gpus=True)
+    assert shards == {("a.py", "4-ranks"): 0, ("b.py", "4-ranks"): 1, ("c.py", "4-ranks"): 1}
 
 
 @pytest.fixture

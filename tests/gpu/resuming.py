@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.sharing import count_gpus
+
 ROOT = Path(__file__).parents[2]
 SECONDS = Path(__file__).with_name("seconds.json")
 _UNKNOWN_SECONDS = 15.0
@@ -41,7 +43,7 @@ _PASSED = pytest.StashKey[set[str]]()
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests of other shards, and tests that have passed."""
     part, parts = parse_shard(config.getoption("--shard"))
-    shards = assign_shards({_group_of(item.nodeid) for item in items}, parts)
+    shards = assign_shards({_group_of(item.nodeid) for item in items}, parts, own_gpus=count_gpus() > 1)
     passed = config.stash[_PASSED]
     kept = [item for item in items if shards[_group_of(item.nodeid)] == part - 1 and item.nodeid not in passed]
     left_out = len(items) - len(kept)
@@ -50,14 +52,17 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = kept
 
 
-def assign_shards(groups: set[Group], parts: int) -> dict[Group, int]:
+def assign_shards(groups: set[Group], parts: int, *, own_gpus: bool = False) -> dict[Group, int]:
     """The shard, 0 to parts - 1, of each group, such that all take about as long: the longest first, to the emptiest.
 
     A group is the tests of one file and one number of ranks, which share processes, and often a run. SECONDS has what
-    `make gpu-test` was measured to spend on each.
+    `make gpu-test` was measured to spend on each, and, if each rank has a GPU of its own, on all tests of a file.
     """
     seconds = json.loads(SECONDS.read_text())
-    estimates = {group: seconds.get(f"{Path(group[0]).name} {group[1]}", _UNKNOWN_SECONDS) for group in groups}
+    estimates = {
+        group: seconds.get(f"{Path(group[0]).name} {'own' if own_gpus else group[1]}", _UNKNOWN_SECONDS)
+        for group in groups
+    }
     filled = [0.0] * parts
     shards = {}
     for group in sorted(groups, key=lambda group: (-estimates[group], group)):
