@@ -4,6 +4,7 @@
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -194,6 +195,38 @@ def test_a_block_sends_activations_once_under_communication_and_twice_under_full
         assert again[0] == forward
         assert again[1] - backward == weights + (sent if times == 2 else Counter()), mode
         assert not backward - again[1]
+
+
+def train_without_dropout(sizes: Sizes, recompute: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
+    """Gradients, and how many products and sums over x one step makes."""
+    grid = make_grid(sizes)
+    torch.manual_seed(SEED)
+    model = parallelize(GPT(replace(CONFIG, dropout=0.0)), grid, recompute=recompute, **options)
+    text = torch.randint(CONFIG.vocab, (BATCH, SEQ_LEN + 1))[my_rows(grid, BATCH)]
+    with Products() as products, count_collectives(grid) as counts:
+        model(text[:, :-1], text[:, 1:], num_targets=BATCH * SEQ_LEN).backward()
+    sums = sum(call.axis == "x" and call.kind in ("all_reduce", "reduce_scatter") for call in counts.calls)
+    return gradients(model), products.count, sums
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "sums"),
+    [
+        ((1, 2, 1, 1), {}, 2),
+        ((1, 1, 1, 2), {"keep_gathered": False}, 0),
+        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, 2, marks=pytest.mark.sampled(1, quick=0)),
+    ],
+    ids=str,
+)
+def test_a_block_that_is_computed_again_ends_before_its_last_linear(ranks, sizes, options, sums):
+    """Nobody would read its output. 4 blocks of 5 linears, of which 2 sum their outputs over x."""
+    print(f"seed {SEED}")
+    pool = ranks(2)
+    right, products, sent = pool.run(train_without_dropout, sizes, "none", options)[0]
+    for mode, segments in {"full": 4, "host": 4, "every:2": 2, "every:3": 2}.items():
+        seen = pool.run(train_without_dropout, sizes, mode, options)[0]
+        assert not differences(right, {mode: seen[0]})
+        assert seen[1:] == (products + 4 * 5 - segments, sent + 4 * sums - segments * (sums > 0)), mode
 
 
 def test_products_sends_no_sum_again_but_statistics_of_norms_and_gathered_tokens(ranks):

@@ -15,7 +15,7 @@ checkpoint themselves: there the function takes the place of their `_gradient_ch
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -290,6 +290,10 @@ class _Call:
             return self.function(*args, **kwargs)
 
 
+class _AllSaved(Exception):  # no error: it ends a recomputation
+    """Raised once a recomputation has saved the last tensor; what would follow, nobody reads."""
+
+
 class _BlockSegment:
     """Blocks that are computed again together, as torch's checkpoint does with one: saved tensors are their numbers."""
 
@@ -329,10 +333,17 @@ class _BlockSegment:
         def collect(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()  # with its graph, a node that saves its output would keep itself alive
             self._found[len(self._found)] = tensor
+            if len(self._found) == self._saved:
+                raise _AllSaved
             return tensor
 
         output: Sequence[Tensor] = ()
-        with saved_tensors_hooks(collect, lambda tensor: tensor), self._again, torch.enable_grad():
+        with (
+            suppress(_AllSaved),
+            saved_tensors_hooks(collect, lambda tensor: tensor),
+            self._again,
+            torch.enable_grad(),
+        ):
             for call in self._calls:
                 output = [leaf for leaf in tree_leaves(call.run_again(output)) if isinstance(leaf, Tensor)]
         if len(self._found) != self._saved:

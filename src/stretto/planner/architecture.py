@@ -39,6 +39,8 @@ class Architecture:
     `moe`: the mixture of experts that blocks have in place of the MLP: all of them, or those that `moe_pattern` has
     True for. `latent`: its attention is DeepSeek's, of these sizes.
 
+    `adds_output`: what the MLP returns is added to the residual stream as it is, without a norm or dropout between.
+
     `is_sharded_by_blocks`: `parallelize` finds no roles, and shards the model block by block over z, so that all ranks
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
     `has_plain_norms`, that norms are made of plain operations in fp32 (with roles, they are replaced).
@@ -75,6 +77,7 @@ class Architecture:
     labels: int | None = None
     has_head_bias: bool = False
     logits: Literal["sliced", "whole", "pooled"] = "sliced"
+    adds_output: bool = True
     stores_inputs_first: bool = False
     takes_sharded_sequence: bool = False
     is_sharded_by_blocks: bool = False
@@ -157,6 +160,14 @@ class Architecture:
     def moe_layer(self) -> MoeLayer | None:
         """The mixture of experts of one block, of a model whose blocks are all alike; None of dense ones."""
         return next((layer for layer in self.block if isinstance(layer, MoeLayer)), None)
+
+    @cached_property
+    def ends_with_linear(self) -> bool:
+        """Whether nothing but an addition follows the last linear of a block, of a model whose blocks are all alike.
+
+        Where such a block is computed again, that linear's output is not made: nobody would read it.
+        """
+        return self.adds_output and isinstance(self.block[-1], MlpLayer)
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:

@@ -78,6 +78,7 @@ def from_gpt(name: str, config: GPTConfig) -> Architecture:
         is_tied=config.tie_embeddings,
         is_rotary=config.positions == "rotary",
         takes_sharded_sequence=True,
+        adds_output=config.dropout == 0,
         positions=config.max_seq_len if config.positions == "learned" else 0,
         **_experts_of_gpt(config),
     )

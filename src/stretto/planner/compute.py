@@ -216,6 +216,8 @@ def _block_times(workload: StepWorkload, model: Architecture, config: StepConfig
     if recomputation.is_on:
         kept = [recomputation.keeps_product(linear.input_shards(grid)) for linear in model.linears]
         backward += forward - sum(output for output, is_kept in zip(outputs, kept, strict=True) if is_kept)
+        if model.ends_with_linear and not kept[-1]:
+            backward -= outputs[-1] / recomputation.blocks
     return _BlockTimes(forward, backward, tuple(outputs), tuple(input_gradients), tuple(gradients), grouped)
 
 

@@ -172,21 +172,23 @@ class StepCommunication:
         tokens = workload.tokens / grid.replicas / self.micro_batches
         # Recomputation runs the forward pass a second time, and what of its communication its mode does not keep.
         recomputation = config.options.recomputation
-        self.forward_sums = 2 if recomputation.sums_again else 1
         self.forward_exchanges = 2 if recomputation.exchanges_again else 1
         # A weight that is freed is gathered for the backward pass besides; a block is kept from its recomputation on.
         keeps_block = recomputation.is_on and model.is_sharded_by_blocks
         self.gathers = 1 + recomputation.is_on + (not config.options.keep_gathered and not keeps_block)
         if config.gathers_once:
             self.gathers = 1
-        # Of each kind of blocks, how many there are in a step and what each of its linears sends.
-        self._traffics: list[tuple[int, Linear, LinearTraffic]] = []
-        if not model.is_sharded_by_blocks:
-            self._traffics = [
-                (kind.blocks * self.micro_batches, linear, linear_traffic(linear, grid, tokens))
-                for kind in model.kinds
-                for linear in kind.model.linears
-            ]
+        # Of each kind of blocks, how many there are in a step, what each of its linears sends, and how often outputs
+        # are summed: recomputation may leave out those of a block's last linear.
+        self._traffics: list[tuple[int, Linear, LinearTraffic, float]] = []
+        for kind in model.kinds if not model.is_sharded_by_blocks else ():
+            is_left_out = recomputation.sums_again and kind.model.ends_with_linear
+            for linear in kind.model.linears:
+                sums: float = 2 if recomputation.sums_again else 1
+                if is_left_out and linear is kind.model.linears[-1]:
+                    sums -= 1 / recomputation.blocks
+                traffic = linear_traffic(linear, grid, tokens)
+                self._traffics.append((kind.blocks * self.micro_batches, linear, traffic, sums))
 
     @cached_property
     def _of_weights(self) -> tuple[int, float, float, float]:
@@ -265,11 +267,8 @@ class StepCommunication:
         config, model = self.config, self.workload.model
         tokens = self.workload.tokens / config.grid.replicas / self.micro_batches
         sums: list[_Sum] = []
-        for place, (calls, linear, traffic) in enumerate(self._traffics):
-            if config.token_parts > 1:
-                sums += self._sharded_sums(place, calls, linear, traffic)
-            else:
-                sums += self._whole_sums(place, calls, linear, traffic, tokens)
+        for place in range(len(self._traffics)):
+            sums += self._sharded_sums(place) if config.token_parts > 1 else self._whole_sums(place, tokens)
         if model.gathered_parameters and not model.is_sharded_by_blocks:
             sums += self._features_of_experts(tokens)
         if model.moe is not None:
@@ -295,12 +294,11 @@ class StepCommunication:
             group_seconds("all_reduce", replicas, traffic.data * element, self.cluster),
         )
 
-    def _whole_sums(
-        self, place: int, calls: int, linear: Linear, traffic: LinearTraffic, tokens: float
-    ) -> Iterator[_Sum]:
+    def _whole_sums(self, place: int, tokens: float) -> Iterator[_Sum]:
         """Partial sums of the output, of large ones half under the product of the other half, and of the input's
         gradient, under the weight's."""
-        element, passes = self.workload.element, self.forward_sums
+        calls, linear, traffic, passes = self._traffics[place]
+        element = self.workload.element
         parts = 2 if is_halved(linear, self.config.grid, tokens * element) else 1
         each = self.collective("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
         time = calls * passes * parts * each
@@ -309,13 +307,14 @@ class StepCommunication:
         time = calls * self.collective("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
         yield _Sum(traffic.gradient_sum_axis, time, min(time, self.work.weight_gradients[place]), is_forward=False)
 
-    def _sharded_sums(self, place: int, calls: int, linear: Linear, traffic: LinearTraffic) -> Iterator[_Sum]:
+    def _sharded_sums(self, place: int) -> Iterator[_Sum]:
         """With tokens sharded over x: the halves of x's all-reduces, each within a product, and y's sums, waited for.
 
         A rowwise linear scatters its output and gathers its gradient; a colwise one gathers its input, if the linear
         before it has not (gate and up take the same), and scatters its gradient.
         """
-        element, work, sums = self.workload.element, self.work, self.forward_sums
+        calls, linear, traffic, sums = self._traffics[place]
+        element, work = self.workload.element, self.work
         passes = sums if linear.is_rowwise else self.forward_exchanges
         gathers_input = place == 0 or self._traffics[place - 1][1].is_rowwise
         if linear.is_rowwise:

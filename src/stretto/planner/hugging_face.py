@@ -31,7 +31,8 @@ class _Family:
     where a configuration is silent.
 
     `has_experts`: the MLP is a router and experts, whose every rank of x and y computes all. `divides_experts`: some
-    blocks have a router and experts that ranks divide among them (`read_experts`). `has_sinks`: its attention has a
+    blocks have a router and experts that ranks divide among them (`read_experts`). `ends_with_norm`: what the MLP
+    returns passes a norm before it is added. `has_sinks`: its attention has a
     sink for each head, and is made of plain operations.
 
     For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
@@ -52,9 +53,10 @@ class _Family:
     has_experts: bool = False
     divides_experts: bool = False
     has_sinks: bool = False
+    ends_with_norm: bool = False
 
 
-_GPT2 = _Family("GPT2", defaults={"attn_pdrop": 0.1})
+_GPT2 = _Family("GPT2", defaults={"attn_pdrop": 0.1, "resid_pdrop": 0.1})
 _GATED = {
     "llama": _Family("Llama", "attention_bias", "attention_bias", "mlp_bias"),
     "mistral": _Family("Mistral", defaults={"num_key_value_heads": 8}),
@@ -79,10 +81,11 @@ _GATED = {
         block_norms=4,
         defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
         changes_logits=True,
+        ends_with_norm=True,
     ),
     "phi3": _Family("Phi3", note=_WHOLE_ATTENTION),
     "olmo": _Family("Olmo", "attention_bias", "attention_bias", block_norms=0, refusal=_OLMO_NORM),
-    "olmo2": _Family("Olmo2", "attention_bias", "attention_bias", head_norms="all"),
+    "olmo2": _Family("Olmo2", "attention_bias", "attention_bias", head_norms="all", ends_with_norm=True),
     "granite": _Family("Granite", "attention_bias", "attention_bias", "mlp_bias", changes_logits=True),
     "cohere": _Family(
         "Cohere",
@@ -207,6 +210,7 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
         labels=_labels(head, config, name),
         has_head_bias=_has(head.has_bias, config, name, default=True),
         logits="whole" if head is _LANGUAGE_MODEL and family.changes_logits else head.logits,
+        adds_output=not family.ends_with_norm and not config.get("resid_pdrop"),
         is_sharded_by_blocks=bool(refusals),
         refuses_copies=refusal_of_attention_dropout(config) is not None,
         notes=tuple(_notes(class_name, family, head, refusals, config)),

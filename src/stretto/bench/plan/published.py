@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench published`: plans for each run of Table 5.2 of Singh's dissertation, beside its measured FLOP/s."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,10 @@ def bench_published(out: Path, batch: int = BATCH) -> list[dict[str, Any]]:
 
 def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
     cluster = Cluster.preset(run.cluster)
-    # The paper's runs recompute activations.
+    # The paper's runs recompute activations, and each block to its end, as with dropout.
+    model = replace(GPTConfig.preset(run.model), dropout=0.1)
     paper, full = (
-        plan(run.model, cluster, gpus=run.gpus, batch=batch, seq_len=SEQ_LEN, cost=cost, checkpoint_activations=True)[0]
+        plan(model, cluster, gpus=run.gpus, batch=batch, seq_len=SEQ_LEN, cost=cost, checkpoint_activations=True)[0]
         for cost in ("paper", "full")
     )
     return {

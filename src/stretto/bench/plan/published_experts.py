@@ -50,6 +50,7 @@ def mixture(base: str, experts: int) -> GPTConfig:
         num_experts=experts,
         experts_per_token=1,
         moe_layers="every:2",
+        dropout=0.1,  # as of published_pipelines
     )
 
 

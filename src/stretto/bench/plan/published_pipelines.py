@@ -24,12 +24,13 @@ SEQ_LEN, VOCAB = 512, 51200
 # stages and micro-batches of 2 would idle a quarter of the time, and the runs reached half of the peak.
 FIGURES_BATCH, RUNS_BATCH = 2048, 16384
 STATE = StateOptions("host")  # as there, with 16-bit weights and gradients on the GPU
-# Sizes of the models, from AxoNN's paper; the dissertation gives their numbers of parameters alone.
+# Sizes of the models, from AxoNN's paper; the dissertation gives their numbers of parameters alone. With dropout, as
+# GPT models had then: blocks that are recomputed are computed to their end.
 MODELS = {
-    12: GPTConfig(layers=48, hidden=4512, heads=24, vocab=VOCAB, max_seq_len=SEQ_LEN),
-    24: GPTConfig(layers=48, hidden=6336, heads=36, vocab=VOCAB, max_seq_len=SEQ_LEN),
-    50: GPTConfig(layers=96, hidden=6528, heads=48, vocab=VOCAB, max_seq_len=SEQ_LEN),
-    100: GPTConfig(layers=96, hidden=9360, heads=60, vocab=VOCAB, max_seq_len=SEQ_LEN),
+    12: GPTConfig(layers=48, hidden=4512, heads=24, vocab=VOCAB, max_seq_len=SEQ_LEN, dropout=0.1),
+    24: GPTConfig(layers=48, hidden=6336, heads=36, vocab=VOCAB, max_seq_len=SEQ_LEN, dropout=0.1),
+    50: GPTConfig(layers=96, hidden=6528, heads=48, vocab=VOCAB, max_seq_len=SEQ_LEN, dropout=0.1),
+    100: GPTConfig(layers=96, hidden=9360, heads=60, vocab=VOCAB, max_seq_len=SEQ_LEN, dropout=0.1),
 }
 
 

@@ -177,6 +177,11 @@ def recomputation_contexts(mode: str) -> tuple[AbstractContextManager[Any], Abst
     return passes[0], passes[1]
 
 
+def is_recomputed() -> bool:
+    """Whether a block's forward pass runs that will be, or is, computed again."""
+    return _running.current is not None
+
+
 def is_given_back(name: str) -> bool:
     """Whether a block is being computed again in a mode that keeps outputs of this name."""
     running = _running.current

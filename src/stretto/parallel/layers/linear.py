@@ -32,7 +32,7 @@ from stretto.parallel.comm.collectives import (
     scatter_rows,
     start_all_reduce,
 )
-from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
+from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
@@ -248,8 +248,30 @@ class LinearPlan:
         self.shard.start_reduction(parameter, self._multiply("weight", left.t(), right, dtype))
 
 
+class _SaveFirst(torch.autograd.Function):
+    """Saves what the backward pass of a `_Linear3D` needs before that makes its product.
+
+    torch's checkpoint ends a recomputation once the last tensor has been saved. What the last linear of a block would
+    make after that, its product and the sum of it over ranks, is then not made: nobody would read it. Returns an empty
+    tensor, by whose node `_Linear3D` finds the weight, and its backward pass what was saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, plan: LinearPlan) -> Tensor:
+        ctx.weight = plan.shard.gather(parameter)
+        ctx.save_for_backward(x, ctx.weight.rows if plan.keep_gathered else None)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
 class _Linear3D(torch.autograd.Function):
-    """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd."""
+    """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd.
+
+    saved: of `_SaveFirst`, or None, with which it saves by itself.
+    """
 
     @staticmethod
     def forward(
@@ -259,18 +281,24 @@ class _Linear3D(torch.autograd.Function):
         bias: Tensor | None,
         plan: LinearPlan,
         gathered: GatheredInput | None,
+        saved: Tensor | None,
     ) -> Tensor:
-        weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
+        ctx.saver = None if saved is None else saved.grad_fn
+        if ctx.saver is None:
+            weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
+        else:
+            weight, ctx.saver.weight = ctx.saver.weight, None
         y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
-        ctx.save_for_backward(x, weight.rows if plan.keep_gathered else None)
+        if ctx.saver is None:
+            ctx.save_for_backward(x, weight.rows if plan.keep_gathered else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.plan
-        x, weight = ctx.saved_tensors
+        x, weight = (ctx if ctx.saver is None else ctx.saver).saved_tensors
         grad_bias = pending = None
         if plan.tokens is not None:
             gradient = gradient.contiguous()
@@ -284,7 +312,7 @@ class _Linear3D(torch.autograd.Function):
             plan.make_weight_gradient(ctx.parameter, x.flatten(0, -2), whole.flatten(0, -2))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = gradient.flatten(0, -2).sum(0)
-        return None if pending is None else pending.wait(), None, grad_bias, None, None
+        return None if pending is None else pending.wait(), None, grad_bias, None, None, None
 
 
 class ParallelLinear(ShardedModule):
@@ -322,12 +350,17 @@ class ParallelLinear(ShardedModule):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens
         if tokens is None:
-            return _Linear3D.apply(x, self.weight, bias, self.plan, None)
+            return _Linear3D.apply(x, self.weight, bias, self.plan, None, self._save_first(x))
         rows = x.flatten(0, -2).contiguous()
         if self.plan.is_rowwise:
             tokens.whole(rows)  # refuses tokens of another batch
-            return _Linear3D.apply(rows, self.weight, bias, self.plan, None).unsqueeze(0)
-        return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, tokens.gathered_input(x)))
+            return _Linear3D.apply(rows, self.weight, bias, self.plan, None, self._save_first(rows)).unsqueeze(0)
+        return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
+
+    def _save_first(self, x: Tensor) -> Tensor | None:
+        """What `_SaveFirst` returns in a pass that is recomputed; None in others, which would gain nothing by it."""
+        is_recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        return _SaveFirst.apply(x, self.weight, self.plan) if is_recorded and is_recomputed() else None
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""

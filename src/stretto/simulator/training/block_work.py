@@ -93,7 +93,8 @@ class BlockWork:
     other_forward, other_backward, other_again: seconds of all but linears' and experts' products (attention, norms,
     element-wise kernels, casts) in the forward pass, the backward pass, and the recomputed forward pass.
     statistics: of one of two norms, over y. features: hidden features for experts that z alone shards, over y.
-    weights: of what is not sent with a linear: all of a block that is sharded as one, or experts.
+    weights: of what is not sent with a linear: all of a block that is sharded as one, or experts. left_out:
+    seconds of the last linear's product, in the mean over blocks, if recomputation leaves it out of the last block.
     """
 
     linears: tuple[LinearWork, ...]
@@ -104,6 +105,7 @@ class BlockWork:
     features: GroupCollective | None = None
     weights: tuple[WeightCollectives, ...] = ()
     experts: ExpertWork | None = None
+    left_out: float = 0.0
 
     @property
     def forward_seconds(self) -> float:
@@ -117,7 +119,7 @@ class BlockWork:
         again = 0.0
         if self.other_again:
             again = self.other_again + self._of_experts
-            again += sum(each.product for each in self.linears if not each.is_kept)
+            again += sum(each.product for each in self.linears if not each.is_kept) - self.left_out
         weights = self.experts.weight_gradient if self.experts else 0.0
         return self.other_backward + own + again + self._of_experts + weights
 
@@ -182,7 +184,9 @@ class BlockWorkBuilder:
         experts = self._experts(model, work.other_weight_gradients / count)
         of_experts = experts.product if experts else 0.0
         again = (work.backward - plain.backward) / count
-        again -= sum(each.product for each in linears if not each.is_kept) + of_experts
+        is_left_out = model.ends_with_linear and not linears[-1].is_kept
+        left_out = linears[-1].product / config.options.recomputation.blocks if is_left_out else 0.0
+        again -= sum(each.product for each in linears if not each.is_kept) + of_experts - left_out
         forward = work.forward / count - sum(each.product for each in linears) - of_experts
         backward = plain.backward / count - of_experts - (experts.weight_gradient if experts else 0.0)
         backward -= sum(each.input_gradient + each.weight_gradient for each in linears)
@@ -201,6 +205,7 @@ class BlockWorkBuilder:
             features,
             self._weights_together(model),
             experts,
+            left_out,
         )
 
     def _weights_together(self, model: Architecture) -> tuple[WeightCollectives, ...]:

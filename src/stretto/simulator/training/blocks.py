@@ -94,8 +94,9 @@ class BlockRecorder:
         together = [weight.gather for weight in self.work.weights]
         return [linear.weight.gather for linear in self.work.linears if linear.weight is not None] + together
 
-    def forward(self, tape: Tape, weights: WeightGathers | None, *, again: bool = False) -> None:
-        """Record a forward pass. weights: gathered on the way. again: it is recomputed, but for what was kept."""
+    def forward(self, tape: Tape, weights: WeightGathers | None, *, again: bool = False, is_last: bool = False) -> None:
+        """Record a forward pass. weights: gathered on the way. again: it is recomputed, but for what was kept. is_last:
+        of the blocks that are recomputed together."""
         work = self.work
         other = (work.other_again if again else work.other_forward) / self._parts
         exchanges = not again or self.recomputation.exchanges_again
@@ -108,6 +109,8 @@ class BlockRecorder:
             tape.compute(OTHER, other)
             if weights is not None and linear.weight is not None:
                 weights.use()
+            if again and is_last and work.left_out and place == len(work.linears) - 1:
+                continue
             self._output(tape, linear, 0.0 if again and linear.is_kept else linear.product, exchanges, sums)
         if not self._is_gathered_whole:
             self._use_together(weights)

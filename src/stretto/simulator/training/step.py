@@ -181,8 +181,8 @@ class RankRecorder:
         frees = weights if self._frees else None
         for segment in segments:
             if self.recomputation.is_on:
-                for block in segment:
-                    block.forward(tape, weights, again=True)
+                for number, block in enumerate(segment, 1):
+                    block.forward(tape, weights, again=True, is_last=number == len(segment))
             for block in reversed(segment):
                 block.backward(tape, self.gradients, frees, computes_weight=computes_weight)
                 if computes_weight:
