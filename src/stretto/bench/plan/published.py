@@ -65,10 +65,17 @@ def bench_published(out: Path, batch: int = BATCH) -> list[dict[str, Any]]:
 
 def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
     cluster = Cluster.preset(run.cluster)
-    # The paper's runs recompute activations, and each block to its end, as with dropout.
-    model = replace(GPTConfig.preset(run.model), dropout=0.1)
+    # The paper's runs recompute activations.
     paper, full = (
-        plan(model, cluster, gpus=run.gpus, batch=batch, seq_len=SEQ_LEN, cost=cost, checkpoint_activations=True)[0]
+        plan(
+            paper_model(run.model),
+            cluster,
+            gpus=run.gpus,
+            batch=batch,
+            seq_len=SEQ_LEN,
+            cost=cost,
+            checkpoint_activations=True,
+        )[0]
         for cost in ("paper", "full")
     )
     return {
@@ -83,6 +90,11 @@ def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
         "predicted_petaflops": model_flops(GPTConfig.preset(run.model), batch) / full.step_time / 1e15,
         "petaflops": run.petaflops,
     }
+
+
+def paper_model(name: str) -> GPTConfig:
+    """A preset as the paper trained it: with dropout, so that a block that is recomputed is computed to its end."""
+    return replace(GPTConfig.preset(name), dropout=0.1)
 
 
 def model_flops(model: GPTConfig, batch: int) -> float:

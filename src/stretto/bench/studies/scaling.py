@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.bench.harness import ANY_CPU, Column, TitledTable, print_table, write_result, write_tables
 from stretto.bench.pictures import draw_result
-from stretto.bench.plan.published import RUNS, PublishedRun, model_flops
+from stretto.bench.plan.published import RUNS, PublishedRun, model_flops, paper_model
 from stretto.bench.studies.machines import MACHINES
 from stretto.bench.studies.settings import SimulatedScalingSetting
 from stretto.cluster import Cluster, name_grid
@@ -193,13 +193,14 @@ def _grid_gain_of_rings(run: PublishedRun, cluster: Cluster, batch: int) -> floa
 def _choose(model: str, cluster: Cluster, gpus: int, batch: int) -> tuple[dict[str, GridPlan], GridPlan]:
     """All plans that fit, with nothing overlapped, by grid; and the fastest among the paper's model's first ten."""
     options: dict[str, Any] = {"gpus": gpus, "batch": batch, "seq_len": SEQ_LEN, "checkpoint_activations": True}
-    plans = {name_grid(each.grid): each for each in plan(model, cluster, **options, overlaps=False) if each.fits}
-    first_ten = [name_grid(each.grid) for each in plan(model, cluster, cost="paper", **options)[:10]]
+    trained = paper_model(model)
+    plans = {name_grid(each.grid): each for each in plan(trained, cluster, **options, overlaps=False) if each.fits}
+    first_ten = [name_grid(each.grid) for each in plan(trained, cluster, cost="paper", **options)[:10]]
     return plans, min((plans[name] for name in first_ten if name in plans), key=lambda each: each.step_time)
 
 
 def _simulate(model: str, cluster: Cluster, batch: int, chosen: GridPlan, overlap: Overlap) -> StepSimulation:
-    workload = StepWorkload(read_architecture(model, SEQ_LEN), batch, SEQ_LEN)
+    workload = StepWorkload(read_architecture(paper_model(model), SEQ_LEN), batch, SEQ_LEN)
     return simulate_step(workload, step_of_plan(chosen, overlap=overlap), cluster)
 
 
@@ -255,7 +256,9 @@ def _scale_strongly(model: str, counts: tuple[int, ...], batch: int) -> list[Row
     cluster = Cluster.preset("frontier")
     rows: list[Row] = []
     for gpus in counts:
-        best = plan(model, cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, checkpoint_activations=True)[0]
+        best = plan(paper_model(model), cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, checkpoint_activations=True)[
+            0
+        ]
         days = TOKENS / (batch * SEQ_LEN) * best.step_time / DAY
         rows.append(
             {
@@ -283,7 +286,8 @@ def _explain(run: PublishedRun, batch: int) -> Row:
     The grid is the plan's. Ratios are published seconds over predicted ones.
     """
     cluster = Cluster.preset(run.cluster)
-    best = plan(run.model, cluster, gpus=run.gpus, batch=batch, seq_len=SEQ_LEN, checkpoint_activations=True)[0]
+    options: dict[str, Any] = {"batch": batch, "seq_len": SEQ_LEN, "checkpoint_activations": True}
+    best = plan(paper_model(run.model), cluster, gpus=run.gpus, **options)[0]
     slower = IN_TRAINING.get(run.cluster)
     if slower is not None:
         flops = replace(cluster.gpu.empirical_flops, bf16=slower.flops)
@@ -316,7 +320,7 @@ def _predictor(best: GridPlan, run: PublishedRun, cluster: Cluster, batch: int) 
     """Predicts the plan's grid with its options, and attention by plain operations or a fused kernel."""
 
     def predicted(*, plain_attention: bool, overlaps: bool) -> GridPlan:
-        model = replace(read_architecture(run.model, SEQ_LEN), has_plain_attention=plain_attention)
+        model = replace(read_architecture(paper_model(run.model), SEQ_LEN), has_plain_attention=plain_attention)
         return predict(
             model,
             cluster,
