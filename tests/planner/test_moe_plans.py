@@ -14,6 +14,7 @@ from stretto.execution import Recomputation
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import validate
 from stretto.planner import predict, read_architecture
+from stretto.planner.activations import recomputed_blocks
 from stretto.planner.compute import Device
 from stretto.planner.experts.cost import (
     ALL_TO_ALL_PEER,
@@ -26,7 +27,7 @@ from stretto.planner.experts.cost import (
 )
 from stretto.planner.experts.layers import MoeLayer, MoeShape
 from stretto.planner.grids import every_grid, list_expert_grids, why_impossible
-from stretto.planner.memory import local_parameters, recomputed_blocks
+from stretto.planner.memory import local_parameters
 from stretto.planner.pipeline.space import make_pipeline_space
 from stretto.planner.pipeline.stage_times import PartTimes, PipelineParts, cut_blocks
 from stretto.planner.workload import StepWorkload

@@ -15,9 +15,9 @@ from stretto.execution import (
     StateOptions,
     resolve_recompute,
 )
+from stretto.planner.activations import activations_of_a_block
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors, list_expert_grids
-from stretto.planner.memory import activations_of_a_block
 from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
 from stretto.schedules import ServeFirst

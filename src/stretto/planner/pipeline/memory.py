@@ -16,11 +16,12 @@ from typing import NamedTuple
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS
+from stretto.planner.activations import recomputed_blocks
 from stretto.planner.architecture import Architecture
 from stretto.planner.capacity import peak
 from stretto.planner.communication import has_nvlink_over_z, message_numbers
 from stretto.planner.grids import divisors
-from stretto.planner.memory import local_parameters, recomputed_blocks, step_memory
+from stretto.planner.memory import local_parameters, step_memory
 from stretto.planner.optimizer_state import take_over
 from stretto.planner.pipeline.stage_times import RankStages, stage_workload
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
