@@ -3,12 +3,47 @@
 
 import json
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from tests.bench.workloads import TINY, WORKLOAD, start_on_pool
 
 from stretto.bench.training import throughput as train
+from stretto.bench.training.runs import Stepped, TrainingRun, measure
 from stretto.bench.training.throughput import bench_train
+
+
+class FailingStep:
+    """A step that fails, or none, and is closed, which may fail, too."""
+
+    def __init__(self, error: str | None, closing: list[bool]) -> None:
+        self.error, self.closing = error, closing
+
+    def __call__(self) -> Stepped:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return Stepped(torch.tensor(2.0), torch.tensor(1.0))
+
+    def close(self) -> None:
+        self.closing.append(True)
+        if self.error is not None:
+            raise RuntimeError("closing failed")
+
+
+def measure_steps() -> tuple[list[dict[str, Any]], int]:
+    closing: list[bool] = []
+    runs = [TrainingRun(str(error), partial(FailingStep, error, closing)) for error in ("no memory", None)]
+    return measure(runs, WORKLOAD, torch.device("cpu")), len(closing)
+
+
+def test_a_run_that_fails_is_closed_and_its_own_error_is_told(ranks):
+    (failed, measured), closed = ranks(1).run(measure_steps)[0]
+    assert failed["error"] == "no memory"
+    assert measured["loss"] == 2.0
+    assert closed == 1 + WORKLOAD.rounds
+    assert [len(seconds) for seconds in measured["step_seconds"]] == [WORKLOAD.repeats] * WORKLOAD.rounds
 
 
 @pytest.mark.exhaustive

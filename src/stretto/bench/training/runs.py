@@ -7,8 +7,8 @@ clipped at norm 1. Torch's runs use torch's fused AdamW, Stretto's use its own A
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -140,10 +140,8 @@ def _measure_once(
     extra: Callable[[Step], dict[str, Any]] | None,
 ) -> None:
     empty_memory()  # also frees what a failed run has left
-    with ExitStack() as stack:
-        step = run.build()
-        if hasattr(step, "close"):
-            stack.callback(step.close)  # after a failure too: threads of a pipeline would keep its model alive
+    step = run.build()
+    with _closed_afterwards(step):
         empty_memory()
         stepped = [step()]
         of_steps = time_each_step(lambda: stepped.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
@@ -162,6 +160,24 @@ def _measure_once(
     row.setdefault("step_seconds", []).append(of_steps)
     if seconds == min(row["seconds"]):
         row.update(found)
+
+
+@contextmanager
+def _closed_afterwards(step: Step) -> Iterator[None]:
+    """Close a step, also one that has failed: threads of a pipeline would keep its model alive.
+
+    What has failed first is what is raised.
+    """
+    close = getattr(step, "close", None)
+    try:
+        yield
+    except FAILURES:
+        if close is not None:
+            with suppress(*FAILURES):
+                close()
+        raise
+    if close is not None:
+        close()
 
 
 def _forget(run: TrainingRun) -> None:
