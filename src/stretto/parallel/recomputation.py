@@ -290,7 +290,7 @@ class _Call:
             return self.function(*args, **kwargs)
 
 
-class _AllSaved(Exception):  # no error: it ends a recomputation
+class _AllSaved(BaseException):  # no error, and not for a block's own `except Exception`
     """Raised once a recomputation has saved the last tensor; what would follow, nobody reads."""
 
 
