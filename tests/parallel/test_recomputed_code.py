@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from stretto.parallel import Grid, parallelize, recomputation_contexts
+from stretto.parallel.layers.weight_shard import WeightShard
 
 SEED = 3
 MODES = ("full", "every:2", "every:3", "products", "communication", "host")
@@ -307,3 +309,45 @@ def count_alive(mode: str) -> list[int]:
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_lives_longer_than_the_graph(ranks, mode):
     assert ranks(1).run(count_alive, mode)[0] == [0, 0, 0]
+
+
+def count_gathered_weights() -> dict[str, tuple[int, int]]:
+    """How many weights one forward pass gathers over z, and how many of them live on to the backward pass."""
+    found = {}
+    for mode in MODES:
+        model, gathered = make(mode, plain, z=2), list[weakref.ref[Any]]()
+        gather_weight = WeightShard.gather
+
+        def gather(*args: Any, note: Any = gathered.append, gather: Any = gather_weight, **options: Any) -> Any:
+            weight = gather(*args, **options)
+            note(weakref.ref(weight.rows.untyped_storage()))
+            return weight
+
+        with mock.patch.object(WeightShard, "gather", gather):
+            loss = model(torch.ones(3, 8)).sum()
+        found[mode] = len(gathered), sum(each() is not None for each in gathered)
+        loss.backward()
+    return found
+
+
+def test_weights_are_freed_between_the_passes(ranks):
+    assert ranks(2).run(count_gathered_weights) == [dict.fromkeys(MODES, (8, 0))] * 2
+
+
+def run_other_code_again(mode: str, adds: bool) -> None:
+    """In the recomputation a block goes through one step more, or less, than in its forward pass."""
+    is_again = False
+
+    def code(block: Block, x: Tensor, inner: Tensor) -> Tensor:
+        return block.down(inner if is_again != adds else inner.view(-1).sin().view_as(inner))
+
+    loss = make(mode, code)(torch.ones(3, 8)).square().sum()
+    is_again = True
+    with pytest.raises(RuntimeError, match=r"run the same code again|different metadata|different number"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("mode", ["full", "every:2", "every:3"])
+def test_blocks_that_run_other_code_again_are_told_so(ranks, mode, adds):
+    ranks(1).run(run_other_code_again, mode, adds)
