@@ -290,7 +290,7 @@ class _Call:
             return self.function(*args, **kwargs)
 
 
-class _AllSaved(Exception):  # no error: it ends a recomputation
+class _AllSaved(BaseException):  # no error, and not for a block's own `except Exception`
     """Raised once a recomputation has saved the last tensor; what would follow, nobody reads."""
 
 
@@ -302,7 +302,7 @@ class _BlockSegment:
         self.last_output: Sequence[Tensor] = ()
         self._forward, self._again = contexts
         self._calls: list[_Call] = []
-        self._saved = 0
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}
 
     def continues_with(self, args: Any, kwargs: Any) -> bool:
@@ -318,9 +318,9 @@ class _BlockSegment:
         self.last_output = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         return output
 
-    def _pack(self, _: Tensor) -> int:
-        self._saved += 1
-        return self._saved - 1
+    def _pack(self, tensor: Tensor) -> int:
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
 
     def _unpack(self, number: int) -> Tensor:
         if number not in self._found:  # a second backward pass through the same graph computes all again
@@ -331,9 +331,16 @@ class _BlockSegment:
         self._found.clear()
 
         def collect(tensor: Tensor) -> Tensor:
+            number = len(self._found)
+            if (tensor.shape, tensor.dtype) != self._saved[number]:  # one more tensor would not show in their number
+                raise RuntimeError(
+                    f"blocks that were computed again saved a tensor {list(tensor.shape)} of {tensor.dtype} for the "
+                    f"backward pass where they had saved {list(self._saved[number][0])} of {self._saved[number][1]} in "
+                    "their forward pass: they must run the same code again"
+                )
             tensor = tensor.detach()  # with its graph, a node that saves its output would keep itself alive
-            self._found[len(self._found)] = tensor
-            if len(self._found) == self._saved:
+            self._found[number] = tensor
+            if len(self._found) == len(self._saved):
                 raise _AllSaved
             return tensor
 
@@ -346,10 +353,10 @@ class _BlockSegment:
         ):
             for call in self._calls:
                 output = [leaf for leaf in tree_leaves(call.run_again(output)) if isinstance(leaf, Tensor)]
-        if len(self._found) != self._saved:
+        if len(self._found) != len(self._saved):
             raise RuntimeError(
                 f"blocks that were computed again saved {len(self._found)} tensors for the backward pass, and "
-                f"{self._saved} in their forward pass: they must run the same code again"
+                f"{len(self._saved)} in their forward pass: they must run the same code again"
             )
 
 

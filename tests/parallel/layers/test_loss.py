@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of a user's own model: replaced by the sharded one if they are its equal, and refused where they mislead."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from stretto.models import GPT, GPTConfig
 from stretto.models.gpt import NextTokenLoss
 from stretto.parallel import Grid, count_collectives, gather, layout_of, mean_over_batch, parallelize, validate
+from stretto.parallel.layers.weight_shard import WeightShard
 from tests.parallel.training import Sizes, distance, my_rows
 
 VOCAB = 11
@@ -155,3 +157,55 @@ def test_each_token_has_one_target(ranks, shards_sequence):
         rest = "there are logits for 24 tokens: give each token a target, -100 where it has none"
         assert said == [f"targets [8, 6] are 48, but {rest}", f"targets [1, 6] are 6, but {rest}"]
         assert far < 1e-12
+
+
+def train_head(sizes: dict[str, int], vocab: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients and loss of two micro-batches. The head's weight, as its loss gathers it, must never be written to."""
+    grid = Grid(**sizes)
+    torch.manual_seed(3)
+    config = GPTConfig(layers=1, hidden=8, heads=2, vocab=vocab, max_seq_len=6, tie_embeddings=False)
+    model = parallelize(GPT(config), grid, **options)
+    gathered: list[tuple[Tensor, Tensor]] = []
+    gather_weight = WeightShard.gather
+
+    def gather_and_note(shard: WeightShard, *args: Any, **kwargs: Any) -> Any:
+        found = gather_weight(shard, *args, **kwargs)
+        gathered.append((found.rows, found.rows.clone()))
+        return found
+
+    text = torch.randint(vocab, (2, 4, 7))
+    losses = []
+    with mock.patch.object(WeightShard, "gather", gather_and_note):
+        for part in text:
+            mine = part[my_rows(grid, 4)]
+            losses.append(model(mine[:, :-1], mine[:, 1:]))
+            losses[-1].backward()
+    assert len(gathered) >= 10
+    assert all(torch.equal(rows, copy) for rows, copy in gathered)
+    found = {name: gather(p.grad, layout_of(p)) for name, p in model.named_parameters()}
+    return found | {"loss": torch.stack(losses).detach()}
+
+
+def train_head_plainly(vocab: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=vocab, max_seq_len=6, tie_embeddings=False))
+    losses = []
+    for part in torch.randint(vocab, (2, 4, 7)):
+        losses.append(F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()))
+        losses[-1].backward()
+    return {name: p.grad for name, p in model.named_parameters()} | {"loss": torch.stack(losses).detach()}
+
+
+@pytest.mark.parametrize("vocab", [64, 63, 65, 128])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({"x": 2}, {}), ({"z": 2}, {}), ({"z": 2}, {"keep_gathered": False}), ({"x": 2}, {"shard_sequence": True})],
+    ids=str,
+)
+@pytest.mark.sampled(16, quick=2)
+def test_a_loss_leaves_the_heads_weight_as_it_is_whether_it_is_padded_or_not(ranks, sizes, options, vocab):
+    """A rank's part of the vocabulary is padded to 64 rows; without padding the weight is multiplied as it lies."""
+    right = train_head_plainly(vocab)
+    for found in ranks(2).run(train_head, sizes, vocab, options):
+        for name, value in right.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)

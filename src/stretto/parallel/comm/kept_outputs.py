@@ -47,24 +47,32 @@ T = TypeVar("T")
 
 
 class _Output(NamedTuple):
-    """What was kept: its name, leaves and structure, and of each tensor its version and whether it needs a gradient."""
+    """What was kept: its name, leaves and structure, and of each tensor its version and whether it needs a gradient.
+
+    versions: None where there are inference tensors, which have none. These are not kept: nothing would show that code
+    has overwritten them.
+    """
 
     name: str
     leaves: list[Any]
     structure: Any
-    versions: list[int]
+    versions: list[int] | None
     need_gradients: list[bool]
 
     @classmethod
     def of(cls, name: str, value: Any) -> "_Output":
         leaves, structure = tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(tensor.is_inference() for tensor in tensors):
+            return cls(name, [], structure, None, [])
         kept = [_detach(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return cls(name, kept, structure, [each._version for each in tensors], [each.requires_grad for each in tensors])
 
     @property
     def was_overwritten(self) -> bool:
-        """Whether code has written to a tensor since it was kept."""
+        """Whether code has written to a tensor since it was kept, or may have."""
+        if self.versions is None:
+            return True
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         return any(tensor._version != version for tensor, version in zip(tensors, self.versions, strict=True))
 
@@ -125,7 +133,10 @@ class _Pass(AbstractContextManager["_Pass"]):
         if not kept.was_overwritten:
             return kept.get()
         if name == _ONCE:
-            raise RuntimeError("what run_once has returned was overwritten in place: return a copy of it")
+            raise RuntimeError(
+                "what run_once has returned was overwritten in place, or is an inference tensor: return a copy of it, "
+                "made outside of torch.inference_mode"
+            )
         return self.make(make)  # on every rank: all run the same code
 
     def make(self, make: Callable[[], T]) -> T:
