@@ -258,12 +258,13 @@ class _SaveFirst(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, plan: LinearPlan) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.weight = plan.shard.gather(parameter)
         ctx.save_for_backward(x, ctx.weight.rows if plan.keep_gathered else None)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, gradient: None) -> tuple[None, None, None]:
         return None, None, None
 
 
