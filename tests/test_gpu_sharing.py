@@ -202,6 +202,7 @@ def test_a_run_that_was_cut_off_goes_on_with_what_has_not_passed(tmp_path):
     assert len(names_of(run_pytest(tmp_path, *options)[1])) == 6
 
 
+@pytest.mark.long
 def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("test_one.py", "test_two.py"):

@@ -153,6 +153,7 @@ def test_links_of_the_readme_lead_to_the_versions_files_once_there_is_an_address
     assert make_links_absolute(text, None, "1.2") == "docs  [here](#below) [paper](https://host/paper)"
 
 
+@pytest.mark.long
 def test_the_commands_work_from_a_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert "Train a small GPT" in run_installed(installed, tmp_path, "demo", "--help")
     assert run_installed(installed, tmp_path, "--version") == f"stretto {stretto.__version__}\n"

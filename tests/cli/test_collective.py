@@ -88,6 +88,7 @@ def test_algorithms_are_verified_and_drawn_by_their_names(tmp_path, monkeypatch)
     assert run("show", f"{own}:mine", "--ranks", 2).stdout == "mine.png\n"
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_file_are_selected_by_only_and_by_its_old_name(ring, tmp_path):
     assert run("show", ring, "--only", "2-9").stderr == "stretto: the schedule has ranks 0 to 3\n"
     old = run("show", ring, "--ranks", "1-2", "-o", tmp_path / "old.svg")

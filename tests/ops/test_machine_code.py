@@ -440,7 +440,7 @@ def test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew(form, n, sto
     assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
 
 
-@pytest.mark.sampled(4, quick=1)
+@pytest.mark.sampled(4, quick=0)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("blocks", [ODD, ODD._replace(m=16, k=256, num_stages=3), ODD._replace(n=224, k=64)])
 @pytest.mark.parametrize(("name", "transfer"), [("exchange", {}), ("gather", {"transfer": "programs"})])

@@ -41,7 +41,10 @@ def call_with_dims(lead, compiles):
     assert torch.equal(gathered, torch.cat(xs))
 
 
-@pytest.mark.parametrize(("lead", "compiles"), [((4, 3), False), ((2, 3, 5), False), ((4, 0), False), ((4, 3), True)])
+@pytest.mark.parametrize(
+    ("lead", "compiles"),
+    [((4, 3), False), ((2, 3, 5), False), ((4, 0), False), pytest.param((4, 3), True, marks=pytest.mark.long)],
+)
 def test_rows_are_the_flattened_dims_before_the_last(interpret, lead, compiles):
     interpret(2, call_with_dims, lead, compiles, timeout=200.0)
 

@@ -252,7 +252,7 @@ def test_models_without_roles_train_as_in_one_process(ranks, name, sizes, option
     ranks(4).run(train_on, sizes, name, options, micro_batches)
 
 
-@pytest.mark.parametrize("name", ["translator", "recurrent"])
+@pytest.mark.parametrize("name", [pytest.param("translator", marks=pytest.mark.long), "recurrent"])
 def test_three_ranks_that_divide_nothing_train_as_one(ranks, name):
     ranks(3).run(train_all_rows_on_three, name)
 

@@ -176,7 +176,7 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
     ("sizes", "shards"),
     [
         (X2, False),
-        (Y2, False),
+        pytest.param(Y2, False, marks=pytest.mark.long),
         pytest.param(X2, True, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param((1, 2, 2, 1), True, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param((1, 2, 1, 2), False, marks=pytest.mark.sampled(1, quick=0)),
@@ -453,6 +453,7 @@ def count_products(mode: str, options: dict[str, Any]) -> int:
     return products.count
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is sharded over z alone")
 def test_products_that_are_kept_or_whose_sum_is_kept_are_not_computed_again(ranks):
     """4 blocks of two linears, the second of which is summed over x."""

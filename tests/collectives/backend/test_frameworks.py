@@ -85,6 +85,7 @@ def test_a_sharded_tensor_is_gathered_where_torch_knows_no_gpus(ranks, tmp_path)
     ranks(2).run(gather_shards, str(tmp_path / "store"))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_a_script_under_torchrun_needs_nothing_but_the_backends_name(tmp_path):
     with socket.socket() as free:
@@ -153,6 +154,7 @@ def call_compiled(compiler):
     assert sum(ran_as.values()) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_code_reaches_the_schedules(ranks, compiler):
     ranks(2).run(call_compiled, compiler, timeout=120)

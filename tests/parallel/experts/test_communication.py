@@ -61,7 +61,7 @@ def test_a_block_of_ted_has_six_all_to_alls_and_six_all_reduces_and_four_of_each
         assert calls == {("all_to_all", "expert"): times, ("all_reduce", "x"): times}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
 def test_a_block_whose_sequence_is_sharded_has_as_many_reduce_scatters_and_gathers(ranks, recompute, times):
     options = {"shard_sequence": True, "recompute": recompute}
@@ -83,6 +83,7 @@ def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_tha
         }
 
 
+@pytest.mark.long
 def test_where_x_folds_into_expert_nothing_but_tokens_is_gathered_over_it(ranks):
     sizes = TED | {"expert": 4, "expert_tensor": "fold"}
     for calls, _ in ranks(4).run(sent_by_a_block, sizes, {"recompute": "communication"}):

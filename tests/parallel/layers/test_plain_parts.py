@@ -205,7 +205,7 @@ def test_a_vision_transformer_trains_as_on_one_rank(ranks, sizes):
     assert ranks(4).run(trained, sizes, VisionTransformer, ROLES) == [{}] * 4
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(2, quick=0)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

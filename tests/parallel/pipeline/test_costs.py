@@ -90,6 +90,7 @@ def test_gradients_that_add_up_unsharded_are_scattered_once_a_step(ranks):
         assert weights <= calls["reduce_scatter", "z"] <= weights + 2
 
 
+@pytest.mark.long
 def test_weights_that_are_not_kept_are_gathered_for_each_pass(ranks):
     for weights, calls, _ in ranks(4).run(calls_of_a_step, {"pipe": 2, "z": 2}, "1f1b", 4, keep_gathered=False):
         assert calls["all_gather", "z"] >= 2 * 4 * (weights - 2)

@@ -21,7 +21,7 @@ def find_in(source, folder, target="sm_90"):
     return list(find_early_reads(code))
 
 
-@pytest.mark.sampled(4, quick=2)
+@pytest.mark.sampled(4, quick=1)
 @pytest.mark.parametrize("dtype", ["int8", "int16", "bfloat16", "float32", "int64"])
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 @pytest.mark.parametrize("unroll", [1, 4])
