@@ -69,6 +69,7 @@ def test_an_algorithms_missing_parameters_are_named_all_at_once():
     assert "hierarchical-all-reduce needs 'nodes' and 'gpus': it takes nodes, gpus, parallel" in result.stderr
 
 
+@pytest.mark.long
 def test_algorithms_are_verified_and_drawn_by_their_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("verify", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--set", "parallel=2", "--json")

@@ -341,7 +341,7 @@ def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_t
     [
         ("scatter", WIDE),
         pytest.param("scatter", NARROW, marks=fails_by_triton_3_9("spills 12 bytes")),
-        ("copied", WIDE),
+        pytest.param("copied", WIDE, marks=pytest.mark.long),
         ("copied", NARROW),
     ],
 )
@@ -493,7 +493,7 @@ def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     assert count_shared_bytes(kernel, arguments(WIDE, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
     for blocks in (WIDE, NARROW) if name in LARGE else (FEW_ROWS, FEW_ROWS._replace(m=64, num_stages=6)):
@@ -517,7 +517,8 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
     ("name", "m"),
     [
         *(("exchange", m) for m in (1, 64)),
-        *((name, 512) for name in LARGE),
+        ("gather", 512),
+        *(pytest.param(name, 512, marks=pytest.mark.long) for name in ("scatter", "copied")),
         *(pytest.param(name, 16384, marks=pytest.mark.long) for name in LARGE),
         *(
             pytest.param(name, m, marks=pytest.mark.exhaustive)

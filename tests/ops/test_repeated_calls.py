@@ -135,7 +135,7 @@ def fall_behind(name, plan, calls):
     return wrong
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, quick=2)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "copies"), ("scatter", "packets")],

@@ -131,7 +131,11 @@ def multiply_several(lead, needs, plan, has_bias, compiles):
 @pytest.mark.parametrize("needs", ["xw", "x", "w", ""])
 @pytest.mark.parametrize(
     ("lead", "plan", "has_bias", "compiles"),
-    [((20,), "auto", True, False), ((5, 2), "copies", False, False), ((4,), "library", True, True)],
+    [
+        ((20,), "auto", True, False),
+        ((5, 2), "copies", False, False),
+        pytest.param((4,), "library", True, True, marks=pytest.mark.long),
+    ],
 )
 def test_several_weights_share_a_gather(interpret, lead, plan, has_bias, compiles, needs):
     interpret(2, multiply_several, lead, needs, plan, has_bias, compiles, timeout=200.0)

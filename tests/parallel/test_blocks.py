@@ -334,7 +334,7 @@ def checkpoint_blocks(keep_gathered: bool) -> None:
     assert found["weights"][calls] == 2 * right["weights"][calls]
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize("keep_gathered", [True, False])
 def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, keep_gathered):
     ranks(4).run(checkpoint_blocks, keep_gathered)

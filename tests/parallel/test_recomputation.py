@@ -128,7 +128,7 @@ X2, Y2, Z2 = (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
 @pytest.mark.parametrize(
     ("sizes", "family", "task", "blocks"),
     [
-        (X2, "llama", "causal", False),
+        pytest.param(X2, "llama", "causal", False, marks=pytest.mark.long),
         pytest.param(Z2, "bart", "seq2seq", True, marks=pytest.mark.long),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)

@@ -726,7 +726,7 @@ def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, mon
     assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 1), (3, 40), (12, 250)])
 def test_loads_of_experts_are_drawn_for_each_block_and_drops_and_biases_where_there_are_any(
     tmp_path: Path, drawn: list[Figure], blocks: int, steps: int

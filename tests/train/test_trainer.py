@@ -158,7 +158,7 @@ def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRa
             assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], abs=1e-10), name
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "fp64"), ("fp64", "fp32")])
 def test_a_run_resumes_in_another_precision(ranks: MakeRanks, tmp_path: Path, before: str, after: str) -> None:
     first = run(ranks, tmp_path, f"train.dtype={before}", "train.steps=4", "train.checkpoint_every=2")

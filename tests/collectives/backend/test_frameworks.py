@@ -54,7 +54,9 @@ def train(script, backend, store):
     return losses, dict(call_counts()) if backend == "stretto" else {}
 
 
-@pytest.mark.parametrize("script", CALLS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=pytest.mark.long if script == "dtensor" else ()) for script in CALLS]
+)
 def test_training_scripts_lose_what_they_lose_on_gloo_by_schedules(ranks, tmp_path, script):
     right = ranks(2).run(train, script, "gloo", str(tmp_path / "gloo"))
     found = ranks(2).run(train, script, "stretto", str(tmp_path / "stretto"))

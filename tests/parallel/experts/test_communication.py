@@ -94,6 +94,7 @@ def all_to_all_bytes(found: list[tuple[Counts, Counts]]) -> int:
     return sum(sent["all_to_all", "expert"] for _, sent in found)
 
 
+@pytest.mark.long
 def test_dropping_duplicates_divides_the_bytes_of_all_to_alls_by_x_exactly(ranks):
     kept, dropped = (
         all_to_all_bytes(ranks(4).run(sent_by_a_block, TED, {"drop_duplicates": drops})) for drops in (False, True)

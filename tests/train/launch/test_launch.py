@@ -149,7 +149,7 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     assert_nothing_left(out, pids(out, 2))
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
@@ -180,6 +180,7 @@ def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.long
 def test_the_failure_is_reported_though_a_rank_cannot_be_killed(
     out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_run_that_fails_while_it_stops_is_not_started_again(out: Path, capsys:
     assert json.loads(line)["restarted"] is False
 
 
+@pytest.mark.long
 def test_a_signal_before_the_ranks_are_started_stops_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = launcher._rendezvous
 
