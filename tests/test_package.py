@@ -108,6 +108,7 @@ def run_installed(installed: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_sdist_has_every_file_that_tests_and_docs_need(unpacked: Path) -> None:
     for name in FOLDERS:
         assert list_files(ROOT / name) - list_files(unpacked / name) == set(), name
@@ -115,6 +116,7 @@ def test_the_sdist_has_every_file_that_tests_and_docs_need(unpacked: Path) -> No
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
 
+@pytest.mark.long
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -123,6 +125,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     assert len(licences) == 1
 
 
+@pytest.mark.long
 def test_the_metadata_names_version_authors_and_licence(metadata: Message) -> None:
     assert metadata["Version"] == stretto.__version__
     assert metadata["Author"] == "The Stretto authors"
@@ -137,6 +140,7 @@ def test_the_version_is_written_in_one_place() -> None:
     assert "version" in project["dynamic"]
 
 
+@pytest.mark.long
 def test_the_description_for_a_package_index_has_no_relative_link(metadata: Message) -> None:
     description = metadata.get_payload()
     assert "# Stretto" in description

@@ -516,7 +516,8 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
 @pytest.mark.parametrize(
     ("name", "m"),
     [
-        *(("exchange", m) for m in (1, 64)),
+        ("exchange", 1),
+        pytest.param("exchange", 64, marks=pytest.mark.long),
         ("gather", 512),
         *(pytest.param(name, 512, marks=pytest.mark.long) for name in ("scatter", "copied")),
         *(pytest.param(name, 16384, marks=pytest.mark.long) for name in LARGE),

@@ -179,7 +179,7 @@ MODES = {
 }
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), [("fp32", "host"), ("host", "device"), ("device", "fp32")])
 def test_runs_of_every_mode_resume_each_other_on_another_grid(
     ranks: Any, tmp_path: Path, first: str, second: str

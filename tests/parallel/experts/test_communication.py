@@ -83,7 +83,6 @@ def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_tha
         }
 
 
-@pytest.mark.long
 def test_where_x_folds_into_expert_nothing_but_tokens_is_gathered_over_it(ranks):
     sizes = TED | {"expert": 4, "expert_tensor": "fold"}
     for calls, _ in ranks(4).run(sent_by_a_block, sizes, {"recompute": "communication"}):
@@ -111,7 +110,7 @@ def test_on_x_of_4_dropping_duplicates_and_keeping_what_was_sent_leave_a_sixth_o
     assert before == 6 * after
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("recompute", ["none", "communication"])
 def test_where_x_has_one_rank_dropping_duplicates_sends_nothing_more(ranks, recompute):
     sizes = {"data": 2, "expert": 2}
