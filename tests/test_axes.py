@@ -246,6 +246,7 @@ def test_the_planner_knows_an_axis_that_is_added_in_one_place():
     assert found["sums"] == [True, True]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
     (found,) = with_made_up_axis(

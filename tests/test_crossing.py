@@ -53,6 +53,7 @@ compile_kernel(note_end, (words, words, words, words, 16, 2**31 - 1), {"num_warp
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_stand_in_signals_its_three_peers_and_waits_by_loads_that_acquire():
     root = Path(__file__).parents[1]

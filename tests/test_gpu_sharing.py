@@ -178,6 +178,7 @@ def names_of(output: str, outcome: str = "PASSED") -> set[str]:
     return {line.partition("::")[2] for line in output.splitlines() if line.startswith(outcome)}
 
 
+@pytest.mark.long
 def test_a_run_that_was_cut_off_goes_on_with_what_has_not_passed(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_one.py").write_text(TESTS)
@@ -202,6 +203,7 @@ def test_a_run_that_was_cut_off_goes_on_with_what_has_not_passed(tmp_path):
     assert len(names_of(run_pytest(tmp_path, *options)[1])) == 6
 
 
+@pytest.mark.long
 def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("test_one.py", "test_two.py"):

@@ -108,6 +108,7 @@ def run_installed(installed: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_sdist_has_every_file_that_tests_and_docs_need(unpacked: Path) -> None:
     for name in FOLDERS:
         assert list_files(ROOT / name) - list_files(unpacked / name) == set(), name
@@ -115,6 +116,7 @@ def test_the_sdist_has_every_file_that_tests_and_docs_need(unpacked: Path) -> No
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
 
+@pytest.mark.long
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -123,6 +125,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     assert len(licences) == 1
 
 
+@pytest.mark.long
 def test_the_metadata_names_version_authors_and_licence(metadata: Message) -> None:
     assert metadata["Version"] == stretto.__version__
     assert metadata["Author"] == "The Stretto authors"
@@ -137,6 +140,7 @@ def test_the_version_is_written_in_one_place() -> None:
     assert "version" in project["dynamic"]
 
 
+@pytest.mark.long
 def test_the_description_for_a_package_index_has_no_relative_link(metadata: Message) -> None:
     description = metadata.get_payload()
     assert "# Stretto" in description
@@ -153,6 +157,7 @@ def test_links_of_the_readme_lead_to_the_versions_files_once_there_is_an_address
     assert make_links_absolute(text, None, "1.2") == "docs  [here](#below) [paper](https://host/paper)"
 
 
+@pytest.mark.long
 def test_the_commands_work_from_a_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert "Train a small GPT" in run_installed(installed, tmp_path, "demo", "--help")
     assert run_installed(installed, tmp_path, "--version") == f"stretto {stretto.__version__}\n"

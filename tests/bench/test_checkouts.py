@@ -198,6 +198,7 @@ def test_ranks_that_are_lost_again_and_again_leave_what_was_measured_and_status_
     assert CliRunner().invoke(app, ["bench", "checkouts", *arguments]).exit_code == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fake_worker")
 def test_measuring_stops_at_the_time_limit(monkeypatch, tmp_path):
     found = run(monkeypatch, tmp_path / "out", [case("first")], seconds=2.0, rounds=10**6, most_rounds=10**6)

@@ -10,6 +10,7 @@ from stretto.bench.messages.settings import LIBRARY, MessagesSetting
 from stretto.parallel.pipeline.carriers import CARRIERS
 
 
+@pytest.mark.long
 def test_every_carrier_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_ranks", lambda count, entry, *args, trains: ranks(count).run(entry, *args)[0])
     run.bench_messages(3, MessagesSetting(sizes=(0.1, 1), repeats=1, rounds=1), tmp_path)

@@ -68,6 +68,7 @@ def test_fsdp_and_tensor_parallelism_together_train_alike(ranks):
         assert row["gradient_norm"] == pytest.approx(rows[-1]["gradient_norm"], rel=2e-2)
 
 
+@pytest.mark.long
 def test_what_cannot_cut_the_batch_is_a_row_with_the_reason(ranks):
     one = replace(WORKLOAD, batch=1)
     rows = ranks(2).run(measure_peers, one, 2, None, ("FSDP2=2, weights kept", "Stretto"), False, False)[0]

@@ -9,6 +9,7 @@ from stretto.bench.plan.schedules import bench_schedules
 from stretto.bench.plan.settings import SchedulesSetting
 
 
+@pytest.mark.long
 def test_message_driven_order_gains_where_it_has_twice_the_memory(tmp_path):
     rows = bench_schedules(SchedulesSetting(sizes=("4x16",), seeds=5), tmp_path)
     found = {(row["latency"], row["jitter"], row["order"], row["memory"]): row for row in rows}

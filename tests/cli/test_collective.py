@@ -69,6 +69,7 @@ def test_an_algorithms_missing_parameters_are_named_all_at_once():
     assert "hierarchical-all-reduce needs 'nodes' and 'gpus': it takes nodes, gpus, parallel" in result.stderr
 
 
+@pytest.mark.long
 def test_algorithms_are_verified_and_drawn_by_their_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("verify", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--set", "parallel=2", "--json")
@@ -88,6 +89,7 @@ def test_algorithms_are_verified_and_drawn_by_their_names(tmp_path, monkeypatch)
     assert run("show", f"{own}:mine", "--ranks", 2).stdout == "mine.png\n"
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_file_are_selected_by_only_and_by_its_old_name(ring, tmp_path):
     assert run("show", ring, "--only", "2-9").stderr == "stretto: the schedule has ranks 0 to 3\n"
     old = run("show", ring, "--ranks", "1-2", "-o", tmp_path / "old.svg")

@@ -66,6 +66,7 @@ def test_a_run_is_exported_under_the_models_names(finished: tuple[Path, dict[str
     assert sum(sizes) == finished[1]["parameters"]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_the_job_with_its_name_and_the_last_checkpoint(config: Path, tmp_path: Path) -> None:
     process = start("train", config, "--set", "train.steps=100000", "--set", "train.checkpoint_every=2",
                     "--set", f"out={tmp_path / 'out'}")  # fmt: skip
@@ -82,6 +83,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_name_and_the_last_checkpoin
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.long
 def test_ctrl_c_writes_a_checkpoint_that_another_number_of_ranks_continues(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start("train", config, "--set", "train.steps=100000", "--set", f"out={out}", "--json")

@@ -55,7 +55,7 @@ def test_every_algorithm_verifies_at_every_size_and_gives_the_right_numbers(name
             require_right_numbers(schedule, seed=turn)
 
 
-@pytest.mark.parametrize("protocol", ["LL", "LL128"])
+@pytest.mark.parametrize("protocol", [pytest.param("LL", marks=pytest.mark.long), "LL128"])
 def test_the_other_protocols_have_more_slots(protocol):
     for name in ALGORITHMS:
         schedule = ALGORITHMS[name].compile(protocol=protocol, **sizes(name)[-1])

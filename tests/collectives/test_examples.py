@@ -21,6 +21,7 @@ def examples():
     return module
 
 
+@pytest.mark.long
 def test_the_examples_verify_and_are_drawn(examples, tmp_path, capsys):
     examples.main(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(

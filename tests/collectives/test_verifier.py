@@ -255,6 +255,7 @@ def test_options_that_cannot_be_are_refused():
         verify(exchange(), waive=["races"])
 
 
+@pytest.mark.long
 @IN_TIME
 def test_many_chunks_that_want_one_long_sum_are_compared_in_time():
     # 2^19 outputs want a sum of 2048 chunks each: to hash it, or to count it, for each of them would take minutes.
@@ -295,6 +296,7 @@ def test_an_order_that_leads_far_over_another_rank_is_found_in_time():
     assert found.ok
 
 
+@pytest.mark.long
 def test_waits_among_many_thread_blocks_take_no_room_for_each_pair():
     """Every step waits for the one before it in a ring of thread blocks, so that each knows of all others."""
     blocks, rounds = 500, 10

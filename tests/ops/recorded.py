@@ -146,8 +146,8 @@ def draw_kinds(rng: random.Random, calls: int, make: Any, choices: dict[str, lis
     """Each differs from the last new one in one thing; half of them are one that was there before."""
     known = [make(*(rng.choice(options) for options in choices.values()))]
     yield known[0]
-    for _ in range(calls - 1):
-        if rng.random() < 0.5:
+    for number in range(calls - 1):
+        if number and rng.random() < 0.5:  # the second is the first one again
             what = rng.choice(list(choices))
             others = [choice for choice in choices[what] if choice != getattr(known[-1], what)]
             known.append(known[-1]._replace(**{what: rng.choice(others)}))

@@ -217,6 +217,7 @@ def trace():
     return [node.kind() for node in traced.graph.nodes() if node.kind().startswith("stretto::")]
 
 
+@pytest.mark.long
 def test_a_trace_has_the_operators_and_not_what_they_do(interpret):
     assert interpret(2, trace) == [["stretto::all_gather_matmul", "stretto::matmul_reduce_scatter"]] * 2
 

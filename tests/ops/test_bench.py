@@ -40,6 +40,7 @@ def bench_dryly(folder, ablations, dtype="bf16"):
     return json.loads((Path(folder) / f"{name}.json").read_text())["rows"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=pytest.mark.long)])
 def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret, tmp_path, dtype):
     rows = interpret(2, bench_dryly, str(tmp_path), False, dtype)[0]

@@ -191,6 +191,7 @@ def checkpoint_layers():
             assert all(map(torch.equal, found[0], other)), operator.__name__
 
 
+@pytest.mark.long
 def test_layers_that_are_computed_again_have_the_same_gradients(interpret):
     interpret(2, checkpoint_layers)
 
@@ -286,6 +287,7 @@ def compile_with_a_plan():
             assert all(map(torch.equal, *found)), operator.__name__
 
 
+@pytest.mark.long
 def test_a_plan_is_compiled_without_a_graph_break(interpret):
     interpret(2, compile_with_a_plan)
 

@@ -90,7 +90,7 @@ def miss_a_call(way):
     return said
 
 
-@pytest.mark.parametrize("way", ["two shots", "pushes"])
+@pytest.mark.parametrize("way", [pytest.param("two shots", marks=pytest.mark.long), "pushes"])
 def test_a_missed_call_is_raised_by_every_later_call_of_the_process_until_its_group_has_ended(interpret, way):
     said, nothing = interpret(2, miss_a_call, way)
     assert nothing == []
@@ -116,6 +116,7 @@ def come_late(limit, pause):
         leave(group)
 
 
+@pytest.mark.long
 def test_a_rank_may_be_as_late_as_its_group_allows_and_no_later(interpret):
     assert interpret(2, come_late, 30.0, 2.0) == [True, True]
     first, second = interpret(2, come_late, 1.0, 2.5)
@@ -172,7 +173,7 @@ def fail_half_way(way):
     return results
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     "way",
     ["one shot", "two shots", "scattered packets", "tiles", "tiles by copies", "pushes", "pulls", "copies"],

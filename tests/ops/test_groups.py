@@ -157,7 +157,7 @@ def align_apart(plan):
             assert torch.equal(out, expected), (operator.__name__, far)
 
 
-@pytest.mark.sampled(3, quick=1)
+@pytest.mark.sampled(3, quick=0)
 @pytest.mark.parametrize("plan", ["auto", "copies", "pushes", "pulls", "tiles", "packets"])
 def test_ranks_operands_may_be_aligned_apart(interpret, plan):
     interpret(2, align_apart, plan)

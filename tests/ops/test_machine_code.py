@@ -341,7 +341,7 @@ def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_t
     [
         ("scatter", WIDE),
         pytest.param("scatter", NARROW, marks=fails_by_triton_3_9("spills 12 bytes")),
-        ("copied", WIDE),
+        pytest.param("copied", WIDE, marks=pytest.mark.long),
         ("copied", NARROW),
     ],
 )
@@ -440,7 +440,7 @@ def test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew(form, n, sto
     assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
 
 
-@pytest.mark.sampled(4, quick=1)
+@pytest.mark.sampled(4, quick=0)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("blocks", [ODD, ODD._replace(m=16, k=256, num_stages=3), ODD._replace(n=224, k=64)])
 @pytest.mark.parametrize(("name", "transfer"), [("exchange", {}), ("gather", {"transfer": "programs"})])
@@ -493,7 +493,7 @@ def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     assert count_shared_bytes(kernel, arguments(WIDE, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
     for blocks in (WIDE, NARROW) if name in LARGE else (FEW_ROWS, FEW_ROWS._replace(m=64, num_stages=6)):
@@ -516,8 +516,10 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
 @pytest.mark.parametrize(
     ("name", "m"),
     [
-        *(("exchange", m) for m in (1, 64)),
-        *((name, 512) for name in LARGE),
+        ("exchange", 1),
+        pytest.param("exchange", 64, marks=pytest.mark.long),
+        ("gather", 512),
+        *(pytest.param(name, 512, marks=pytest.mark.long) for name in ("scatter", "copied")),
         *(pytest.param(name, 16384, marks=pytest.mark.long) for name in LARGE),
         *(
             pytest.param(name, m, marks=pytest.mark.exhaustive)

@@ -75,7 +75,7 @@ def multiply_and_scatter(shape, dtype, by_columns, has_bias, plan):
     return relative_error(out, expected), all(torch.equal(out, one) for one in again), ran
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(2, quick=0)
 @pytest.mark.parametrize(
     "plan",
     [

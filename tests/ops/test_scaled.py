@@ -194,6 +194,7 @@ def compile_block():
     return torch.equal(compiled, block(x)), sum(counters["graph_break"].values())
 
 
+@pytest.mark.long
 def test_a_compiled_block_is_the_eager_one_without_a_graph_break(interpret):
     assert interpret(2, compile_block) == [(True, 0)] * 2
 

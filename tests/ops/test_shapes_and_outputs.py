@@ -41,7 +41,10 @@ def call_with_dims(lead, compiles):
     assert torch.equal(gathered, torch.cat(xs))
 
 
-@pytest.mark.parametrize(("lead", "compiles"), [((4, 3), False), ((2, 3, 5), False), ((4, 0), False), ((4, 3), True)])
+@pytest.mark.parametrize(
+    ("lead", "compiles"),
+    [((4, 3), False), ((2, 3, 5), False), ((4, 0), False), pytest.param((4, 3), True, marks=pytest.mark.long)],
+)
 def test_rows_are_the_flattened_dims_before_the_last(interpret, lead, compiles):
     interpret(2, call_with_dims, lead, compiles, timeout=200.0)
 
@@ -128,7 +131,11 @@ def multiply_several(lead, needs, plan, has_bias, compiles):
 @pytest.mark.parametrize("needs", ["xw", "x", "w", ""])
 @pytest.mark.parametrize(
     ("lead", "plan", "has_bias", "compiles"),
-    [((20,), "auto", True, False), ((5, 2), "copies", False, False), ((4,), "library", True, True)],
+    [
+        ((20,), "auto", True, False),
+        ((5, 2), "copies", False, False),
+        pytest.param((4,), "library", True, True, marks=pytest.mark.long),
+    ],
 )
 def test_several_weights_share_a_gather(interpret, lead, plan, has_bias, compiles, needs):
     interpret(2, multiply_several, lead, needs, plan, has_bias, compiles, timeout=200.0)

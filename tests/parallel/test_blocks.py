@@ -252,7 +252,7 @@ def test_models_without_roles_train_as_in_one_process(ranks, name, sizes, option
     ranks(4).run(train_on, sizes, name, options, micro_batches)
 
 
-@pytest.mark.parametrize("name", ["translator", "recurrent"])
+@pytest.mark.parametrize("name", [pytest.param("translator", marks=pytest.mark.long), "recurrent"])
 def test_three_ranks_that_divide_nothing_train_as_one(ranks, name):
     ranks(3).run(train_all_rows_on_three, name)
 
@@ -334,7 +334,7 @@ def checkpoint_blocks(keep_gathered: bool) -> None:
     assert found["weights"][calls] == 2 * right["weights"][calls]
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize("keep_gathered", [True, False])
 def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, keep_gathered):
     ranks(4).run(checkpoint_blocks, keep_gathered)

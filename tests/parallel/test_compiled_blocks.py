@@ -92,13 +92,14 @@ def test_a_block_on_one_rank_is_one_graph(ranks, make_model):
     assert far < 1e-5
 
 
-@pytest.mark.parametrize("how", ["recomputed", "wider"])
+@pytest.mark.parametrize("how", ["recomputed", pytest.param("wider", marks=pytest.mark.long)])
 def test_what_a_graph_would_not_have_breaks_it(ranks, how):
     ((graphs, _, far, _),) = ranks(1).run(compile_blocks, make_gpt, how)
     assert graphs != 1
     assert far < 1e-5
 
 
+@pytest.mark.long
 def test_a_sink_takes_every_gradient_of_a_compiled_model(ranks):
     ((_, breaks, _, taken),) = ranks(1).run(compile_blocks, make_gpt, "sink")
     assert breaks > 0

@@ -85,7 +85,7 @@ def spread_variants() -> list[tuple[Sizes, str, str]]:
     return runs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize(("sizes", "precision", "variant"), spread_variants(), ids=str)
 def test_five_steps_on_every_grid_equal_those_of_one_rank(ranks, sizes, precision, variant):
     print(f"seed {SEED}")
@@ -330,7 +330,7 @@ def stack_distances(sizes: Sizes) -> dict[str, float]:
     return {situation: far for situation, far in distances.items() if not far < 1e-12}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 2, 1), (1, 2, 1, 2)], ids=str)
 def test_gradients_are_those_of_plain_training_whatever_is_done_with_the_model(ranks, sizes):
     print(f"seed {SEED}")

@@ -128,7 +128,7 @@ X2, Y2, Z2 = (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
 @pytest.mark.parametrize(
     ("sizes", "family", "task", "blocks"),
     [
-        (X2, "llama", "causal", False),
+        pytest.param(X2, "llama", "causal", False, marks=pytest.mark.long),
         pytest.param(Z2, "bart", "seq2seq", True, marks=pytest.mark.long),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
@@ -176,7 +176,7 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
     ("sizes", "shards"),
     [
         (X2, False),
-        (Y2, False),
+        pytest.param(Y2, False, marks=pytest.mark.long),
         pytest.param(X2, True, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param((1, 2, 2, 1), True, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param((1, 2, 1, 2), False, marks=pytest.mark.sampled(1, quick=0)),
@@ -213,7 +213,7 @@ def train_without_dropout(sizes: Sizes, recompute: str, options: dict[str, Any])
     ("sizes", "options", "sums"),
     [
         ((1, 2, 1, 1), {}, 2),
-        ((1, 1, 1, 2), {"keep_gathered": False}, 0),
+        pytest.param((1, 1, 1, 2), {"keep_gathered": False}, 0, marks=pytest.mark.long),
         pytest.param((1, 2, 1, 1), {"shard_sequence": True}, 2, marks=pytest.mark.sampled(1, quick=0)),
     ],
     ids=str,
@@ -446,18 +446,22 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_products(mode: str, options: dict[str, Any]) -> int:
-    model = parallelize(Loop(writes=False), Grid(x=2), recompute=mode, **options)
-    with Products() as products:
-        model(torch.ones(3, 8)).sum().backward()
-    return products.count
+def count_products(options: dict[str, Any]) -> dict[str, int]:
+    """By the mode, "none" among them."""
+    found, grid = {}, Grid(x=2)
+    for mode in ("none", *MODES):
+        model = parallelize(Loop(writes=False), grid, recompute=mode, **options)
+        with Products() as products:
+            model(torch.ones(3, 8)).sum().backward()
+        found[mode] = products.count
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:.*is sharded over z alone")
 def test_products_that_are_kept_or_whose_sum_is_kept_are_not_computed_again(ranks):
     """4 blocks of two linears, the second of which is summed over x."""
     for options, of_sum in (({"roles": ROLES}, 4), ({"blocks": ["blocks.*"]}, 0)):
-        once = ranks(2).run(count_products, "none", options)[0]
-        again = {mode: ranks(2).run(count_products, mode, options)[0] - once for mode in MODES}
+        found = ranks(2).run(count_products, options)[0]
+        again = {mode: found[mode] - found["none"] for mode in MODES}
         whole = dict.fromkeys(("full", "every:2", "every:3", "host"), 8)
         assert again == whole | {"products": 0, "communication": 8 - of_sum}

@@ -343,7 +343,7 @@ def test_memory_that_is_short_is_answered_by_recomputation_or_a_schedule_that_ke
 
 
 def test_many_grids_are_searched_by_their_bounds_and_a_note_says_what_was_left_out(monkeypatch):
-    options: dict[str, Any] = {"gpus": 32, "batch": 32, "seq_len": 1024, "pipe": "auto"}
+    options: dict[str, Any] = {"gpus": 16, "batch": 16, "seq_len": 1024, "pipe": "auto"}
     whole = stretto.plan(MODEL, cluster(), **options)
     monkeypatch.setattr("stretto.planner.pipeline.search.MOST_LISTED", 5)
     found = stretto.plan(MODEL, cluster(), **options)
@@ -427,6 +427,7 @@ def test_the_papers_model_has_bubbles_by_equation_4_7_and_messages_by_equation_4
         assert not plan.is_replayed
 
 
+@pytest.mark.long
 def test_figures_3_3_and_3_4_more_stages_take_longer_and_send_more():
     rows = {stages: plan_stages(stages) for stages in (6, 12, 24, 48)}
     phases = [rows[stages]["phase_seconds"] for stages in rows]

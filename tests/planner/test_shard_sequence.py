@@ -48,7 +48,11 @@ def bytes_sent(sizes: dict[str, int], config: GPTConfig, recomputes: bool) -> di
 
 @pytest.mark.parametrize(
     ("config", "grid", "recomputes"),
-    [(SHAPE, {"x": 4}, False), (GATED, {"x": 2}, True), (GATED, {"x": 2, "y": 2}, False)],
+    [
+        pytest.param(SHAPE, {"x": 4}, False, marks=pytest.mark.long),
+        (GATED, {"x": 2}, True),
+        (GATED, {"x": 2, "y": 2}, False),
+    ],
     ids=["x=4", "gated, recomputed, x=2", "gated, x=2 y=2"],
 )
 def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, config, grid, recomputes):

@@ -547,7 +547,7 @@ def test_every_kind_of_result_is_drawn_here() -> None:
     assert len(RESULTS) == len(_PLOTS)
 
 
-@pytest.mark.sampled(12, quick=2)
+@pytest.mark.sampled(12, quick=1)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", RESULTS)
 def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str, count: int) -> None:
@@ -714,6 +714,7 @@ def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
         redraw(tmp_path / "empty")
 
 
+@pytest.mark.long
 def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # bench_chunks sets it
     monkeypatch.setattr("stretto.bench.training.chunks.run_ranks", lambda *_: chunks(3) | {"choices": []})
@@ -725,7 +726,7 @@ def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, mon
     assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 1), (3, 40), (12, 250)])
 def test_loads_of_experts_are_drawn_for_each_block_and_drops_and_biases_where_there_are_any(
     tmp_path: Path, drawn: list[Figure], blocks: int, steps: int

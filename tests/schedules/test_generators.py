@@ -40,7 +40,7 @@ def numbers(draw):
     return name, pipe, micro_batches, virtual_stages, extra
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(numbers())
 def test_every_generated_schedule_verifies_with_few_buffers_a_channel(arguments):
     name, pipe, micro_batches, _, extra = arguments

@@ -72,7 +72,7 @@ def lose(what, loser):
     return first, None
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize(
     ("what", "words"),
     [

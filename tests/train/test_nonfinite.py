@@ -109,6 +109,7 @@ def test_a_skipped_step_changes_no_bit_on_any_rank(
         assert any(not torch.equal(first[name], second[name]) for name in first), "the other steps must train"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_a_skipped_step_as_if_it_had_not_been(ranks: MakeRanks, tmp_path: Path) -> None:
     """SGD without momentum and decay: the losses are those of a loop that leaves the step's update out."""
     options = ["train.optimizer=sgd", "train.weight_decay=0", "grid.data=2", "train.schedule=constant"]

@@ -136,6 +136,7 @@ def test_a_run_resumes_on_another_grid_with_the_same_losses(
         assert ours["lr"] == theirs["lr"]
 
 
+@pytest.mark.long
 def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: Path) -> None:
     options = [*on_grid(z=2), "model.dropout=0.2", "train.micro_batch=2", "train.checkpoint_every=2"]
     options.append("train.keep_checkpoints=3")
@@ -147,6 +148,7 @@ def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: P
     assert_same_state(checkpoint_path(tmp_path / "again", 5), checkpoint_path(tmp_path / "whole", 5))
 
 
+@pytest.mark.long
 def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRanks, tmp_path: Path) -> None:
     options = ["model.dropout=0.3", "train.steps=2", "train.dtype=fp64"]
     whole = run(ranks, tmp_path / "whole", *options)
@@ -156,7 +158,7 @@ def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRa
             assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], abs=1e-10), name
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "fp64"), ("fp64", "fp32")])
 def test_a_run_resumes_in_another_precision(ranks: MakeRanks, tmp_path: Path, before: str, after: str) -> None:
     first = run(ranks, tmp_path, f"train.dtype={before}", "train.steps=4", "train.checkpoint_every=2")

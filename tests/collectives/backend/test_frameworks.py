@@ -54,7 +54,9 @@ def train(script, backend, store):
     return losses, dict(call_counts()) if backend == "stretto" else {}
 
 
-@pytest.mark.parametrize("script", CALLS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=pytest.mark.long if script == "dtensor" else ()) for script in CALLS]
+)
 def test_training_scripts_lose_what_they_lose_on_gloo_by_schedules(ranks, tmp_path, script):
     right = ranks(2).run(train, script, "gloo", str(tmp_path / "gloo"))
     found = ranks(2).run(train, script, "stretto", str(tmp_path / "stretto"))
@@ -85,6 +87,7 @@ def test_a_sharded_tensor_is_gathered_where_torch_knows_no_gpus(ranks, tmp_path)
     ranks(2).run(gather_shards, str(tmp_path / "store"))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_a_script_under_torchrun_needs_nothing_but_the_backends_name(tmp_path):
     with socket.socket() as free:
@@ -153,6 +156,7 @@ def call_compiled(compiler):
     assert sum(ran_as.values()) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_code_reaches_the_schedules(ranks, compiler):
     ranks(2).run(call_compiled, compiler, timeout=120)

@@ -67,7 +67,7 @@ def find_own(model):
     return [tensor.tolist() for tensor in (*model.layer.tables, *model.layer.states)]
 
 
-@pytest.mark.parametrize("optimizer", [None, "adagrad"])
+@pytest.mark.parametrize("optimizer", [pytest.param(None, marks=pytest.mark.long), "adagrad"])
 def test_data_parallel_replicates_the_model_around_tables_and_leaves_the_tables_alone(interpret, optimizer):
     outcomes = interpret(3, train_replicated, optimizer)
     for (before, after, grads, *replicated), names in zip(outcomes, (["user", "item"], ["place"], []), strict=True):

@@ -155,7 +155,7 @@ def look_up_after_a_bad_batch(optimizer):
     return grads, [table.tolist() for table in layer.tables] == before
 
 
-@pytest.mark.parametrize("optimizer", [None, "sgd"])
+@pytest.mark.parametrize("optimizer", [None, pytest.param("sgd", marks=pytest.mark.long)])
 def test_no_rank_waits_for_one_that_raises_the_error_of_an_earlier_call(interpret, optimizer):
     first, second, third = interpret(3, look_up_after_a_bad_batch, optimizer)
     assert third == ([], True)

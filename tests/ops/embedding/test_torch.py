@@ -53,6 +53,7 @@ def compile_a_look_up():
     return [torch.equal(one, other) for one, other in zip(*outcomes, strict=True)]
 
 
+@pytest.mark.long
 def test_torch_compile_takes_a_look_up_without_a_graph_break(interpret):
     assert interpret(2, compile_a_look_up, timeout=200.0) == [[True] * 3] * 2
 

@@ -145,7 +145,7 @@ def update_a_table_of_two_features():
     return *found, state.tolist()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_table_of_several_features_gets_one_step_of_all_its_lookups(interpret, ranks):
     # Rows 0 and 2 are looked up once by each rank's samples, row 1 twice, by two features.
     for sgd, adagrad, state in interpret(ranks, update_a_table_of_two_features):

@@ -84,6 +84,7 @@ def test_one_rank_reads_nothing_from_the_device():
         assert moe.dispatch(*inputs[:2], 4, None, max_rows=12).rows.shape == (12, 6)
 
 
+@pytest.mark.long
 def test_one_rank_compiles_without_a_graph_break():
     layer = make_layer(SEED, 5, 2, 4)
     leaves = [one.clone().requires_grad_() for one in layer.leaves]

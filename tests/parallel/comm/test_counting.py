@@ -247,7 +247,7 @@ def test_embedding_head_and_loss_never_send_the_whole_logits(ranks, sizes):
         assert all(message.numel < rows * config.vocab / sizes[1] for message in on_x), apart
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -311,7 +311,7 @@ def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
         assert split.bytes_by_axis[0]["data"] == whole.bytes_by_axis[0]["data"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
 def test_in_bf16_weights_and_activations_travel_in_two_bytes(ranks, sizes):
     print(f"seed {SEED}")

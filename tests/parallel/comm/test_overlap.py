@@ -274,10 +274,10 @@ def fail(*_: Any) -> None:
     "disturb",
     [
         "weights are written to while the next one is on its way",
-        "a block is called on its own",
+        pytest.param("a block is called on its own", marks=pytest.mark.long),
         "blocks come in another order",
         "a backward pass fails",
-        "a forward pass has no backward pass",
+        pytest.param("a forward pass has no backward pass", marks=pytest.mark.long),
     ],
 )
 def test_what_was_learned_of_the_order_is_never_taken_for_granted(ranks, disturb):

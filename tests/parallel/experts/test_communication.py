@@ -61,7 +61,7 @@ def test_a_block_of_ted_has_six_all_to_alls_and_six_all_reduces_and_four_of_each
         assert calls == {("all_to_all", "expert"): times, ("all_reduce", "x"): times}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
 def test_a_block_whose_sequence_is_sharded_has_as_many_reduce_scatters_and_gathers(ranks, recompute, times):
     options = {"shard_sequence": True, "recompute": recompute}
@@ -93,6 +93,7 @@ def all_to_all_bytes(found: list[tuple[Counts, Counts]]) -> int:
     return sum(sent["all_to_all", "expert"] for _, sent in found)
 
 
+@pytest.mark.long
 def test_dropping_duplicates_divides_the_bytes_of_all_to_alls_by_x_exactly(ranks):
     kept, dropped = (
         all_to_all_bytes(ranks(4).run(sent_by_a_block, TED, {"drop_duplicates": drops})) for drops in (False, True)
@@ -109,7 +110,7 @@ def test_on_x_of_4_dropping_duplicates_and_keeping_what_was_sent_leave_a_sixth_o
     assert before == 6 * after
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("recompute", ["none", "communication"])
 def test_where_x_has_one_rank_dropping_duplicates_sends_nothing_more(ranks, recompute):
     sizes = {"data": 2, "expert": 2}

@@ -9,7 +9,10 @@ from tests.parallel.training import SEED
 CHOSEN = [
     Run({}),
     pytest.param(Run({"data": 4, "x": 2, "expert": 4}), marks=pytest.mark.long),  # figure 7.7's layout, scaled down
-    Run({"x": 2, "z": 2, "expert": 2, "expert_tensor": "fold"}, case="top-1 on alternate layers"),
+    pytest.param(
+        Run({"x": 2, "z": 2, "expert": 2, "expert_tensor": "fold"}, case="top-1 on alternate layers"),
+        marks=pytest.mark.long,
+    ),
     Run({"pipe": 2, "z": 2, "expert": 2}, case="top-2 in micro-batches"),
     pytest.param(
         Run({"pipe": 2, "x": 2, "data": 2, "expert": 2}, {"drop_duplicates": False}, "top-2 in micro-batches"),

@@ -238,7 +238,7 @@ def train_by_torch(sizes: dict[str, Any], kind: str) -> dict[str, Tensor]:
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_torchs_own_optimizers_step_parameters_of_both_meshes(ranks, kind):
     (expected,) = ranks(1).run(train_by_torch, {}, kind)

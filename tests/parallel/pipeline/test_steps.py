@@ -313,7 +313,7 @@ def situation_of_rank(setup: Setup, name: str) -> dict[str, float]:
     return situation(name, setup, Grid(**setup.grid))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "message-driven"])
 @pytest.mark.parametrize("grid", [{"pipe": 2, "data": 2}, {"pipe": 2, "z": 2}, {"pipe": 2, "x": 2}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"accumulate_unsharded": True}, {"recompute": "full"}], ids=str)

@@ -207,6 +207,7 @@ def warnings_of(case: str, sizes: tuple[int, int, int, int]) -> list[str]:
     return [str(each.message) for each in caught]
 
 
+@pytest.mark.long
 def test_what_every_rank_of_x_computes_is_warned_of_with_what_it_costs(ranks):
     for case, part in (("phi 3", r"model\.layers\.\*\.self_attn"), ("gpt-oss", r"model\.layers\.\*\.mlp")):
         found, others = ranks(4).run(warnings_of, case, X2_Z2)[:2]

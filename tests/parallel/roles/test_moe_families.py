@@ -156,7 +156,7 @@ def balanced_on_grid(family: str, sizes: dict[str, Any]) -> tuple[Trace, int, in
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("mixtral", "x2-expert2"),
+        pytest.param("mixtral", "x2-expert2", marks=pytest.mark.long),
         pytest.param("qwen3_moe", "z2-expert2", marks=pytest.mark.exhaustive),
         pytest.param("qwen2_moe", "z2", marks=pytest.mark.exhaustive),
         pytest.param("olmoe", "x2", marks=pytest.mark.exhaustive),

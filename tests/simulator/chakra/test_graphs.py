@@ -232,7 +232,7 @@ def random_graph(draw):
 graphs = st.composite(random_graph)()
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=25, deadline=None, print_blob=True)
 @given(graphs)
 def test_a_graph_takes_the_same_time_after_it_was_a_trace(tmp_path_factory, graph):
     network = fully_connected(graph.world, 1 * GB, 700e-9)

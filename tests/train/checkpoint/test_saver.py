@@ -190,6 +190,7 @@ def test_a_disk_that_fills_up_ends_all_ranks_after_one_step_and_leaves_nothing(
     assert [name for name in names(out) if name != "step-00000004"] == (["step-00000002"] if step > 1 else [])
 
 
+@pytest.mark.long
 def test_a_save_that_has_failed_ends_the_run_before_the_next_one(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(tmp_path / "run", "ranks=2", "grid.data=2", "train.steps=100", "train.checkpoint_every=40")
     assert {kind for kind, _ in ranks(2).run(saver_runs.train_until_full, config, 1, 1)} == {"NoSpaceError"}

@@ -317,6 +317,7 @@ def test_the_export_of_a_run_takes_the_checkpoint_before_and_one_that_is_named_i
 # --- all formats
 
 
+@pytest.mark.long
 def test_flips_are_found_in_every_format_and_place(ranks: MakeRanks, tmp_path: Path) -> None:
     (result,) = ranks(1).run(runs.flip_in_a_group, FlipsSetting(flips=24), tmp_path)
     assert "failure" not in result, result

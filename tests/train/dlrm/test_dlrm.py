@@ -109,6 +109,7 @@ def test_losses_weights_and_auc_are_those_of_plain_pytorch(ranks: MakeRanks, tmp
     assert "auc" not in metrics[0]
 
 
+@pytest.mark.long
 def test_the_first_loss_and_the_bits_of_one_number_of_ranks_are_always_the_same(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: 
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
 
 
+@pytest.mark.long
 def test_more_ranks_than_tables_train_as_well(ranks: MakeRanks, tmp_path: Path) -> None:
     alone = run(ranks, tmp_path / "alone", "train.steps=3")
     many = run(ranks, tmp_path / "many", "train.steps=3", "ranks=8")
@@ -309,6 +311,7 @@ def train_with_flipped_bit(config: DLRMTrainConfig) -> str:
     return str(found.value)
 
 
+@pytest.mark.long
 def test_mlps_are_compared_over_all_ranks_and_tables_are_not(ranks: MakeRanks, tmp_path: Path) -> None:
     assert len(run(ranks, tmp_path / "sound", "ranks=3", "train.batch=18", "train.verify_steps=1")) == 6
     config = dlrm_runs.configure(tmp_path / "run", "ranks=3", "train.batch=18", "train.verify_steps=2")

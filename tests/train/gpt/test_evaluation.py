@@ -72,6 +72,7 @@ def test_the_loss_is_that_of_plain_pytorch_on_every_grid_of_8(
     assert line["perplexity"] == pytest.approx(math.exp(line["evaluation_loss"]))
 
 
+@pytest.mark.long
 def test_conversations_count_by_their_targets_and_not_by_their_number(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     words = runs.TEXT.split()
@@ -88,7 +89,7 @@ def test_conversations_count_by_their_targets_and_not_by_their_number(ranks: Mak
 
 def test_a_run_is_evaluated_when_it_is_due_and_trains_as_one_that_is_not(ranks: MakeRanks, tmp_path: Path) -> None:
     """Dropout is off in an evaluation, and on again afterwards."""
-    options = ("grid.z=2", "train.steps=5", "model.dropout=0.5")
+    options = ("grid.z=2", "train.steps=3", "model.dropout=0.5")
     every = ("train.evaluate_every=2", write_held_out(tmp_path))
     evaluated = runs.configure(tmp_path / "evaluated" / "run", *options, *every)
     unchanged = runs.configure(tmp_path / "unchanged" / "run", *options, *every, "train.lr=1e-30")
@@ -97,7 +98,7 @@ def test_a_run_is_evaluated_when_it_is_due_and_trains_as_one_that_is_not(ranks: 
         ranks(2).run(runs.train_quietly, config, timeout=120)
     losses = [[line["loss"] for line in runs.metrics_of(config.out)] for config in (evaluated, plain)]
     assert losses[0] == losses[1]
-    assert list(evaluations_of(evaluated.out)) == [2, 4, 5]
+    assert list(evaluations_of(evaluated.out)) == [2, 3]
     assert evaluations_of(plain.out) == {}
     assert len(set(evaluations_of(unchanged.out).values())) == 1
     write_report(evaluated.out)

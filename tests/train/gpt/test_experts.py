@@ -226,10 +226,10 @@ def test_the_loss_scale_multiplies_the_routers_losses_too(ranks: MakeRanks, tmp_
     options += [*SWITCH, "model.balance_loss=5.0", "train.micro_batch=4", "train.clip=none"]
     norms = [
         run(ranks, tmp_path / scale, *options, f"train.loss_scale={scale}")[0]["grad_norm"]
-        for scale in ("8.0", "64.0", "512.0")
+        for scale in ("8.0", "512.0")
     ]
     plain = run(ranks, tmp_path / "plain", *options, "model.balance_loss=0.0", "train.loss_scale=64.0")
-    assert norms == pytest.approx([norms[0]] * 3, rel=0.01)
+    assert norms == pytest.approx([norms[0]] * 2, rel=0.01)
     assert norms[0] > 1.1 * plain[0]["grad_norm"]  # so that a loss of another scale would be seen
 
 

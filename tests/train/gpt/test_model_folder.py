@@ -161,7 +161,8 @@ def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says_on_a
     assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
 
 
-def test_a_run_resumes_on_another_grid_and_only_with_its_own_model(ranks: MakeRanks, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_run_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     whole = model_folders.configure(tmp_path / "whole", folder, "grid.z=2", "train.steps=4", "train.checkpoint_every=2")
     model_folders.train_on_grid(ranks, whole)
@@ -172,8 +173,13 @@ def test_a_run_resumes_on_another_grid_and_only_with_its_own_model(ranks: MakeRa
     model_folders.train_on_grid(ranks, resumed)
     losses = [line["loss"] for line in runs.metrics_of(resumed.out)]
     assert losses == pytest.approx([line["loss"] for line in runs.metrics_of(whole.out)[2:]], abs=1e-5)
-    other = model_folders.write_folder(tmp_path / "other", rms_norm_eps=1e-3)
-    with pytest.raises(ValueError, match=r"is of another model: rms_norm_eps of its config\.json is 1e-06 there and"):
+
+
+def test_a_run_is_resumed_only_with_its_own_model(tuned: Path, tmp_path: Path) -> None:
+    resume = ("train.steps=2", "grid.y=2", f"train.resume={checkpoint_path(tuned, 1)}")
+    other = model_folders.write_folder(tmp_path / "other", kind="gpt2", tied=True, layer_norm_epsilon=1e-3)
+    message = r"is of another model: layer_norm_epsilon of its config\.json is 1e-05 there and"
+    with pytest.raises(ValueError, match=message):
         preflight(model_folders.configure(tmp_path / "another", other, *resume))
     with pytest.raises(ValueError, match="is of kind 'huggingface' there and 'gpt' here"):
         preflight(runs.configure(tmp_path / "gpt", *resume))

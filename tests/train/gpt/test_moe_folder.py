@@ -75,6 +75,7 @@ def test_ten_steps_with_divided_experts_are_those_of_plain_pytorch_and_are_expor
     torch.testing.assert_close(model_folders.logits_of(tuned), model_folders.logits_of(plain), atol=2e-5, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_an_export_before_any_training_has_the_tensors_of_the_folder_in_bits(
     ranks: MakeRanks, tmp_path: Path, family: str

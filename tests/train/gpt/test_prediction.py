@@ -28,6 +28,7 @@ MACHINE = Cluster(
 )
 
 
+@pytest.mark.long
 def test_the_summary_has_what_the_planner_says_of_this_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     MACHINE.save(tmp_path / "mine.toml")
     config = runs.configure(

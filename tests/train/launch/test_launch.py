@@ -149,7 +149,7 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     assert_nothing_left(out, pids(out, 2))
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
@@ -180,6 +180,7 @@ def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.long
 def test_the_failure_is_reported_though_a_rank_cannot_be_killed(
     out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_run_that_fails_while_it_stops_is_not_started_again(out: Path, capsys:
     assert json.loads(line)["restarted"] is False
 
 
+@pytest.mark.long
 def test_a_signal_before_the_ranks_are_started_stops_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = launcher._rendezvous
 
@@ -312,6 +314,7 @@ def test_a_rank_with_corrupted_weights_is_named_though_all_ranks_raise(out: Path
     assert f"the last checkpoint is {checkpoint}" in then
 
 
+@pytest.mark.long
 def test_the_rank_that_could_not_write_is_named_though_all_ranks_raise(out: Path) -> None:
     with pytest.raises(RankFailure) as failed:
         launch(launch_entries.fail_to_write, config_for(out, 3), QUICK)
@@ -321,6 +324,7 @@ def test_the_rank_that_could_not_write_is_named_though_all_ranks_raise(out: Path
     assert line.endswith(" could not be written: on rank 1, RuntimeError: no luck")
 
 
+@pytest.mark.long
 def test_of_a_full_disk_the_file_that_did_not_fit_is_named_and_no_other_rank(out: Path) -> None:
     with pytest.raises(RankFailure) as failed:
         launch(launch_entries.find_a_full_disk, config_for(out, 2), QUICK)
@@ -417,6 +421,7 @@ def test_segments_grow_and_nccl_is_told_unless_the_user_has_said_otherwise(monke
     assert allocator_environment() == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["time limit", pytest.param("second signal", marks=pytest.mark.exhaustive)])
 def test_ctrl_c_with_a_stuck_rank_says_which_one_and_what_is_not_saved(
     out: Path, caplog: pytest.LogCaptureFixture, kind: str

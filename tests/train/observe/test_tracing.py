@@ -89,6 +89,7 @@ def test_a_trace_is_json_in_chromes_format_and_the_summary_has_its_numbers(ranks
     ]
 
 
+@pytest.mark.long
 def test_a_pipelines_bubbles_and_messages_are_rows_of_the_timeline(ranks: MakeRanks, tmp_path: Path) -> None:
     """The first of two stages waits for each gradient: the second stage computes meanwhile."""
     stages = ["grid.pipe=2", "train.steps=3", "train.micro_batch=2", "pipeline.schedule=gpipe"]
@@ -129,6 +130,7 @@ def test_a_run_without_tracing_leaves_no_trace_of_the_one_before(ranks: MakeRank
     assert "measured" not in json.loads((tmp_path / "summary.json").read_text())
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_between_traced_steps_has_a_trace_of_one(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(tmp_path, "grid.x=2", "train.trace=true")
     ranks(2).run(runs.train_and_stop, config, step=3, rank=1)  # which stops after step 4
@@ -151,6 +153,7 @@ def test_a_traced_step_that_fails_leaves_no_profiler_behind(ranks: MakeRanks, tm
     assert (tmp_path / "then" / "trace.json").exists()
 
 
+@pytest.mark.long
 def test_the_command_line_draws_the_timeline(tmp_path: Path) -> None:
     config = runs.configure(tmp_path / "run", "train.steps=2")
     (tmp_path / "run.toml").write_text(config_to_toml(config))

@@ -53,7 +53,7 @@ def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
     assert compile_source(write_interpreter(4, 1, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_what_stands_beside_copy_engines_compiles_for_every_architecture(arch):
     variant = Variant("bfloat16", "sum", "Simple", 4)
@@ -68,7 +68,7 @@ def test_what_stands_beside_copy_engines_compiles_for_every_architecture(arch):
                 assert compile_source(text, arch)[:4] == b"\x7fELF"
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(2, quick=0)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_it_compiles_for_every_dtype_and_reduction(dtype):
     for reduction in OPERATIONS:

@@ -52,6 +52,7 @@ def test_a_message_that_never_came_is_not_passed_on(kind, protocol, folder):
         workspaces[1].check()
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_what_depends_on_a_thread_block_that_has_given_up_is_not_sent(protocol, folder):
     """By the interpreter a thread block adds what another one has received, and sends the sum on."""

@@ -226,6 +226,7 @@ def test_a_wait_of_the_interpreter_names_the_one_thing_that_it_was_for(folder):
         workspace.check()
 
 
+@pytest.mark.long
 def test_a_thread_block_that_waits_for_another_leaves_it_to_that_one_to_name_the_peer(folder):
     # Thread block 1 adds what thread block 0 has received, which never comes.
     schedule = ALGORITHMS["two-shot-all-reduce"].compile(ranks=2, in_place=False)

@@ -102,6 +102,7 @@ def test_without_the_bound_they_lock_each_other_out(folder):
     assert any(workspace.report[0] for workspaces in crossing.groups for workspace in workspaces)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_an_interpreted_schedule_that_may_leave_no_room_says_so(tmp_path, caplog):
     workspaces = make_workspaces(2, tmp_path)
