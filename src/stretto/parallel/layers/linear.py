@@ -252,15 +252,16 @@ class _SaveFirst(torch.autograd.Function):
     """Saves what the backward pass of a `_Linear3D` needs before that makes its product.
 
     torch's checkpoint ends a recomputation once the last tensor has been saved. What the last linear of a block would
-    make after that, its product and the sum of it over ranks, is then not made: nobody would read it. Returns an empty
-    tensor, by whose node `_Linear3D` finds the weight, and its backward pass what was saved.
+    make after that, its product and the sum of it over ranks, is then not made: nobody would read it. A weight that is
+    not kept is gathered after that, too. Returns an empty tensor, by whose node `_Linear3D` finds the weight, if it was
+    gathered, and its backward pass what was saved.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, plan: LinearPlan) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.weight = plan.shard.gather(parameter)
-        ctx.save_for_backward(x, ctx.weight.rows if plan.keep_gathered else None)
+        ctx.weight = plan.shard.gather(parameter) if plan.keep_gathered else None
+        ctx.save_for_backward(x, None if ctx.weight is None else ctx.weight.rows)
         return x.new_empty(0)
 
     @staticmethod
@@ -284,11 +285,11 @@ class _Linear3D(torch.autograd.Function):
         gathered: GatheredInput | None,
         saved: Tensor | None,
     ) -> Tensor:
-        ctx.saver = None if saved is None else saved.grad_fn
-        if ctx.saver is None:
-            weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
-        else:
+        ctx.saver, weight = None if saved is None else saved.grad_fn, None
+        if ctx.saver is not None:
             weight, ctx.saver.weight = ctx.saver.weight, None
+        if weight is None:
+            weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
         y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
         if ctx.saver is None:
