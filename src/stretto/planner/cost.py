@@ -173,11 +173,6 @@ class StepCommunication:
         # Recomputation runs the forward pass a second time, and what of its communication its mode does not keep.
         recomputation = config.options.recomputation
         self.forward_exchanges = 2 if recomputation.exchanges_again else 1
-        # A weight that is freed is gathered for the backward pass besides; a block is kept from its recomputation on.
-        keeps_block = recomputation.is_on and model.is_sharded_by_blocks
-        self.gathers = 1 + recomputation.is_on + (not config.options.keep_gathered and not keeps_block)
-        if config.gathers_once:
-            self.gathers = 1
         # Of each kind of blocks, how many there are in a step, what each of its linears sends, and how often outputs
         # are summed: recomputation may leave out those of a block's last linear.
         self._traffics: list[tuple[int, Linear, LinearTraffic, float]] = []
@@ -189,6 +184,26 @@ class StepCommunication:
                     sums -= 1 / recomputation.blocks
                 traffic = linear_traffic(linear, grid, tokens)
                 self._traffics.append((kind.blocks * self.micro_batches, linear, traffic, sums))
+
+    @cached_property
+    def gathers(self) -> float:
+        """How often blocks' weights are gathered over z, for each micro-batch or, where they are kept, for each step.
+
+        A weight that is freed is gathered for the backward pass besides, and not for an output that recomputation
+        leaves out; a block is kept from its recomputation on.
+        """
+        model, options = self.workload.model, self.config.options
+        recomputation = options.recomputation
+        if self.config.gathers_once:
+            return 1
+        frees = not options.keep_gathered and not (recomputation.is_on and model.is_sharded_by_blocks)
+        gathers: float = 1 + recomputation.is_on + frees
+        if frees and recomputation.is_on and self._of_weights[1]:
+            last = [kind for kind in model.kinds if kind.model.ends_with_linear]
+            traffics = [linear_traffic(kind.model.linears[-1], self.config.grid, 0.0) for kind in last]
+            left_out = sum(kind.blocks * self._weights(each)[0] for kind, each in zip(last, traffics, strict=True))
+            gathers -= left_out / self._of_weights[1] / recomputation.blocks
+        return gathers
 
     @cached_property
     def _of_weights(self) -> tuple[int, float, float, float]:

@@ -85,14 +85,23 @@ class BlockRecorder:
 
     def __init__(self, work: BlockWork, options: ExecutionOptions) -> None:
         self.work, self.overlap, self.recomputation = work, options.overlap, options.recomputation
+        self._frees = not options.keep_gathered
         self._is_gathered_whole = not any(linear.weight for linear in work.linears)
         # Before each linear and after the last.
         self._parts = len(work.linears) + 1
 
-    def gathers(self) -> list[GroupCollective | None]:
-        """All-gathers of a pass over the block's weights, in the order of use. Reversed, they are a backward pass's."""
+    def gathers(self, *, again: bool = False, is_last: bool = False) -> list[GroupCollective | None]:
+        """All-gathers of a pass over the block's weights, in the order of use. Reversed, they are a backward pass's.
+
+        again, is_last: as of `forward`. Of a weight that is freed after use nothing is gathered for an output that is
+        left out.
+        """
+        linears = self.work.linears[: -1 if self._frees and self._leaves_out_last(again, is_last) else None]
         together = [weight.gather for weight in self.work.weights]
-        return [linear.weight.gather for linear in self.work.linears if linear.weight is not None] + together
+        return [linear.weight.gather for linear in linears if linear.weight is not None] + together
+
+    def _leaves_out_last(self, again: bool, is_last: bool) -> bool:
+        return again and is_last and self.work.left_out > 0
 
     def forward(self, tape: Tape, weights: WeightGathers | None, *, again: bool = False, is_last: bool = False) -> None:
         """Record a forward pass. weights: gathered on the way. again: it is recomputed, but for what was kept. is_last:
@@ -107,9 +116,10 @@ class BlockRecorder:
             if self._begins_with_norm(place) and exchanges:
                 tape.run("norm statistics", work.statistics)
             tape.compute(OTHER, other)
-            if weights is not None and linear.weight is not None:
+            is_left_out = self._leaves_out_last(again, is_last) and place == len(work.linears) - 1
+            if weights is not None and linear.weight is not None and not (is_left_out and self._frees):
                 weights.use()
-            if again and is_last and work.left_out and place == len(work.linears) - 1:
+            if is_left_out:
                 continue
             self._output(tape, linear, 0.0 if again and linear.is_kept else linear.product, exchanges, sums)
         if not self._is_gathered_whole:

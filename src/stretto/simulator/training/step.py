@@ -200,7 +200,9 @@ class RankRecorder:
         gathers: list[GroupCollective | None] = []
         for segment in segments:
             if self.recomputation.is_on:
-                gathers += [each for block in segment for each in block.gathers()]
+                last = len(segment)
+                for number, block in enumerate(segment, 1):
+                    gathers += block.gathers(again=True, is_last=number == last)
             if self._frees:
                 gathers += [each for block in reversed(segment) for each in reversed(block.gathers())]
         return WeightGathers(self.tape, gathers, "next" if self.overlap.all_gather else "none")
