@@ -277,3 +277,18 @@ def test_a_sequence_longer_than_the_learned_positions_is_noted():
     )
     assert short == ()
     assert "32 positions, fewer than a sequence's 33 tokens" in long[0]
+
+
+def test_recomputation_leaves_out_a_last_linear_that_neither_a_norm_nor_dropout_follows():
+    """Gemma2 and OLMo2 have a norm after the MLP. GPT-2 drops a tenth of its output by default."""
+    silent = {key: value for key, value in config_of("gpt2").to_dict().items() if key != "resid_pdrop"}
+    for source, ends in (
+        (config_of("llama"), True),
+        (config_of("cohere"), True),
+        (config_of("gpt2", resid_pdrop=0.0), True),
+        (config_of("gpt2", resid_pdrop=0.1), False),
+        (silent, False),
+        (config_of("gemma2"), False),
+        (config_of("olmo2"), False),
+    ):
+        assert read_architecture(source, 16).ends_with_linear == ends, source

@@ -32,8 +32,8 @@ class _Family:
 
     `has_experts`: the MLP is a router and experts, whose every rank of x and y computes all. `divides_experts`: some
     blocks have a router and experts that ranks divide among them (`read_experts`). `ends_with_norm`: what the MLP
-    returns passes a norm before it is added. `has_sinks`: its attention has a
-    sink for each head, and is made of plain operations.
+    returns passes a norm before it is added. `has_sinks`: its attention has a sink for each head, and is made of plain
+    operations.
 
     For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
     is not taken (`refusal`), what a plan does not count (`note`), and whether logits change between head and loss.

@@ -253,12 +253,10 @@ def _divisible(batch: int, nodes: int) -> int:
 
 def _scale_strongly(model: str, counts: tuple[int, ...], batch: int) -> list[Row]:
     """Figure 5.7 for one model: the best plan at each number of GCDs, the batch unchanged."""
-    cluster = Cluster.preset("frontier")
+    cluster, trained = Cluster.preset("frontier"), paper_model(model)
     rows: list[Row] = []
     for gpus in counts:
-        best = plan(paper_model(model), cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, checkpoint_activations=True)[
-            0
-        ]
+        best = plan(trained, cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, checkpoint_activations=True)[0]
         days = TOKENS / (batch * SEQ_LEN) * best.step_time / DAY
         rows.append(
             {

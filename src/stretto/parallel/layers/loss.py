@@ -72,7 +72,7 @@ class _HeadLoss(torch.autograd.Function):
         weight = plan.shard.gather(parameter, is_recorded=is_recorded).rows
         rows = plan.shard.rows
         if rows % LOGITS_ROW_MULTIPLE:
-            weight = F.pad(weight, (0, 0, 0, -rows % LOGITS_ROW_MULTIPLE))  # a copy, even if nothing is added
+            weight = F.pad(weight, (0, 0, 0, -rows % LOGITS_ROW_MULTIPLE))  # which copies, even where it adds no rows
         exact = statistics_dtype(hidden)
         total = torch.zeros((), dtype=exact, device=hidden.device)
         needs_gradient = is_recorded and any(ctx.needs_input_grad)
