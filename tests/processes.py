@@ -290,11 +290,15 @@ class _Server:
                     raise OSError
                 text += part
             request = json.loads(text)
+            # Signals wait until the child has its own handlers: the server's would end the server's other processes.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
             pid = os.fork()
             if pid == 0:
                 self._request = request, descriptors
                 self._detach(connection)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 return
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             is_forked = True
             file = self._folder / str(request["client"])
             file.write_text(str(pid))

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PythonServer
+from tests.processes import PythonServer, _Server
 
 
 @pytest.fixture(scope="module", params=["started", "forked"])
@@ -94,3 +95,28 @@ def test_signals_reach_the_process_and_a_kill_takes_it_along(server: PythonServe
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.stdout.close()
+
+
+def test_a_signal_to_a_process_that_has_just_been_forked_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had the server's handler, which ends all processes: a rank's SIGTERM killed the other ranks."""
+    detach = _Server._detach
+
+    def detach_late(self: _Server, connection: socket.socket) -> None:
+        time.sleep(0.5)
+        detach(self, connection)
+
+    monkeypatch.setattr(_Server, "_detach", detach_late)
+    server = PythonServer([])
+    server.fork()
+    other = subprocess.Popen([server.python, "-c", WAITS], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    process = subprocess.Popen([server.python, "-c", WAITS])
+    server.process_of(process.pid)  # it is forked
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM
+    time.sleep(0.1)
+    assert other.poll() is None
+    server.close()
+    other.wait()
+    other.stdout.close()
