@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router of a mixture of experts: which experts a token passes, and how tokens are distributed evenly.
 
-A router knows nothing about ranks: `stretto.parallelize` sets its hooks `sum_over_ranks` and `sum_over_earlier_ranks`,
-through which balance and capacity see the tokens of all.
+A router knows nothing about ranks: `stretto.parallelize` sets its hooks `sum_over_ranks`, `start_sum_over_ranks` and
+`sum_over_earlier_ranks`, through which balance and capacity see the tokens of all.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+# Forward passes of a step whose statistics may wait for the sum over ranks.
+MAX_WAITING = 64
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,26 @@ class RouterOptions:
         return self.balance == "switch" or self.has_sequence_loss or self.z_loss > 0
 
 
+class _ForwardPass(NamedTuple):
+    """What a router did with this rank's tokens.
+
+    counts, dropped: int64 [num_experts], choices, and those of them that were dropped. sums: of the losses, see
+    `Router._balance_sums`; get_total: waits for the sum of counts over ranks, and returns it. None without losses.
+    """
+
+    counts: Tensor
+    dropped: Tensor
+    sums: Tensor | None
+    get_total: Callable[[], Tensor] | None
+
+
+class _LossFactors(NamedTuple):
+    """fp64, what the sums are multiplied by to be a rank's part of the losses; and of losses times all tokens."""
+
+    of_mean: Tensor
+    of_all_tokens: Tensor
+
+
 class Router(nn.Module):
     """Chooses `experts_per_token` of `num_experts` experts for each token.
 
@@ -68,7 +92,8 @@ class Router(nn.Module):
     least. Of equal scores the lower expert's wins, on every device. The number of a dropped choice is num_experts, as
     in transformers, and its weight 0.
 
-    A loss is no output: the backward pass adds its gradient, times `loss_scale`.
+    A loss is no output: the backward pass adds its gradient, times `loss_scale`. It depends on the choices of all
+    ranks, which are summed while the model goes on: without a capacity only the backward pass waits for the sum.
     """
 
     def __init__(
@@ -86,7 +111,10 @@ class Router(nn.Module):
         # Sums a tensor over the ranks that have other tokens of the micro-batch; over those of lower rank.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = _identity
         self.sum_over_earlier_ranks: Callable[[Tensor], Tensor] = torch.zeros_like
-        self.statistics: Tensor | None = None
+        # Begins `sum_over_ranks`, and returns what waits for it and gives the sum, as often as it is called.
+        self.start_sum_over_ranks: Callable[[Tensor], Callable[[], Tensor]] | None = None
+        self._statistics: Tensor | None = None
+        self._waiting: list[_ForwardPass] = []  # whose statistics are not added yet
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -113,15 +141,41 @@ class Router(nn.Module):
                 weights, ids = self._balance(x, logits, scores, weights, ids)
         return logits, weights, ids
 
-    def record(self, statistics: Tensor) -> None:
-        """Add this rank's statistics of one forward pass, fp64 [2 x num_experts + 2], to those of the step.
+    def record(self, forward_pass: "_ForwardPass", *, is_awaited: bool) -> None:
+        """Add what this rank did in a forward pass to the statistics of the step.
+
+        is_awaited: whether a backward pass will wait for its sum over ranks. It adds the statistics then, unless they
+        are read before.
+        """
+        if not is_awaited or self.start_sum_over_ranks is None:
+            self._add(forward_pass)
+            return
+        self._waiting.append(forward_pass)
+        if len(self._waiting) > MAX_WAITING:  # the backward passes have not happened
+            self._add(self._waiting.pop(0))
+
+    @property
+    def statistics(self) -> Tensor | None:
+        """This rank's statistics since `update_biases`, fp64 [2 x num_experts + 2]; None before the first forward pass.
 
         They are: the choices of each expert, those of them that were dropped, and the balance loss and the z-loss, each
-        times the micro-batch's tokens on all ranks. Their sum over ranks is the whole micro-batch's.
+        times the micro-batch's tokens on all ranks. Their sum over ranks is the whole step's.
         """
-        if self.statistics is None:
-            self.statistics = torch.zeros_like(statistics)
-        self.statistics += statistics
+        while self._waiting:
+            self._add(self._waiting.pop(0))
+        return self._statistics
+
+    def _add(self, forward_pass: "_ForwardPass", factors: "_LossFactors | None" = None) -> None:
+        counts, dropped, sums, get_total = forward_pass
+        losses = counts.new_zeros(2, dtype=torch.float64)
+        if get_total is not None:
+            assert sums is not None
+            terms = sums * (factors or self._loss_factors(get_total())).of_all_tokens
+            losses = torch.stack((terms[:-1].sum(), terms[-1]))
+        statistics = torch.cat((counts, dropped, losses))
+        if self._statistics is None:
+            self._statistics = torch.zeros_like(statistics)
+        self._statistics += statistics  # in place: a captured graph adds to the same tensor whenever it is replayed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Keep the biases in fp32 at least: steps of `bias_rate` would be lost in 16 bits."""
@@ -151,42 +205,66 @@ class Router(nn.Module):
         chosen = torch.zeros_like(scores, dtype=torch.int64).scatter_(1, ids, 1)
         counts = chosen.sum(0)
         dropped = torch.zeros_like(counts)
-        has_loss = self.options.has_loss
-        total = counts
-        if has_loss or self.options.capacity_factor is not None:
-            total = self.sum_over_ranks(counts)
-        if self.options.capacity_factor is not None:
-            is_dropped = self._exceeds_capacity(chosen, counts, total).gather(1, ids)
+        has_loss, has_capacity = self.options.has_loss, self.options.capacity_factor is not None
+        get_total = self._start_sum(counts) if has_loss or has_capacity else None
+        if has_capacity:
+            assert get_total is not None
+            is_dropped = self._exceeds_capacity(chosen, counts, get_total()).gather(1, ids)
             dropped.scatter_add_(0, ids.flatten(), is_dropped.flatten().long())
             weights, ids = weights.masked_fill(is_dropped, 0.0), ids.masked_fill(is_dropped, self.num_experts)
-        losses = torch.zeros(2, dtype=torch.float64, device=x.device)
+        sums, is_awaited = None, False
         if has_loss:
-            tokens = (total.sum() / self.experts_per_token).clamp(min=1).to(scores.dtype)
-            parts = (self._balance_loss(x, scores, chosen, total, tokens), self._z_loss(logits, tokens))
-            weights = _AddLoss.apply(weights, parts[0] + parts[1], self.loss_scale)
-            losses = torch.stack([part.detach() for part in parts]).double() * tokens
-        self.record(torch.cat((counts.double(), dropped.double(), losses)))
+            assert get_total is not None
+            sums = torch.cat((self._balance_sums(x, scores, chosen), self._z_sum(logits)))
+            weights = _AddLoss.apply(weights, sums, partial(self._factors_in_backward, get_total), self.loss_scale)
+            sums, is_awaited = sums.detach(), sums.requires_grad
+        self.record(_ForwardPass(counts, dropped, sums, get_total if has_loss else None), is_awaited=is_awaited)
         return weights, ids
 
-    def _balance_loss(self, x: Tensor, scores: Tensor, chosen: Tensor, total: Tensor, tokens: Tensor) -> Tensor:
-        """This rank's part of the balance loss of a micro-batch that has so many tokens."""
+    def _start_sum(self, counts: Tensor) -> Callable[[], Tensor]:
+        if self.start_sum_over_ranks is not None:
+            return self.start_sum_over_ranks(counts)
+        total = self.sum_over_ranks(counts)
+        return lambda: total
+
+    # The losses are sums over this rank's tokens, times factors that depend on the choices of all ranks. The sums are
+    # those of the balance loss, [num_experts] or [1], and then of the z-loss, [1].
+
+    def _balance_sums(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         shares = scores if self.options.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
         if self.options.balance == "switch":
-            load = total.to(shares.dtype) / (tokens * self.experts_per_token)
-            return self.options.balance_loss * self.num_experts * (load @ shares.sum(0)) / tokens
+            return shares.sum(0)
         if not self.needs_whole_sequences:
-            return shares.new_zeros(())
+            return shares.new_zeros(1)
         if x.dim() != 3:
             raise ValueError(f"the sequence-wise loss needs [batch, seq, hidden], and x is {list(x.shape)}")
         length = x.shape[1]
         load = chosen.unflatten(0, x.shape[:2]).sum(1) * (self.num_experts / (self.experts_per_token * length))
         mean = shares.unflatten(0, x.shape[:2]).mean(1)
-        return self.options.balance_loss * (load.to(mean.dtype) * mean).sum() * length / tokens
+        return (load.to(mean.dtype) * mean).sum().view(1) * length
 
-    def _z_loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
+    def _z_sum(self, logits: Tensor) -> Tensor:
         if self.options.z_loss == 0:
-            return logits.new_zeros(())
-        return self.options.z_loss * logits.logsumexp(-1).square().sum() / tokens
+            return logits.new_zeros(1)
+        return logits.logsumexp(-1).square().sum().view(1)
+
+    def _loss_factors(self, total: Tensor) -> "_LossFactors":
+        """What the sums are multiplied by, from the choices of all ranks [num_experts]."""
+        total = total.double()
+        tokens = (total.sum() / self.experts_per_token).clamp(min=1)
+        if self.options.balance == "switch":
+            of_balance = total * (self.options.balance_loss * self.num_experts / self.experts_per_token) / tokens
+        else:
+            of_balance = tokens.new_full((1,), self.options.balance_loss)
+        factors = torch.cat((of_balance, tokens.new_full((1,), self.options.z_loss)))
+        return _LossFactors(factors / tokens, factors)
+
+    def _factors_in_backward(self, get_total: Callable[[], Tensor]) -> Tensor:
+        factors = self._loss_factors(get_total())
+        for forward_pass in [each for each in self._waiting if each.get_total is get_total]:
+            self._add(forward_pass, factors)
+        self._waiting = [each for each in self._waiting if each.get_total is not get_total]
+        return factors.of_mean
 
     def _exceeds_capacity(self, chosen: Tensor, counts: Tensor, total: Tensor) -> Tensor:
         """Which choices [t, E] an expert has no slot for: chosen [t, E]; counts, total [E], this rank's and all."""
@@ -266,14 +344,15 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Returns its first argument. The backward pass gives the loss the gradient `scale`."""
+    """Returns its first argument. The backward pass gives `sums` the gradient `get_factors()` x `scale`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.dtype = scale, loss.dtype
+    def forward(
+        ctx: Any, tensor: Tensor, sums: Tensor, get_factors: Callable[[], Tensor], scale: float | Tensor
+    ) -> Tensor:
+        ctx.get_factors, ctx.scale, ctx.dtype = get_factors, scale, sums.dtype
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        ones = torch.ones((), dtype=torch.float64, device=gradient.device)
-        return gradient, (ones * ctx.scale).to(ctx.dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return gradient, (ctx.get_factors() * ctx.scale).to(ctx.dtype), None, None

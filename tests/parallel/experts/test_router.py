@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers on a grid: what they count is of all ranks and counted once, and their parameters' gradients are whole."""
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.parallel.training import SEED, Case, batches, build, my_rows, plain_l
 FULL = Case(GPT, (gpt(balance="bias", balance_loss=0.1, bias_rate=0.01, capacity_factor=0.75),))
 BIAS = Case(GPT, (gpt(balance="bias", bias_rate=0.01, capacity_factor=0.75),))
 SWITCH = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1, capacity_factor=0.75),))
+SWITCH_ALONE = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1),))
 
 
 @pytest.mark.sampled(1)
@@ -75,6 +78,32 @@ def test_choices_are_counted_once_over_all_ranks_whatever_is_recomputed(ranks, r
     # Of each of two blocks: choices for the loss and capacity, summed, and those of earlier ranks, gathered.
     passes = 2 if recompute == "full" else 1
     assert sent["all_gather"] == 2 * passes
+
+
+def compute_before_the_other_rank(folder: Path) -> dict[str, int]:
+    """Rank 1 begins its forward pass when that of rank 0 has ended. Returns the all-reduces of both passes' counts."""
+    grid = Grid(data=2)
+    model = parallelize(build(SWITCH_ALONE, EXACT), grid, recompute="full")
+    tokens, _ = next(iter(batches(SWITCH_ALONE)))
+    has_ended, deadline = folder / "ended", time.monotonic() + 30
+    while grid.coordinate("data") == 1 and not has_ended.exists():
+        assert time.monotonic() < deadline, "rank 0 waits in its forward pass"
+        time.sleep(0.01)
+    sent = []
+    for step in ("forward", "backward"):
+        with count_collectives(grid) as calls:
+            if step == "forward":
+                logits = model(tokens[my_rows(grid, SWITCH_ALONE.batch)])
+            else:
+                logits.square().sum().backward()
+        sent.append(sum(call.kind == "all_reduce" and call.bytes_sent == 8 * 8 for call in calls.calls))
+        has_ended.touch()
+    return dict(zip(("forward", "backward"), sent, strict=True))
+
+
+def test_a_forward_pass_does_not_wait_for_other_ranks_choices(ranks, tmp_path):
+    for sent in ranks(2).run(compute_before_the_other_rank, tmp_path):
+        assert sent == {"forward": 2, "backward": 0}  # one of each block, though blocks are computed again
 
 
 class Gated(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.axes import LOSS
 from stretto.parallel.comm.autograd import sum_gradient
-from stretto.parallel.comm.collectives import all_reduce, gather_rows
+from stretto.parallel.comm.collectives import NO_GROUP, Pending, all_reduce, gather_rows, start_all_reduce
 from stretto.parallel.comm.kept_outputs import keep_output, run_once
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.plain_parts import tensors_in
@@ -34,8 +34,8 @@ def route_whole_features(
     Its first argument is the hidden features, in the compute dtype, as are its parameters; but a router of
     `stretto.models`, which computes in fp32, reads its parameters in their own. If it returns one number for each token
     ([..., 1], by which features are scaled), the gradient of that is summed over y. Hooks that a router may have are
-    set: `sum_over_ranks` and `sum_over_earlier_ranks`, over ranks that have other tokens; and `record` happens once
-    where a block is computed again.
+    set: `sum_over_ranks`, `start_sum_over_ranks` and `sum_over_earlier_ranks`, over ranks that have other tokens; and
+    `record` happens once where a block is computed again.
     """
     module = model.get_submodule(part.whose)
     forward, over_y, name = module.forward, grid.group("y"), part.whose
@@ -77,6 +77,9 @@ def _count_over_ranks(router: Any, groups: Sequence[dist.ProcessGroup]) -> None:
     router.sum_over_ranks = functools.partial(_keep, functools.partial(_sum, groups))
     router.sum_over_earlier_ranks = functools.partial(_keep, functools.partial(_sum_of_earlier, groups))
     router.record = functools.partial(run_once, router.record)
+    if hasattr(router, "start_sum_over_ranks"):
+        # Once: a block that is computed again is in the backward pass, which would wait for another sum at once.
+        router.start_sum_over_ranks = functools.partial(run_once, _StartedSum, groups)
 
 
 def _keep(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -88,6 +91,23 @@ def _sum(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
     for group in groups:
         all_reduce(total, group)
     return total
+
+
+class _StartedSum:
+    """A sum over groups that has begun: over the first while the model goes on, over others when it is asked for."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> None:
+        first, self._others = (groups[0], groups[1:]) if groups else (NO_GROUP, groups)
+        self._pending: Pending | None = start_all_reduce(tensor.detach().clone(), first)
+        self._total = self._pending.result
+
+    def __call__(self) -> Tensor:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            for group in self._others:
+                all_reduce(self._total, group)
+        return self._total
 
 
 def _sum_of_earlier(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
