@@ -220,6 +220,16 @@ def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
     assert status == pytest.ExitCode.USAGE_ERROR
 
 
+@pytest.mark.long
+def test_processes_of_a_run_of_all_tests_load_the_gpu_folder_only_when_they_collect_it(tmp_path):
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_one.py").write_text(TESTS)
+    status, output = run_pytest(tmp_path, "--numprocesses", "2")
+    assert (status, len(names_of(output))) == (0, 6), output
+
+
 def test_shards_take_about_as_long_by_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(resuming, "SECONDS", tmp_path / "seconds.json")
     resuming.SECONDS.write_text('{"a.py 2-ranks": 90, "b.py 2-ranks": 50, "b.py 8-ranks": 30, "c.py 4-ranks": 20}')

@@ -29,7 +29,7 @@ def configure(config: pytest.Config) -> None:
     path = config.getoption("--passed")
     workers_input = getattr(config, "workerinput", None)
     if workers_input is not None:
-        passed = set(workers_input[_KEY])
+        passed = set(workers_input.get(_KEY, ()))  # a controller that was not given this folder has not read any
     else:
         passed = set() if path is None else _begin(Path(path))
         config.pluginmanager.register(_Recorder(None if path is None else Path(path), sorted(passed)))
