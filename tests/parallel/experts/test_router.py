@@ -2,15 +2,17 @@
 """Routers on a grid: what they count is of all ranks and counted once, and their parameters' gradients are whole."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stretto.models import GPT
-from stretto.models.moe import Experts, update_biases
+from stretto.models.moe import Experts, RoutingStatistics, routers, update_biases
 from stretto.parallel import Grid, count_collectives, gather, layout_of, parallelize
 from tests.parallel.experts.training import EXACT, gpt, gradient_distances
 from tests.parallel.experts.training import Run as Training
@@ -104,6 +106,77 @@ def compute_before_the_other_rank(folder: Path) -> dict[str, int]:
 def test_a_forward_pass_does_not_wait_for_other_ranks_choices(ranks, tmp_path):
     for sent in ranks(2).run(compute_before_the_other_rank, tmp_path):
         assert sent == {"forward": 2, "backward": 0}  # one of each block, though blocks are computed again
+
+
+def read_on_one_rank(sizes: dict[str, int]) -> RoutingStatistics:
+    """Statistics of a step in which the first rank has read its own between the passes."""
+    grid = Grid(**sizes)
+    model = parallelize(build(SWITCH_ALONE, EXACT), grid, shard_sequence=True)
+    tokens, targets = (each[my_rows(grid, SWITCH_ALONE.batch)] for each in next(batches(SWITCH_ALONE)))
+    loss = model(tokens, targets)
+    if grid.coordinate("stage") == 0:
+        assert all(router.statistics is not None for _, router in routers(model))
+    loss.backward()
+    return update_biases(model)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "x": 2}, {"x": 2, "y": 2}], ids=str)
+def test_a_rank_may_read_its_statistics_alone(ranks, sizes):
+    plain = build(SWITCH_ALONE, EXACT)
+    plain_loss(SWITCH_ALONE, plain, *next(batches(SWITCH_ALONE)))
+    expected = update_biases(plain)
+    for found in ranks(4).run(read_on_one_rank, sizes):
+        assert torch.equal(found.counts, expected.counts)
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-11, atol=0.0)
+
+
+def run_passes_of_all_kinds() -> RoutingStatistics:
+    """Statistics of four forward passes: without gradients, dropped, and two that have three backward passes."""
+    grid = Grid(data=2)
+    model = parallelize(build(SWITCH_ALONE, EXACT), grid)
+    tokens = next(batches(SWITCH_ALONE))[0][my_rows(grid, SWITCH_ALONE.batch)]
+    with torch.no_grad():
+        model(tokens)
+    with mock.patch("stretto.models.router.MAX_WAITING", 2):
+        first, second, _ = (model(tokens).square().mean() for _ in range(3))
+    second.backward(retain_graph=True)
+    first.backward()
+    second.backward()
+    return update_biases(model)
+
+
+def test_a_forward_pass_is_counted_once_whatever_becomes_of_it(ranks):
+    plain = build(SWITCH_ALONE, EXACT)
+    plain(next(batches(SWITCH_ALONE))[0])
+    expected = update_biases(plain)
+    for found in ranks(2).run(run_passes_of_all_kinds):
+        assert torch.equal(found.counts, 4 * expected.counts)
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-11, atol=0.0)
+
+
+class Counting(nn.Linear):
+    """A user's own router, which counts the tokens of all ranks, and has no other hook."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 1)
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = torch.clone
+        self.total = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.sum_over_ranks(torch.tensor(x.flatten(0, -2).shape[0]))
+        return super().forward(x)
+
+
+def count_tokens(sizes: dict[str, int]) -> int:
+    grid, model = Grid(**sizes), Gated()
+    model.gate = Counting()
+    model = parallelize(model, grid, roles=ROLES)
+    model(torch.arange(24).view(4, 6)[my_rows(grid, 4)])
+    return int(model.gate.total)
+
+
+def test_a_router_of_ones_own_needs_no_hook_but_one(ranks):
+    assert ranks(2).run(count_tokens, {"data": 2}) == [24, 24]
 
 
 class Gated(nn.Module):

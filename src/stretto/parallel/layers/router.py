@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.axes import LOSS
+from stretto.axes import LOSS, STAGE
 from stretto.parallel.comm.autograd import sum_gradient
-from stretto.parallel.comm.collectives import NO_GROUP, Pending, all_reduce, gather_rows, start_all_reduce
+from stretto.parallel.comm.collectives import gather_rows, start_all_reduce
 from stretto.parallel.comm.kept_outputs import keep_output, run_once
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.plain_parts import tensors_in
@@ -68,46 +68,37 @@ def route_whole_features(
 
     module.forward = route
     if counts_tokens:
-        groups = [grid.group(LOSS), *([] if tokens is None else [tokens.group])]
-        _count_over_ranks(module, [group for group in groups if group.size() > 1])
+        _count_over_ranks(module, grid, tokens)
 
 
-def _count_over_ranks(router: Any, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Set a router's hooks. groups: of ranks that have other tokens, the first those whose tokens lie further apart."""
-    router.sum_over_ranks = functools.partial(_keep, functools.partial(_sum, groups))
+def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None) -> None:
+    """Set the hooks of a router. Ranks of LOSS have other rows of the batch; with `tokens`, those of x other tokens.
+
+    One sum over all of these ranks, not one over x after one over LOSS: the second would begin when the first has been
+    waited for, and so in an order that may differ between the ranks of x.
+    """
+    # Ranks of y have the same tokens: the first counts them.
+    over, is_counted = (LOSS, True) if tokens is None else (STAGE, grid.coordinate("y") == 0)
+    start_sum = functools.partial(_start_sum, grid.group(over), is_counted)
+    groups = [group for group in (grid.group(LOSS), tokens.group if tokens else None) if group and group.size() > 1]
+    router.sum_over_ranks = functools.partial(_keep, lambda tensor: start_sum(tensor)())
     router.sum_over_earlier_ranks = functools.partial(_keep, functools.partial(_sum_of_earlier, groups))
-    router.record = functools.partial(run_once, router.record)
-    if hasattr(router, "start_sum_over_ranks"):
+    if hasattr(router, "record"):
+        router.record = functools.partial(run_once, router.record)
+    # On one rank nothing is waited for, and torch.compile traces the router's losses.
+    if hasattr(router, "start_sum_over_ranks") and grid.size(over) > 1:
         # Once: a block that is computed again is in the backward pass, which would wait for another sum at once.
-        router.start_sum_over_ranks = functools.partial(run_once, _StartedSum, groups)
+        router.start_sum_over_ranks = functools.partial(run_once, start_sum)
 
 
 def _keep(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     return keep_output("router statistics", functools.partial(function, tensor.detach()))
 
 
-def _sum(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
-    total = tensor.clone()
-    for group in groups:
-        all_reduce(total, group)
-    return total
-
-
-class _StartedSum:
-    """A sum over groups that has begun: over the first while the model goes on, over others when it is asked for."""
-
-    def __init__(self, groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> None:
-        first, self._others = (groups[0], groups[1:]) if groups else (NO_GROUP, groups)
-        self._pending: Pending | None = start_all_reduce(tensor.detach().clone(), first)
-        self._total = self._pending.result
-
-    def __call__(self) -> Tensor:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-            for group in self._others:
-                all_reduce(self._total, group)
-        return self._total
+def _start_sum(group: dist.ProcessGroup, is_counted: bool, tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to sum a tensor over the ranks of a group that are counted, and return what waits for the sum."""
+    tensor = tensor.detach()
+    return start_all_reduce(tensor.clone() if is_counted else torch.zeros_like(tensor), group).wait
 
 
 def _sum_of_earlier(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
