@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stretto.models import GPT
 from stretto.models.moe import Experts, RoutingStatistics, routers, update_biases
 from stretto.parallel import Grid, count_collectives, gather, layout_of, parallelize
+from stretto.parallel.comm.collectives import Pending
 from tests.parallel.experts.training import EXACT, gpt, gradient_distances
 from tests.parallel.experts.training import Run as Training
 from tests.parallel.training import SEED, Case, batches, build, my_rows, plain_loss
@@ -106,6 +107,20 @@ def compute_before_the_other_rank(folder: Path) -> dict[str, int]:
 def test_a_forward_pass_does_not_wait_for_other_ranks_choices(ranks, tmp_path):
     for sent in ranks(2).run(compute_before_the_other_rank, tmp_path):
         assert sent == {"forward": 2, "backward": 0}  # one of each block, though blocks are computed again
+
+
+def count_waits(overlap: bool) -> int:
+    """How often a forward pass waits for a router's choices."""
+    grid = Grid(data=2)
+    model = parallelize(build(SWITCH_ALONE, EXACT), grid, overlap=overlap)
+    with mock.patch.object(Pending, "wait", autospec=True, side_effect=Pending.wait) as wait:
+        model(next(batches(SWITCH_ALONE))[0][my_rows(grid, SWITCH_ALONE.batch)])
+    return sum(call.args[0].result.shape == (8,) for call in wait.mock_calls)
+
+
+def test_without_overlap_a_forward_pass_waits_for_each_sum(ranks):
+    assert ranks(2).run(count_waits, True) == [0, 0]
+    assert ranks(2).run(count_waits, False) == [2, 2]
 
 
 def read_on_one_rank(sizes: dict[str, int]) -> RoutingStatistics:

@@ -28,6 +28,8 @@ def route_whole_features(
     precision: Precision,
     grid: Grid,
     tokens: TokenShards | None,
+    *,
+    overlaps: bool,
 ) -> None:
     """Have a router read whole hidden features, which are gathered over y, and plain tensors as its parameters.
 
@@ -35,7 +37,8 @@ def route_whole_features(
     `stretto.models`, which computes in fp32, reads its parameters in their own. If it returns one number for each token
     ([..., 1], by which features are scaled), the gradient of that is summed over y. Hooks that a router may have are
     set: `sum_over_ranks`, `start_sum_over_ranks` and `sum_over_earlier_ranks`, over ranks that have other tokens; and
-    `record` happens once where a block is computed again.
+    `record` happens once where a block is computed again. overlaps: whether a sum that was started goes on while the
+    model does.
     """
     module = model.get_submodule(part.whose)
     forward, over_y, name = module.forward, grid.group("y"), part.whose
@@ -68,10 +71,10 @@ def route_whole_features(
 
     module.forward = route
     if counts_tokens:
-        _count_over_ranks(module, grid, tokens)
+        _count_over_ranks(module, grid, tokens, overlaps=overlaps)
 
 
-def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None) -> None:
+def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, overlaps: bool) -> None:
     """Set the hooks of a router. Ranks of LOSS have other rows of the batch; with `tokens`, those of x other tokens.
 
     One sum over all of these ranks, not one over x after one over LOSS: the second would begin when the first has been
@@ -79,7 +82,7 @@ def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None) -> No
     """
     # Ranks of y have the same tokens: the first counts them.
     over, is_counted = (LOSS, True) if tokens is None else (STAGE, grid.coordinate("y") == 0)
-    start_sum = functools.partial(_start_sum, grid.group(over), is_counted)
+    start_sum = functools.partial(_start_sum, grid.group(over), is_counted=is_counted, overlaps=overlaps)
     groups = [group for group in (grid.group(LOSS), tokens.group if tokens else None) if group and group.size() > 1]
     router.sum_over_ranks = functools.partial(_keep, lambda tensor: start_sum(tensor)())
     router.sum_over_earlier_ranks = functools.partial(_keep, functools.partial(_sum_of_earlier, groups))
@@ -95,10 +98,13 @@ def _keep(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     return keep_output("router statistics", functools.partial(function, tensor.detach()))
 
 
-def _start_sum(group: dist.ProcessGroup, is_counted: bool, tensor: Tensor) -> Callable[[], Tensor]:
+def _start_sum(group: dist.ProcessGroup, tensor: Tensor, *, is_counted: bool, overlaps: bool) -> Callable[[], Tensor]:
     """Begin to sum a tensor over the ranks of a group that are counted, and return what waits for the sum."""
     tensor = tensor.detach()
-    return start_all_reduce(tensor.clone() if is_counted else torch.zeros_like(tensor), group).wait
+    pending = start_all_reduce(tensor.clone() if is_counted else torch.zeros_like(tensor), group)
+    if not overlaps:
+        pending.wait()
+    return pending.wait
 
 
 def _sum_of_earlier(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
