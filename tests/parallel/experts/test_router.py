@@ -13,16 +13,18 @@ from torch import Tensor, nn
 
 from stretto.models import GPT
 from stretto.models.moe import Experts, RoutingStatistics, routers, update_biases
-from stretto.parallel import Grid, count_collectives, gather, layout_of, parallelize
+from stretto.parallel import Grid, Pipeline, count_collectives, gather, layout_of, parallelize
 from stretto.parallel.comm.collectives import Pending
 from tests.parallel.experts.training import EXACT, gpt, gradient_distances
 from tests.parallel.experts.training import Run as Training
-from tests.parallel.training import SEED, Case, batches, build, my_rows, plain_loss
+from tests.parallel.training import SEED, Case, batches, build, distance, my_rows, plain_loss
 
 FULL = Case(GPT, (gpt(balance="bias", balance_loss=0.1, bias_rate=0.01, capacity_factor=0.75),))
 BIAS = Case(GPT, (gpt(balance="bias", bias_rate=0.01, capacity_factor=0.75),))
 SWITCH = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1, capacity_factor=0.75),))
 SWITCH_ALONE = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1),))
+
+ALONE = Case(GPT, (gpt(balance="none"),))
 
 
 @pytest.mark.sampled(1)
@@ -167,6 +169,27 @@ def test_a_forward_pass_is_counted_once_whatever_becomes_of_it(ranks):
     for found in ranks(2).run(run_passes_of_all_kinds):
         assert torch.equal(found.counts, 4 * expected.counts)
         torch.testing.assert_close(found.losses, expected.losses, rtol=1e-11, atol=0.0)
+
+
+def train_by_messages(expected: dict[str, Tensor]) -> list[float]:
+    """How far gradients are from the expected ones where gradients reach the ranks of data at different times."""
+    grid = Grid(data=2, pipe=2, expert=2)
+    model = parallelize(build(ALONE, EXACT), grid)
+    if grid.coordinate("pipe") == 0 and grid.coordinate("data") == 1:
+        model.blocks[0].register_forward_hook(lambda *_: time.sleep(0.1))
+    tokens, targets = (each[my_rows(grid, ALONE.batch)] for each in next(batches(ALONE)))
+    with Pipeline(model, grid, schedule="message-driven", micro_batch_size=1, limit=3) as pipeline:
+        pipeline.step(tokens=tokens, targets=targets)
+    own = {name: gather(each.grad, layout_of(each)) for name, each in model.named_parameters() if each.numel()}
+    return [distance(gradient, expected[name]) for name, gradient in own.items() if expected[name].norm() > 0]
+
+
+def test_message_driven_ranks_of_data_agree_on_what_experts_compute(ranks):
+    plain = build(ALONE, EXACT)
+    plain_loss(ALONE, plain, *next(batches(ALONE))).backward()
+    for found in ranks(4).run(train_by_messages, {name: each.grad for name, each in plain.named_parameters()}):
+        assert found
+        assert max(found) < 1e-11
 
 
 class Counting(nn.Linear):
