@@ -18,7 +18,8 @@ class Overlap:
 
     Switching one off changes when data is sent, never what: results keep their bits, except for copy_engines.
 
-    all_reduce: the sum of an input's gradient, under the weight gradient's product ("OAR").
+    all_reduce: the sum of an input's gradient, under the weight gradient's product ("OAR"); the sum of a router's
+        choices, until its backward pass.
     reduce_scatter: the reduce-scatter of weight gradients, under the rest of the backward pass ("ORS").
     all_gather: the all-gather of the next weight, under this one's product ("OAG").
     data: the sum over data of buckets of gradients, under the backward pass, otherwise after it.

@@ -229,6 +229,18 @@ def test_a_loss_over_sequences_says_what_shape_it_needs() -> None:
         router(tokens(15))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_passes_without_gradients_are_counted_with_those_that_have_some(mode: Any) -> None:
+    router, x = make_router(balance="switch", balance_loss=0.3), tokens(3, 5)
+    with mode():
+        router(x)
+    router(x)[1].sum().backward()
+    statistics = update_biases(router)
+    assert statistics is not None
+    chosen = router.eval()(x)[2].flatten().bincount(minlength=EXPERTS)
+    assert statistics.counts.tolist() == [(2 * chosen).tolist()]
+
+
 # The bias.
 
 

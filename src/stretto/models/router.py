@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Forward passes of a step whose statistics may wait for the sum over ranks.
+# How many forward passes may wait for their backward pass to add their statistics. Those whose outputs were dropped
+# never have one.
 MAX_WAITING = 64
 
 
@@ -78,7 +79,10 @@ class _ForwardPass(NamedTuple):
 
 
 class _LossFactors(NamedTuple):
-    """fp64, what the sums are multiplied by to be a rank's part of the losses; and of losses times all tokens."""
+    """Factors of a forward pass's sums, fp64. of_mean: sums x factors are this rank's part of the losses.
+
+    of_all_tokens: they are that times the tokens of all ranks.
+    """
 
     of_mean: Tensor
     of_all_tokens: Tensor
@@ -114,7 +118,8 @@ class Router(nn.Module):
         # Begins `sum_over_ranks`, and returns what waits for it and gives the sum, as often as it is called.
         self.start_sum_over_ranks: Callable[[Tensor], Callable[[], Tensor]] | None = None
         self._statistics: Tensor | None = None
-        self._waiting: list[_ForwardPass] = []  # whose statistics are not added yet
+        # Forward passes whose statistics are not added yet, by their get_total.
+        self._waiting: dict[Callable[[], Tensor], _ForwardPass] = {}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -150,20 +155,25 @@ class Router(nn.Module):
         if not is_awaited or self.start_sum_over_ranks is None:
             self._add(forward_pass)
             return
-        self._waiting.append(forward_pass)
-        if len(self._waiting) > MAX_WAITING:  # the backward passes have not happened
-            self._add(self._waiting.pop(0))
+        assert forward_pass.get_total is not None
+        self._waiting[forward_pass.get_total] = forward_pass
+        if len(self._waiting) > MAX_WAITING:
+            self._add_oldest()
 
     @property
     def statistics(self) -> Tensor | None:
         """This rank's statistics since `update_biases`, fp64 [2 x num_experts + 2]; None before the first forward pass.
 
         They are: the choices of each expert, those of them that were dropped, and the balance loss and the z-loss, each
-        times the micro-batch's tokens on all ranks. Their sum over ranks is the whole step's.
+        times the micro-batch's tokens on all ranks. Their sum over ranks is the whole step's. A rank may read them
+        alone: that waits for sums over ranks that have begun, and begins none.
         """
         while self._waiting:
-            self._add(self._waiting.pop(0))
+            self._add_oldest()
         return self._statistics
+
+    def _add_oldest(self) -> None:
+        self._add(self._waiting.pop(next(iter(self._waiting))))
 
     def _add(self, forward_pass: "_ForwardPass", factors: "_LossFactors | None" = None) -> None:
         counts, dropped, sums, get_total = forward_pass
@@ -174,7 +184,8 @@ class Router(nn.Module):
             losses = torch.stack((terms[:-1].sum(), terms[-1]))
         statistics = torch.cat((counts, dropped, losses))
         if self._statistics is None:
-            self._statistics = torch.zeros_like(statistics)
+            with torch.inference_mode(False):  # outside of it nothing could be added to an inference tensor
+                self._statistics = torch.zeros_like(statistics)
         self._statistics += statistics  # in place: a captured graph adds to the same tensor whenever it is replayed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
@@ -261,9 +272,9 @@ class Router(nn.Module):
 
     def _factors_in_backward(self, get_total: Callable[[], Tensor]) -> Tensor:
         factors = self._loss_factors(get_total())
-        for forward_pass in [each for each in self._waiting if each.get_total is get_total]:
+        forward_pass = self._waiting.pop(get_total, None)
+        if forward_pass is not None:  # neither read before, nor added by an earlier backward pass of the same graph
             self._add(forward_pass, factors)
-        self._waiting = [each for each in self._waiting if each.get_total is not get_total]
         return factors.of_mean
 
     def _exceeds_capacity(self, chosen: Tensor, counts: Tensor, total: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def _shard_by_roles(
             frees = not options.keep_gathered and not options.checkpoint_activations
             gather_for_forward(model, part, builder.block_shard(part.whose, places, scale=1.0, frees=frees), grid)
         elif part.role.role == "router":
-            route_whole_features(model, part, places, precision, grid, tokens)
+            route_whole_features(model, part, places, precision, grid, tokens, overlaps=options.overlap.all_reduce)
         else:
             read_as_tensors(model, part, places, precision, grid)
     for owner, attribute, value in [*attributes, *buffers]:

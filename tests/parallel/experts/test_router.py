@@ -2,24 +2,29 @@
 """Routers on a grid: what they count is of all ranks and counted once, and their parameters' gradients are whole."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stretto.models import GPT
-from stretto.models.moe import Experts, update_biases
-from stretto.parallel import Grid, count_collectives, gather, layout_of, parallelize
+from stretto.models.moe import Experts, RoutingStatistics, routers, update_biases
+from stretto.parallel import Grid, Pipeline, count_collectives, gather, layout_of, parallelize
+from stretto.parallel.comm.collectives import Pending
 from tests.parallel.experts.training import EXACT, gpt, gradient_distances
 from tests.parallel.experts.training import Run as Training
-from tests.parallel.training import SEED, Case, batches, build, my_rows, plain_loss
+from tests.parallel.training import SEED, Case, batches, build, distance, my_rows, plain_loss
 
 FULL = Case(GPT, (gpt(balance="bias", balance_loss=0.1, bias_rate=0.01, capacity_factor=0.75),))
 BIAS = Case(GPT, (gpt(balance="bias", bias_rate=0.01, capacity_factor=0.75),))
 SWITCH = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1, capacity_factor=0.75),))
 SWITCH_ALONE = Case(GPT, (gpt(balance="switch", balance_loss=0.5, z_loss=0.1),))
+
+ALONE = Case(GPT, (gpt(balance="none"),))
 
 
 @pytest.mark.sampled(1)
@@ -104,6 +109,112 @@ def compute_before_the_other_rank(folder: Path) -> dict[str, int]:
 def test_a_forward_pass_does_not_wait_for_other_ranks_choices(ranks, tmp_path):
     for sent in ranks(2).run(compute_before_the_other_rank, tmp_path):
         assert sent == {"forward": 2, "backward": 0}  # one of each block, though blocks are computed again
+
+
+def count_waits(overlap: bool) -> int:
+    """How often a forward pass waits for a router's choices."""
+    grid = Grid(data=2)
+    model = parallelize(build(SWITCH_ALONE, EXACT), grid, overlap=overlap)
+    with mock.patch.object(Pending, "wait", autospec=True, side_effect=Pending.wait) as wait:
+        model(next(batches(SWITCH_ALONE))[0][my_rows(grid, SWITCH_ALONE.batch)])
+    return sum(call.args[0].result.shape == (8,) for call in wait.mock_calls)
+
+
+def test_without_overlap_a_forward_pass_waits_for_each_sum(ranks):
+    assert ranks(2).run(count_waits, True) == [0, 0]
+    assert ranks(2).run(count_waits, False) == [2, 2]
+
+
+def read_on_one_rank(sizes: dict[str, int]) -> RoutingStatistics:
+    """Statistics of a step in which the first rank has read its own between the passes."""
+    grid = Grid(**sizes)
+    model = parallelize(build(SWITCH_ALONE, EXACT), grid, shard_sequence=True)
+    tokens, targets = (each[my_rows(grid, SWITCH_ALONE.batch)] for each in next(batches(SWITCH_ALONE)))
+    loss = model(tokens, targets)
+    if grid.coordinate("stage") == 0:
+        assert all(router.statistics is not None for _, router in routers(model))
+    loss.backward()
+    return update_biases(model)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "x": 2}, {"x": 2, "y": 2}], ids=str)
+def test_a_rank_may_read_its_statistics_alone(ranks, sizes):
+    plain = build(SWITCH_ALONE, EXACT)
+    plain_loss(SWITCH_ALONE, plain, *next(batches(SWITCH_ALONE)))
+    expected = update_biases(plain)
+    for found in ranks(4).run(read_on_one_rank, sizes):
+        assert torch.equal(found.counts, expected.counts)
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-11, atol=0.0)
+
+
+def run_passes_of_all_kinds() -> RoutingStatistics:
+    """Statistics of four forward passes: without gradients, dropped, and two that have three backward passes."""
+    grid = Grid(data=2)
+    model = parallelize(build(SWITCH_ALONE, EXACT), grid)
+    tokens = next(batches(SWITCH_ALONE))[0][my_rows(grid, SWITCH_ALONE.batch)]
+    with torch.no_grad():
+        model(tokens)
+    with mock.patch("stretto.models.router.MAX_WAITING", 2):
+        first, second, _ = (model(tokens).square().mean() for _ in range(3))
+    second.backward(retain_graph=True)
+    first.backward()
+    second.backward()
+    return update_biases(model)
+
+
+def test_a_forward_pass_is_counted_once_whatever_becomes_of_it(ranks):
+    plain = build(SWITCH_ALONE, EXACT)
+    plain(next(batches(SWITCH_ALONE))[0])
+    expected = update_biases(plain)
+    for found in ranks(2).run(run_passes_of_all_kinds):
+        assert torch.equal(found.counts, 4 * expected.counts)
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-11, atol=0.0)
+
+
+def train_by_messages(expected: dict[str, Tensor]) -> list[float]:
+    """How far gradients are from the expected ones where gradients reach the ranks of data at different times."""
+    grid = Grid(data=2, pipe=2, expert=2)
+    model = parallelize(build(ALONE, EXACT), grid)
+    if grid.coordinate("pipe") == 0 and grid.coordinate("data") == 1:
+        model.blocks[0].register_forward_hook(lambda *_: time.sleep(0.1))
+    tokens, targets = (each[my_rows(grid, ALONE.batch)] for each in next(batches(ALONE)))
+    with Pipeline(model, grid, schedule="message-driven", micro_batch_size=1, limit=3) as pipeline:
+        pipeline.step(tokens=tokens, targets=targets)
+    own = {name: gather(each.grad, layout_of(each)) for name, each in model.named_parameters() if each.numel()}
+    return [distance(gradient, expected[name]) for name, gradient in own.items() if expected[name].norm() > 0]
+
+
+def test_message_driven_ranks_of_data_agree_on_what_experts_compute(ranks):
+    plain = build(ALONE, EXACT)
+    plain_loss(ALONE, plain, *next(batches(ALONE))).backward()
+    for found in ranks(4).run(train_by_messages, {name: each.grad for name, each in plain.named_parameters()}):
+        assert found
+        assert max(found) < 1e-11
+
+
+class Counting(nn.Linear):
+    """A user's own router, which counts the tokens of all ranks, and has no other hook."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 1)
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = torch.clone
+        self.total = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.sum_over_ranks(torch.tensor(x.flatten(0, -2).shape[0]))
+        return super().forward(x)
+
+
+def count_tokens(sizes: dict[str, int]) -> int:
+    grid, model = Grid(**sizes), Gated()
+    model.gate = Counting()
+    model = parallelize(model, grid, roles=ROLES)
+    model(torch.arange(24).view(4, 6)[my_rows(grid, 4)])
+    return int(model.gate.total)
+
+
+def test_a_router_of_ones_own_needs_no_hook_but_one(ranks):
+    assert ranks(2).run(count_tokens, {"data": 2}) == [24, 24]
 
 
 class Gated(nn.Module):

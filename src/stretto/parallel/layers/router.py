@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.axes import LOSS
+from stretto.axes import LOSS, STAGE
 from stretto.parallel.comm.autograd import sum_gradient
-from stretto.parallel.comm.collectives import NO_GROUP, Pending, all_reduce, gather_rows, start_all_reduce
+from stretto.parallel.comm.collectives import gather_rows, start_all_reduce
 from stretto.parallel.comm.kept_outputs import keep_output, run_once
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.plain_parts import tensors_in
@@ -28,6 +28,8 @@ def route_whole_features(
     precision: Precision,
     grid: Grid,
     tokens: TokenShards | None,
+    *,
+    overlaps: bool,
 ) -> None:
     """Have a router read whole hidden features, which are gathered over y, and plain tensors as its parameters.
 
@@ -35,7 +37,8 @@ def route_whole_features(
     `stretto.models`, which computes in fp32, reads its parameters in their own. If it returns one number for each token
     ([..., 1], by which features are scaled), the gradient of that is summed over y. Hooks that a router may have are
     set: `sum_over_ranks`, `start_sum_over_ranks` and `sum_over_earlier_ranks`, over ranks that have other tokens; and
-    `record` happens once where a block is computed again.
+    `record` happens once where a block is computed again. overlaps: whether a sum that was started goes on while the
+    model does.
     """
     module = model.get_submodule(part.whose)
     forward, over_y, name = module.forward, grid.group("y"), part.whose
@@ -68,46 +71,40 @@ def route_whole_features(
 
     module.forward = route
     if counts_tokens:
-        groups = [grid.group(LOSS), *([] if tokens is None else [tokens.group])]
-        _count_over_ranks(module, [group for group in groups if group.size() > 1])
+        _count_over_ranks(module, grid, tokens, overlaps=overlaps)
 
 
-def _count_over_ranks(router: Any, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Set a router's hooks. groups: of ranks that have other tokens, the first those whose tokens lie further apart."""
-    router.sum_over_ranks = functools.partial(_keep, functools.partial(_sum, groups))
+def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, overlaps: bool) -> None:
+    """Set the hooks of a router. Ranks of LOSS have other rows of the batch; with `tokens`, those of x other tokens.
+
+    One sum over all of these ranks, not one over x after one over LOSS: the second would begin when the first has been
+    waited for, and so in an order that may differ between the ranks of x.
+    """
+    # Ranks of y have the same tokens: the first counts them.
+    over, is_counted = (LOSS, True) if tokens is None else (STAGE, grid.coordinate("y") == 0)
+    start_sum = functools.partial(_start_sum, grid.group(over), is_counted=is_counted, overlaps=overlaps)
+    groups = [group for group in (grid.group(LOSS), tokens.group if tokens else None) if group and group.size() > 1]
+    router.sum_over_ranks = functools.partial(_keep, lambda tensor: start_sum(tensor)())
     router.sum_over_earlier_ranks = functools.partial(_keep, functools.partial(_sum_of_earlier, groups))
-    router.record = functools.partial(run_once, router.record)
-    if hasattr(router, "start_sum_over_ranks"):
+    if hasattr(router, "record"):
+        router.record = functools.partial(run_once, router.record)
+    # On one rank nothing is waited for, and torch.compile traces the router's losses.
+    if hasattr(router, "start_sum_over_ranks") and grid.size(over) > 1:
         # Once: a block that is computed again is in the backward pass, which would wait for another sum at once.
-        router.start_sum_over_ranks = functools.partial(run_once, _StartedSum, groups)
+        router.start_sum_over_ranks = functools.partial(run_once, start_sum)
 
 
 def _keep(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     return keep_output("router statistics", functools.partial(function, tensor.detach()))
 
 
-def _sum(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
-    total = tensor.clone()
-    for group in groups:
-        all_reduce(total, group)
-    return total
-
-
-class _StartedSum:
-    """A sum over groups that has begun: over the first while the model goes on, over others when it is asked for."""
-
-    def __init__(self, groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> None:
-        first, self._others = (groups[0], groups[1:]) if groups else (NO_GROUP, groups)
-        self._pending: Pending | None = start_all_reduce(tensor.detach().clone(), first)
-        self._total = self._pending.result
-
-    def __call__(self) -> Tensor:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-            for group in self._others:
-                all_reduce(self._total, group)
-        return self._total
+def _start_sum(group: dist.ProcessGroup, tensor: Tensor, *, is_counted: bool, overlaps: bool) -> Callable[[], Tensor]:
+    """Begin to sum a tensor over the ranks of a group that are counted, and return what waits for the sum."""
+    tensor = tensor.detach()
+    pending = start_all_reduce(tensor.clone() if is_counted else torch.zeros_like(tensor), group)
+    if not overlaps:
+        pending.wait()
+    return pending.wait
 
 
 def _sum_of_earlier(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class ActionRunner:
     def run_by_messages(self, limit: int, serve_first: ServeFirst, group: dist.ProcessGroup | None) -> None:
         """Take an action whenever its message has come (algorithm 2).
 
-        limit, serve_first: of the policy. group: the ranks that share this rank's micro-batches; the first decides.
+        limit, serve_first: of the policy. group: the ranks that communicate within a micro-batch; the first decides.
         """
         stage, count = self.stages.mine[0], self.step.micro_batches
         policy = MessageDrivenPolicy(stage, self.stages.count, count, limit, serve_first)

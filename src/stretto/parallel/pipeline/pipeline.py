@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.axes import LOSS, WEIGHT_AXES
+from stretto.axes import EXPERT, LOSS, STAGE, STAGE_AXES, WEIGHT_AXES
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -111,8 +111,11 @@ class Pipeline:
         self._schedules: dict[int, PipelineSchedule] = {}
         self._check_options(limit, serve_first)
         self._leaders: dist.ProcessGroup | None = None
-        if self.is_message_driven and grid.sizes["x"] * grid.sizes["y"] * grid.sizes["z"] > 1:
-            self._leaders = make_group(_ranks_over(grid, WEIGHT_AXES), grid, backend="gloo")
+        if self.is_message_driven and grid.size(STAGE) > 1:
+            # Experts exchange tokens over data, too, and routers sum their choices.
+            over_data = grid.size(EXPERT) > 1 or any(hasattr(module, "sum_over_ranks") for module in model.modules())
+            group = make_group(_ranks_over(grid, STAGE_AXES if over_data else WEIGHT_AXES), grid, backend="gloo")
+            self._leaders = group if group.size() > 1 else None
         number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
         self._failures = StepFailures(f"stretto pipeline {number}")
         self._carrier = (
