@@ -301,6 +301,7 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
         huggingface.generate_in_step(model)
     huggingface.refuse_saving(model)
+    huggingface.refuse_resizing(model)
     refuse_copies(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
     model.weight_gatherer = builder.gatherer  # type: ignore[assignment]
