@@ -290,7 +290,8 @@ _ADDED_IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
 def _refuse_gaps(call: BackendCall, reason: str) -> None:
     """Raise ValueError for gaps between elements: gloo adds in place what lies in the first bytes, gaps among it."""
     for tensor in call.inputs if call.operation in _ADDED_IN_PLACE else ():
-        if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        is_strided = tensor.layout == torch.strided  # gloo has its own way for sparse ones
+        if is_strided and not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             raise ValueError(
                 f"{call.operation} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: gloo, "
                 f"which runs this call ({reason}), takes no gaps between elements: give tensor.contiguous()"
