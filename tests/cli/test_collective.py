@@ -194,6 +194,8 @@ def test_slots_waivers_and_limits_are_options(ring):
         (("run", "ring.xml", "--protocol", "LL"), "ring.xml is compiled: leave out"),
         (("compile", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--ranks", 5), "are not 5 ranks"),
         (("import-msccl", "not_there.py"), "not_there.py"),
+        (("show", "/"), "/: is not a regular file"),
+        (("import-msccl", "--yes", "/dev/zero"), "/dev/zero: is not a regular file"),
     ],
 )
 def test_bad_input_is_refused_with_2_and_a_line(args, why):

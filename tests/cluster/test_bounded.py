@@ -18,6 +18,12 @@ def test_a_file_is_read_up_to_the_limit_and_refused_beyond_it(tmp_path):
         read_bounded(file, 4, "a note")
 
 
+def test_limits_beyond_memory_cost_nothing(tmp_path):
+    (tmp_path / "small.txt").write_bytes(b"12345")
+    for limit in (2**50, 2**63, 10**20):
+        assert read_bounded(tmp_path / "small.txt", limit, "a note") == b"12345"
+
+
 def test_what_is_no_regular_file_is_refused_and_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):

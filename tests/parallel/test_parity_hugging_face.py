@@ -185,6 +185,26 @@ def test_a_sharded_model_is_not_saved_in_parts_and_says_what_to_do(ranks, tmp_pa
     assert not (tmp_path / "model").exists()
 
 
+def resized() -> list[str]:
+    """What `resize_token_embeddings` says of a model with roles, and of one that is sharded block by block."""
+    messages = []
+    for blocks in (None, ["model.layers.*"]):
+        model = parallelize(small_llama(), Grid(x=2) if blocks is None else Grid(z=2), blocks=blocks)
+        embedding = model.get_input_embeddings()
+        with pytest.raises(ValueError) as error:
+            model.resize_token_embeddings(128)
+        assert model.get_input_embeddings() is embedding
+        assert model.resize_token_embeddings() is embedding
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_sharded_vocabulary_is_not_resized_and_says_when_to(ranks):
+    for messages in ranks(2).run(resized):
+        assert ["resize_token_embeddings(128): the embedding" in message for message in messages] == [True, True]
+        assert all("Resize it before parallelize" in message for message in messages)
+
+
 EXHAUSTIVE = pytest.mark.exhaustive
 
 

@@ -30,6 +30,7 @@ from stretto.cli.schedules import (
 from stretto.suggestions import did_you_mean_file
 
 NOT_VERIFIED = 1
+MAX_SCRIPT_BYTES = 16 * 2**20
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -263,7 +264,8 @@ def show(
         if ranks is not None and not ranks.isdecimal():
             raise ValueError(f"--ranks takes a number of ranks, not {ranks!r}; --only FIRST-LAST shows some of them")
         file = Path(name if is_schedule_file(name) else name.rpartition(":")[2])
-        picture = output or file.with_suffix(".png")
+        # A folder as "/" has no name, which load_schedule refuses.
+        picture = output or (file.with_suffix(".png") if file.name else Path("schedule.png"))
         if picture.exists() and file.exists() and picture.samefile(file):
             raise ValueError(f"{picture} is the schedule itself: name another file for the picture with -o")
         shown = _rank_range(only)
@@ -359,10 +361,11 @@ def _cleaning_up_when_ended() -> Iterator[None]:
 
 def _agree_to_run(script: Path, *, is_agreed: bool) -> None:
     """Ask before a script is run for the first time, or has changed since. ValueError where nobody can be asked."""
+    from stretto.cluster import read_bounded
     from stretto.tuning.store import cache_folder
 
     try:
-        content = script.read_bytes()
+        content = read_bounded(script, MAX_SCRIPT_BYTES, "a script")
     except OSError as error:
         near = did_you_mean_file(script, (".py",)) if isinstance(error, FileNotFoundError) else ""
         raise ValueError(f"{script}: cannot be read: {error.strerror}{near}") from error

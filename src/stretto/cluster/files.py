@@ -77,9 +77,12 @@ def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
     if not S_ISREG(status.st_mode):  # reading a pipe might never end, or never begin
         raise ValueError(f"{path}: is not a regular file")
     content = b""
+    most = min(max_bytes, max(status.st_size, 2**20))  # `read` allocates all that it is asked for
     if status.st_size <= max_bytes:
         with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+            content = file.read(most + 1)
+    if len(content) > most and most < max_bytes:
+        raise ValueError(f"{path}: grows while it is read")
     if max(status.st_size, len(content)) > max_bytes:  # it may have grown meanwhile
         raise ValueError(f"{path}: is larger than {max_bytes} bytes, the most {what} may have")
     return content

@@ -35,6 +35,7 @@ from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
 from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
+from stretto.parallel.transformers_checkpointing import follow_checkpointing
 
 
 def parallelize(
@@ -204,6 +205,7 @@ def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: Cut | None)
     if cut is not None:
         model.pipeline_stages = cut.stages  # type: ignore[assignment]
     checkpoint_activations(model, options.recompute)
+    follow_checkpointing(model)
     if cut is not None:
         wrap_forwards(model, cut.stages)
 
@@ -299,6 +301,7 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
         huggingface.generate_in_step(model)
     huggingface.refuse_saving(model)
+    huggingface.refuse_resizing(model)
     refuse_copies(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
     model.weight_gatherer = builder.gatherer  # type: ignore[assignment]

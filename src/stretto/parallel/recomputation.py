@@ -28,11 +28,11 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from stretto.execution import Recomputation
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
-from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
 from stretto.parallel.roles.huggingface import is_pretrained_model
+from stretto.parallel.transformers_checkpointing import ENABLE, gather_in_recomputation
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
 _Runner = Callable[..., Any]
@@ -54,13 +54,11 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full") -> None:
             module.is_traceable = False  # a graph would have no outputs for a mode to keep
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
-    # gradient_checkpointing_enable is the name before transformers 5.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    enable = next((getattr(model, name) for name in ENABLE if hasattr(model, name)), None)
     if is_pretrained_model(model) and enable is not None:
         enable({"use_reentrant": False})
         _run_layers_by(model, recompute)
-        _gather_in_recomputation(model)
+        gather_in_recomputation(model)
         return
     for together in _computed_together(model, blocks):
         for block, run in zip(together, _make_runners(recompute, len(together)), strict=True):
@@ -136,41 +134,6 @@ def _run_layers_by(model: nn.Module, recompute: str) -> None:
     for module in model.modules():
         if getattr(module, "_gradient_checkpointing_func", None) is not None:
             module._gradient_checkpointing_func = runners.get(id(module), alone)  # type: ignore[assignment]
-
-
-def _gather_in_recomputation(model: nn.Module) -> None:
-    """Have the layers of a transformers model that checkpoint themselves gather their block when they are recomputed.
-
-    They do so within their own forward, whose wrapper, which gathers the block, is not called again then.
-    """
-    shards: dict[str, BlockShard] = {}
-    for name, module in model.named_modules():
-        shard = getattr(vars(module).get("forward"), "block_shard", None)
-        if isinstance(shard, BlockShard):
-            shards[name] = shard
-    for name, module in model.named_modules():
-        run = getattr(module, "_gradient_checkpointing_func", None)
-        held = [shard for block, shard in shards.items() if block and f"{name}.".startswith(f"{block}.")]
-        if run is None or not (held or list(shards) == [""]):
-            continue
-        own = {id(parameter) for parameter in shards[""].parameters} if "" in shards else set()
-        if any(id(parameter) in own for parameter in module.parameters()):  # such as one that several blocks share
-            held.append(shards[""])
-        module._gradient_checkpointing_func = partial(_checkpoint_gathered, run, held)
-
-
-def _checkpoint_gathered(
-    run: _Runner, held: Sequence[BlockShard], function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    function, args, kwargs = _without_partial(function, args, kwargs)
-
-    def call(*inputs: Any, **options: Any) -> Any:
-        with ExitStack() as stack:
-            for shard in held:
-                stack.enter_context(shard.running())
-            return function(*inputs, **options)
-
-    return run(call, *args, **kwargs)
 
 
 def _without_partial(

@@ -118,6 +118,31 @@ def test_what_no_schedule_is_for_runs_on_gloo(ranks):
     ranks(2).run(hand_everything_on)
 
 
+def gaps_on_gloo():
+    """gloo would add what lies between the elements, and leave some elements as they are."""
+    group = dist.new_group(backend="stretto")
+    wide = torch.arange(12.0).view(3, 4)
+    opts = dist.ReduceOptions()
+    for call in (
+        lambda: dist.all_reduce(wide[:, 1], group=group),
+        lambda: dist.all_reduce(wide[:, 1], group=group, async_op=True),
+        lambda: dist.reduce(wide[:, 1], 0, group=group),
+        lambda: group.reduce([wide[:, ::2]], opts),
+        lambda: dist.all_reduce_coalesced([wide[0], wide[:, 1]], group=group),
+    ):
+        with pytest.raises(ValueError, match=r"with strides \(.*gloo.*give tensor\.contiguous\(\)"):
+            call()
+    assert wide.tolist() == torch.arange(12.0).view(3, 4).tolist()
+    turned = torch.arange(6.0).view(2, 3).t()  # without gaps
+    dist.all_reduce(turned, group=group)
+    assert turned.tolist() == [[0, 6], [2, 8], [4, 10]]
+    dist.all_reduce(wide[:, 1:1], group=group)  # no elements, no gaps
+
+
+def test_tensors_with_gaps_that_gloo_would_add_wrongly_are_refused(ranks):
+    ranks(2).run(gaps_on_gloo)
+
+
 def average_and_stride():
     """What gloo has not: averages, and tensors with gaps between their elements."""
     group = dist.new_group(backend="stretto")

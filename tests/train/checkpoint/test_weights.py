@@ -77,6 +77,24 @@ def test_a_plain_model_imports_a_file_of_another_dtype(trained: Any, tmp_path: P
         assert torch.equal(parameter, weights[name].bfloat16().float()), name
 
 
+@pytest.mark.parametrize("dtype", ["I8", "U8", "BOOL", "I64", "F8_E5M2", "C64", "F4", "F6_E2M3"])
+def test_weights_in_a_dtype_of_quantized_ones_are_refused_and_change_nothing(tmp_path: Path, dtype: str) -> None:
+    model = runs.make_gpt()
+    entries: dict[str, Any] = {}
+    stop = 0
+    for name, parameter in model.named_parameters():
+        kind = dtype if name == "norm.weight" else "F32"
+        bits = {"F4": 4, "F6_E2M3": 6, "I64": 64, "C64": 64, "F32": 32}.get(kind, 8)
+        start, stop = stop, stop + parameter.numel() * bits // 8
+        entries[name] = {"dtype": kind, "shape": list(parameter.shape), "data_offsets": [start, stop]}
+    header = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1" * stop)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=rf"norm\.weight is stored as {dtype}, and the model's has floating-point"):
+        import_safetensors(model, tmp_path / "model.safetensors")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
 def test_a_tied_weight_may_stand_under_its_other_name_or_under_both(tmp_path: Path) -> None:
     source = runs.make_gpt()
     weights = {name: parameter.detach().clone() for name, parameter in source.named_parameters()}
@@ -130,6 +148,14 @@ def test_an_index_is_checked_and_leads_to_no_other_folder(tmp_path: Path) -> Non
         import_safetensors(runs.make_gpt(), index)
     index.write_text('{"weight_map": {"norm.weight": "/etc/passwd"}}')
     with pytest.raises(ValueError, match=rf"{tmp_path}/passwd cannot be read"):
+        import_safetensors(runs.make_gpt(), index)
+
+
+def test_a_file_of_an_index_that_is_a_pipe_is_refused_and_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"norm.weight": "pipe.safetensors"}}')
+    with pytest.raises(ValueError, match=r"pipe\.safetensors cannot be read as safetensors: it is not a regular file"):
         import_safetensors(runs.make_gpt(), index)
 
 

@@ -156,7 +156,10 @@ class Dispatcher:
         return self.start(call)
 
     def start(self, call: BackendCall) -> "Work | None":
-        """Start a schedule for this call, as `__call__`. ValueError for a user's own collective that has none."""
+        """Start a schedule for this call, as `__call__`.
+
+        ValueError for a user's own collective that has none, and for tensors that gloo would add up in part.
+        """
         if self.is_closed:
             raise RuntimeError(f"{call.operation}: the process group {self.member.name} was destroyed or aborted")
         failures.check()
@@ -174,6 +177,8 @@ class Dispatcher:
                 return fastest.work
             reason = why if fastest is None else f"{why}; {fastest.why}"
             inner = self.inner.get(call.device_type, "nothing")
+            if inner == "gloo":
+                _refuse_gaps(call, reason)
             self.counter.count(call, inner, reason)
             if self._fast is not None and inner == "nccl" and fastest is not None and fastest.is_settled:
                 self._fast.add_inner(call.operation, call.outputs, call.inputs, call.reduction, call.root, inner)
@@ -277,3 +282,17 @@ class Dispatcher:
         if not obstacles:
             return None, f"no schedule is installed for {call.collective}"
         return None, "; ".join(f"schedule {name}: {obstacle}" for name, obstacle in obstacles.items())
+
+
+_ADDED_IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
+
+
+def _refuse_gaps(call: BackendCall, reason: str) -> None:
+    """Raise ValueError for gaps between elements: gloo adds in place what lies in the first bytes, gaps among it."""
+    for tensor in call.inputs if call.operation in _ADDED_IN_PLACE else ():
+        is_strided = tensor.layout == torch.strided  # gloo has its own way for sparse ones
+        if is_strided and not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            raise ValueError(
+                f"{call.operation} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: gloo, "
+                f"which runs this call ({reason}), takes no gaps between elements: give tensor.contiguous()"
+            )

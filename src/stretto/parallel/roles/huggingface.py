@@ -250,6 +250,24 @@ def refuse_saving(model: nn.Module) -> None:
     model.save_pretrained = save_whole  # type: ignore[assignment]
 
 
+def refuse_resizing(model: nn.Module) -> None:
+    """Have `resize_token_embeddings` raise ValueError, which would make parameters that no rank shards."""
+    resize: Any = getattr(model, "resize_token_embeddings", None)
+    if not callable(resize):
+        return
+
+    @functools.wraps(resize)
+    def resize_before(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        if new_num_tokens is None:  # asks for the embedding
+            return resize(new_num_tokens, *args, **kwargs)
+        raise ValueError(
+            f"resize_token_embeddings({new_num_tokens}): the embedding of a parallelized model is cut over ranks. "
+            "Resize it before parallelize; a vocabulary that x does not divide is padded inside"
+        )
+
+    model.resize_token_embeddings = resize_before  # type: ignore[assignment]
+
+
 def install_loss(model: nn.Module, loss: ParallelLoss | None) -> ParallelLoss | None:
     """Replace the model's loss by the sharded one, if both compute the same; returns the new one, or None.
 

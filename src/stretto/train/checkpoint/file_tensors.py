@@ -14,10 +14,12 @@ from stretto.pretrained import FP8_BLOCK
 from stretto.train.checkpoint.safetensors_checksums import StoredTensor
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _FP8 = "F8_E4M3"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # those that Stretto writes
+_WHOLE_NUMBERS = {f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)} | {"BOOL"}
 _BYTES_AT_ONCE = 1 << 26
 
 
@@ -26,6 +28,10 @@ class FileTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The dtypes, as safetensors calls them, of what `copy_into` reads."""
 
     def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
         """Fill `values`, in its dtype, with the box of the whole tensor that begins at `offsets`."""
@@ -40,6 +46,10 @@ class PlainTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.opened.get_shape())
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        return frozenset((self.opened.get_dtype(),))
 
     @property
     def is_fp8(self) -> bool:
@@ -93,6 +103,10 @@ class BlockScaledTensor:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
+    @property
+    def dtypes(self) -> frozenset[str]:
+        return self.scales.dtypes
+
     def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
         sizes = tuple(values.shape)
         first = [offset // FP8_BLOCK for offset in offsets]
@@ -118,6 +132,10 @@ class StackedTensor:
     def shape(self) -> tuple[int, ...]:
         rows, columns = self.parts[0][0].shape
         return len(self.parts), len(self.parts[0]) * rows, columns
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.dtypes for parts in self.parts for part in parts))
 
     def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
         first, start, column = offsets
@@ -168,3 +186,20 @@ def with_scales(tensors: Mapping[str, PlainTensor]) -> dict[str, FileTensor]:
             )
         found[name] = BlockScaledTensor(tensor, scales)
     return found
+
+
+def refusal_of_dtypes(name: str, found: frozenset[str], wanted: "torch.dtype") -> str | None:
+    """Why a tensor of these dtypes is not the values of one that a model has as `wanted`; None if it may be.
+
+    Whole numbers in the place of weights are quantized ones, whose scales other libraries keep elsewhere.
+    """
+    if wanted.is_complex:
+        return None
+    known = _DTYPES.keys() if wanted.is_floating_point else _WHOLE_NUMBERS
+    if not (odd := sorted(found - known)):
+        return None
+    what = "floating-point" if wanted.is_floating_point else "whole"
+    return (
+        f"{name} is stored as {', '.join(odd)}, and the model's has {what} numbers ({', '.join(sorted(known))} would "
+        "do): dequantize it with the library that wrote it"
+    )

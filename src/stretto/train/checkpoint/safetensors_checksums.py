@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from stretto.train.checkpoint.integrity import (
@@ -101,7 +102,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises ValueError for a file that is not safetensors, and DamagedError for a header that is not what Stretto wrote.
     """
-    size = file.stat().st_size
+    status = file.stat()
+    if not S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
+        raise DamagedError(f"{file} cannot be read as safetensors: it is not a regular file")
+    size = status.st_size
     with open(file, "rb") as opened:
         prefix = opened.read(8)
         length = int.from_bytes(prefix, "little")

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
-from stretto.train.checkpoint.file_tensors import CheckedTensor, FileTensor, PlainTensor, stack, with_scales
+from stretto.train.checkpoint.file_tensors import (
+    CheckedTensor,
+    FileTensor,
+    PlainTensor,
+    refusal_of_dtypes,
+    stack,
+    with_scales,
+)
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
 from stretto.train.checkpoint.hugging_face_names import match_names
 from stretto.train.checkpoint.integrity import DamagedError
@@ -228,7 +235,7 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
 
     Of files that Stretto has written, what is read is checked. Raises DamagedError, with the parameters filled in part,
     where it is not what was written; and ValueError, before anything is changed, for a file that is not safetensors,
-    and for the first parameter that is missing, unexpected or of another shape.
+    and for the first parameter that is missing, unexpected, of another shape or in a dtype of quantized weights.
     """
     import torch
 
@@ -278,6 +285,10 @@ def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Fi
         found |= {name: tensors[name].shape for name in names.unknown}
         if difference := first_difference(found, wanted):
             raise ValueError(f"{file} is of another model: {difference}")
+        held = saved_tensors(model)
+        for name, source in sources:
+            if refusal := refusal_of_dtypes(name, source.dtypes, held[name].dtype):
+                raise ValueError(f"{file}: {refusal}")
         _warn_of_differences(file, names.dropped, [name for name in buffers if name not in found])
         yield sources
 
@@ -314,6 +325,7 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
     file = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
     names: dict[str, PlainTensor] = {}
     for part in [] if file is None else files_of_index(file):
+        read_header(part)
         with safe_open(part, framework="pt", device="cpu") as opened:
             names |= {name: PlainTensor(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
     if all(name in own for name in names):
