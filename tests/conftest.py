@@ -19,13 +19,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # Stretto is not to be imported before pytest_configure has forked
 import torch
 
+del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
 from tests.pool import Pool, forget_stacks_of_seeds, fork_default_server
 from tests.processes import PythonServer, close_servers, shared_server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the server of processes that import Stretto themselves, while this one has imported torch and no Stretto."""
+    runs_tests = hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
+    if runs_tests and not config.option.collectonly and sys.platform == "linux" and "stretto" not in sys.modules:
+        shared_server("torch").fork()
+    torch._import_device_backends()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -116,7 +127,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def interpreted_pool() -> Iterator[Pool]:
     """Processes that interpret Triton's kernels, apart from the others: Triton decides that when a kernel is made."""
-    pool = Pool(4, {"TRITON_INTERPRET": "1"}, modules=["stretto.ops", "stretto.parallel", "stretto.train.trainer"])
+    modules = ["stretto.ops", "stretto.parallel", "stretto.train.trainer"]
+    pool = Pool(4, {"TRITON_INTERPRET": "1"}, modules=modules, python=shared_server("torch").python)
     yield pool
     pool.close()
 

@@ -21,6 +21,7 @@ import faulthandler
 import functools
 import gc
 import multiprocessing
+import multiprocessing.spawn
 import multiprocessing.util
 import os
 import pickle
@@ -92,7 +93,8 @@ class Pool:
 
     environment: variables of the workers, set before they import what reads them once. modules: what the server imports
     for them beside torch; None for all of Stretto that this session has imported. backend: of the process groups; where
-    it names one for "cuda", rank r has GPU r modulo their number, and else none.
+    it names one for "cuda", rank r has GPU r modulo their number, and else none. python: the executable that starts the
+    server, such as one of tests.processes, whose process has imported torch already; None for this process's own.
     Close it when done (`close`): until then its processes and one temporary folder stay.
     """
 
@@ -103,11 +105,13 @@ class Pool:
         *,
         modules: list[str] | None = None,
         backend: str = "gloo",
+        python: str | None = None,
     ) -> None:
         self.size = size
         self._environment = environment or {}
         self._modules = modules
         self._backend = backend
+        self._python = python
         self._server = forkserver.ForkServer()
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
@@ -275,7 +279,11 @@ class Pool:
             yield
             return
         self._server.set_forkserver_preload(_modules_to_preload(self._modules))
-        with mock.patch.dict(os.environ, self._environment):  # which the server's imports read
+        python = multiprocessing.spawn.get_executable() if self._python is None else os.fsencode(self._python)
+        with (
+            mock.patch.dict(os.environ, self._environment),  # which the server's imports read
+            mock.patch.object(multiprocessing.spawn, "_python_exe", python),
+        ):
             self._server.ensure_running()
         with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             yield
