@@ -51,7 +51,7 @@ from tests.processes import fork_program
 POOL_SIZE = 8
 FEW = 4  # workers that are started at first: the others only for a job of more ranks
 START_LIMIT = 120.0  # seconds for all workers to come up
-MANY_MODULES = 100
+MANY_OBJECTS = 1000
 JOIN_LIMIT = 30.0  # seconds for all ranks to join the process group
 JOIN_ATTEMPTS = 3
 GRACE = 10.0  # seconds for the other ranks to end once one has raised
@@ -459,7 +459,6 @@ def _find_caches() -> list[Callable[[], object]]:
 
 
 def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], backend: str) -> None:
-    modules = len(sys.modules)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
@@ -485,8 +484,8 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
     for clear in caches:
         clear()
     gc.collect()
-    if len(sys.modules) > modules + MANY_MODULES:
-        gc.freeze()  # modules that this job has imported, so that collecting stays cheap
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.freeze()  # modules and torch's caches, so that collecting stays cheap
     pipe.send("left")
 
 
