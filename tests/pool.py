@@ -3,7 +3,8 @@
 
 Workers are forked from a server that has imported what they need. They start in a fraction of a second, also again
 after one has died. The server is forked from pytest when that has collected the tests, with all that they import; or it
-is a Python of its own, which has the workers' environment variables at its imports: Triton, for one, reads them then.
+is a process of its own (`python`), which has the workers' environment variables at its imports: Triton, for one, reads
+them then.
 Workers on GPUs are fresh processes.
 
 A job sends every rank a function's name and arguments; each rank joins a fresh default process group (gloo), runs the

@@ -11,11 +11,11 @@ Imported modules have read environment variables as the server had them. A run w
 options of Python, is therefore given to Python itself.
 
 A server is a Python of its own, which imports the modules before its first run; or it is forked from pytest, which has
-imported most of them while it collected the tests (`PythonServer.fork`).
+imported most of them while it collected the tests (`PythonServer.fork`), or from another server.
 
 There are three shared servers: one has imported torch alone, for programs that import Stretto themselves (from another
-folder, with a module replaced, or to interpret kernels); one has imported Stretto's commands, too, and what their ranks
-train by; and one has done so with kernels that are interpreted.
+folder, with a module replaced, or to interpret kernels), and is forked before pytest collects the tests; one has
+imported Stretto's commands, too, and what their ranks train by; and one has done so with kernels that are interpreted.
 """
 
 import atexit
