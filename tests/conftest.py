@@ -16,16 +16,34 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
-import torch
 
-from tests.pool import Pool, forget_stacks_of_seeds, fork_default_server
 from tests.processes import PythonServer, close_servers, shared_server
+
+if TYPE_CHECKING:  # it imports torch, which pytest_configure does, and not where xdist only waits
+    from tests.pool import Pool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import torch, and fork the server of processes that import Stretto themselves before this one does."""
+    if config.option.collectonly or _only_waits(config):
+        return
+    with mock.patch.dict(os.environ, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}):  # else torch imports Stretto
+        import torch
+    if sys.platform == "linux" and "stretto" not in sys.modules:
+        shared_server("torch").fork()
+    torch._import_device_backends()
+
+
+def _only_waits(config: pytest.Config) -> bool:
+    """Whether xdist's workers run the tests, and this process is none of them."""
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Ranks:
     """So many ranks of the session's pool."""
 
-    def __init__(self, pool: Pool, count: int) -> None:
+    def __init__(self, pool: "Pool", count: int) -> None:
         self._pool = pool
         self._count = count
 
@@ -73,10 +91,14 @@ class Ranks:
         return self._pool.run(self._count, function, *args, timeout=timeout, **kwargs)
 
 
-_POOL = pytest.StashKey[Pool]()
+_POOL = pytest.StashKey["Pool"]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    import torch
+
+    from tests.pool import Pool, forget_stacks_of_seeds
+
     gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
     gc.enable()
     session.config.stash[_POOL] = Pool()
@@ -94,6 +116,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """
     is_run = _POOL in session.config.stash and not session.config.getoption("collectonly")  # not where xdist only waits
     if is_run and sys.platform == "linux":
+        from tests.pool import fork_default_server
+
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # what processes print belongs to the test that runs meanwhile
         shared_server("commands").fork()
@@ -106,7 +130,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
     """The session's worker processes, started by the first test that uses them."""
     pool = request.config.stash[_POOL]
     yield pool
@@ -114,9 +138,13 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def interpreted_pool() -> Iterator[Pool]:
+def interpreted_pool() -> "Iterator[Pool]":
     """Processes that interpret Triton's kernels, apart from the others: Triton decides that when a kernel is made."""
-    pool = Pool(4, {"TRITON_INTERPRET": "1"}, modules=["stretto.ops", "stretto.parallel", "stretto.train.trainer"])
+    from tests.pool import Pool
+
+    needed = ["stretto.ops", "stretto.parallel.api", "stretto.train.trainer"]
+    modules = [*needed, "triton.experimental.gluon"]  # which Triton's interpreter imports for its first kernel
+    pool = Pool(4, {"TRITON_INTERPRET": "1"}, modules=modules, python=shared_server("torch").python)
     yield pool
     pool.close()
 
@@ -147,7 +175,7 @@ def forks_torch_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def interpret(interpreted_pool: Pool) -> Callable[..., list[Any]]:
+def interpret(interpreted_pool: "Pool") -> Callable[..., list[Any]]:
     """`interpret(4, function, *args)` runs a module-level function on 4 ranks whose kernels are interpreted.
 
     It returns their results in rank order. `timeout` is in seconds.
@@ -165,6 +193,6 @@ def _start_processes_by(server: PythonServer, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def ranks(pool: Pool) -> Callable[[int], Ranks]:
+def ranks(pool: "Pool") -> Callable[[int], Ranks]:
     """`ranks(4).run(function, *args)` runs a module-level function on 4 ranks."""
     return lambda count: Ranks(pool, count)

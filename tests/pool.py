@@ -3,7 +3,8 @@
 
 Workers are forked from a server that has imported what they need. They start in a fraction of a second, also again
 after one has died. The server is forked from pytest when that has collected the tests, with all that they import; or it
-is a Python of its own, which has the workers' environment variables at its imports: Triton, for one, reads them then.
+is a process of its own (`python`), which has the workers' environment variables at its imports: Triton, for one, reads
+them then.
 Workers on GPUs are fresh processes.
 
 A job sends every rank a function's name and arguments; each rank joins a fresh default process group (gloo), runs the
@@ -21,6 +22,7 @@ import faulthandler
 import functools
 import gc
 import multiprocessing
+import multiprocessing.spawn
 import multiprocessing.util
 import os
 import pickle
@@ -50,7 +52,7 @@ from tests.processes import fork_program
 POOL_SIZE = 8
 FEW = 4  # workers that are started at first: the others only for a job of more ranks
 START_LIMIT = 120.0  # seconds for all workers to come up
-MANY_MODULES = 100
+MANY_OBJECTS = 1000
 JOIN_LIMIT = 30.0  # seconds for all ranks to join the process group
 JOIN_ATTEMPTS = 3
 GRACE = 10.0  # seconds for the other ranks to end once one has raised
@@ -92,7 +94,8 @@ class Pool:
 
     environment: variables of the workers, set before they import what reads them once. modules: what the server imports
     for them beside torch; None for all of Stretto that this session has imported. backend: of the process groups; where
-    it names one for "cuda", rank r has GPU r modulo their number, and else none.
+    it names one for "cuda", rank r has GPU r modulo their number, and else none. python: the executable that starts the
+    server, such as one of tests.processes, whose process has imported torch already; None for this process's own.
     Close it when done (`close`): until then its processes and one temporary folder stay.
     """
 
@@ -103,11 +106,13 @@ class Pool:
         *,
         modules: list[str] | None = None,
         backend: str = "gloo",
+        python: str | None = None,
     ) -> None:
         self.size = size
         self._environment = environment or {}
         self._modules = modules
         self._backend = backend
+        self._python = python
         self._server = forkserver.ForkServer()
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
@@ -275,7 +280,11 @@ class Pool:
             yield
             return
         self._server.set_forkserver_preload(_modules_to_preload(self._modules))
-        with mock.patch.dict(os.environ, self._environment):  # which the server's imports read
+        python = multiprocessing.spawn.get_executable() if self._python is None else os.fsencode(self._python)
+        with (
+            mock.patch.dict(os.environ, self._environment),  # which the server's imports read
+            mock.patch.object(multiprocessing.spawn, "_python_exe", python),
+        ):
             self._server.ensure_running()
         with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             yield
@@ -451,7 +460,6 @@ def _find_caches() -> list[Callable[[], object]]:
 
 
 def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], backend: str) -> None:
-    modules = len(sys.modules)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
@@ -477,8 +485,8 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
     for clear in caches:
         clear()
     gc.collect()
-    if len(sys.modules) > modules + MANY_MODULES:
-        gc.freeze()  # modules that this job has imported, so that collecting stays cheap
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.freeze()  # modules and torch's caches, so that collecting stays cheap
     pipe.send("left")
 
 

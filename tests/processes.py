@@ -11,11 +11,11 @@ Imported modules have read environment variables as the server had them. A run w
 options of Python, is therefore given to Python itself.
 
 A server is a Python of its own, which imports the modules before its first run; or it is forked from pytest, which has
-imported most of them while it collected the tests (`PythonServer.fork`).
+imported most of them while it collected the tests (`PythonServer.fork`), or from another server.
 
 There are three shared servers: one has imported torch alone, for programs that import Stretto themselves (from another
-folder, with a module replaced, or to interpret kernels); one has imported Stretto's commands, too, and what their ranks
-train by; and one has done so with kernels that are interpreted.
+folder, with a module replaced, or to interpret kernels), and is forked before pytest collects the tests; one has
+imported Stretto's commands, too, and what their ranks train by; and one has done so with kernels that are interpreted.
 """
 
 import atexit
@@ -103,16 +103,22 @@ os._exit(code)
 class PythonServer:
     """Forks Python processes that have imported `modules`. variables: added to this process's environment.
 
-    fixed: variables that a forked process must have as the server has them. It starts with the first use of `python`,
-    or with `fork`. `close` ends it, and all that runs in its processes.
+    fixed: variables that a forked process must have as the server has them. origin: the kind of the shared server that
+    forks this one, which is closed before it; None for a server that is a Python of its own. It starts with the first
+    use of `python`, or with `fork`. `close` ends it, and all that runs in its processes.
     """
 
     def __init__(
-        self, modules: list[str], variables: dict[str, str] | None = None, fixed: tuple[str, ...] = FIXED
+        self,
+        modules: list[str],
+        variables: dict[str, str] | None = None,
+        fixed: tuple[str, ...] = FIXED,
+        origin: str | None = None,
     ) -> None:
         self._modules = modules
         self._variables = variables or {}
         self._fixed = fixed
+        self._origin = origin
         self._folder: str | None = None
         self._pid: int | None = None
 
@@ -160,8 +166,8 @@ class PythonServer:
         if is_forked:
             self._pid = fork_program(lambda: _serve_in_fork(arguments, variables))
         else:
-            command = [sys.executable, __file__, *arguments]
-            self._pid = os.posix_spawn(sys.executable, command, variables, setsid=True)
+            python = sys.executable if self._origin is None else shared_server(self._origin).python
+            self._pid = os.posix_spawn(python, [python, __file__, *arguments], variables, setsid=True)
         deadline = time.monotonic() + START_LIMIT
         while not os.path.exists(address):
             if os.waitpid(self._pid, os.WNOHANG)[0] or time.monotonic() > deadline:
@@ -207,7 +213,7 @@ _KINDS: dict[str, Callable[[], PythonServer]] = {
         _TORCH, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, tuple(name for name in FIXED if name != "TRITON_INTERPRET")
     ),
     "commands": lambda: PythonServer(_COMMANDS),
-    "interpreted commands": lambda: PythonServer(_COMMANDS, {"TRITON_INTERPRET": "1"}),
+    "interpreted commands": lambda: PythonServer(_COMMANDS, {"TRITON_INTERPRET": "1"}, origin="torch"),
 }
 _SERVERS: dict[str, PythonServer] = {}
 """The session's servers, by kind."""
@@ -227,7 +233,7 @@ def forks_processes() -> bool:
 
 def close_servers() -> None:
     """End the session's servers, if any were started."""
-    for server in _SERVERS.values():
+    for server in reversed(_SERVERS.values()):  # one that was forked from another before that one
         server.close()
     _SERVERS.clear()
 

@@ -27,11 +27,23 @@ def _forget_files() -> Iterator[None]:
     """A million nodes would make each later collection of garbage take a second."""
     yield
     parse_files.cache_clear()
+    find_definitions.cache_clear()
+
+
+@cache
+def find_definitions() -> list[tuple[Path, ast.AST]]:
+    """All classes and functions. No expression has one, and most nodes are expressions."""
+    found, left = [], [(path.relative_to(SOURCE), tree) for path, tree in parse_files().items()]
+    while left:
+        path, node = left.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.append((path, node))
+        left += [(path, child) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return found
 
 
 def nodes_of(kind: type) -> Iterator[tuple[Path, ast.AST]]:
-    for path, tree in parse_files().items():
-        yield from ((path.relative_to(SOURCE), node) for node in ast.walk(tree) if isinstance(node, kind))
+    return ((path, node) for path, node in find_definitions() if isinstance(node, kind))
 
 
 def test_no_two_classes_share_a_name():

@@ -55,7 +55,7 @@ def measure_errors(calls, seed):
 
 
 @pytest.mark.parametrize("calls", [4, pytest.param(24, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_every_elements_error_is_within_its_bound(interpret, ranks, calls):
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")

@@ -190,10 +190,10 @@ PLANS = {
 def write_to_outputs():
     """Outputs that were given hold the bits of those that are returned, and memory around them is left alone."""
     rank = dist.get_rank()
-    for shape in ((12, 16), (4, 3, 16)):
+    for shape, most_plans in (((12, 16), None), ((4, 3, 16), 1)):
         x, weights = random_of(rank, *shape), [random_of(10 + rank, n, 16) for n in (24, 8)]
         for operator, plans in PLANS.items():
-            for plan in plans:
+            for plan in plans[:most_plans]:
                 expected = operator(x, weights[0], implementation=find_plan(plan))
                 around = torch.full((expected.numel() + 8,), 7.0)
                 out = around[4:-4].view(expected.shape)

@@ -28,7 +28,17 @@ def describe(sizes: Sizes) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 2), (1, 1, 1, 1), (1, 3, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 2, 1, 2),
+        (1, 1, 2, 2),
+        (1, 1, 1, 1),
+        (1, 3, 2, 1),
+        *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ((1, 2, 2, 2), (2, 1, 2, 2))),
+    ],
+    ids=str,
+)
 def test_ranks_are_laid_out_data_z_y_x_with_x_innermost(ranks, sizes):
     data, x, y, z = sizes
     for rank, seen in enumerate(ranks(prod(sizes)).run(describe, sizes)):

@@ -85,8 +85,14 @@ def spread_variants() -> list[tuple[Sizes, str, str]]:
     return runs
 
 
-@pytest.mark.sampled(2, quick=1)
-@pytest.mark.parametrize(("sizes", "precision", "variant"), spread_variants(), ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "precision", "variant"),
+    [
+        ((1, 2, 1, 2), "fp32-sgd", "micro-batched"),
+        *(pytest.param(*run, marks=pytest.mark.sampled(2, quick=0)) for run in spread_variants()),
+    ],
+    ids=str,
+)
 def test_five_steps_on_every_grid_equal_those_of_one_rank(ranks, sizes, precision, variant):
     print(f"seed {SEED}")
     case, chosen = VARIANTS[variant], PRECISIONS[precision]
@@ -223,7 +229,15 @@ def own_logits_distance(sizes: Sizes, precision: Precision, expected: torch.Tens
     return distance(model(tokens[rows]).detach(), expected[rows])
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 2, 1, 1),
+        (1, 1, 2, 2),
+        *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ((1, 2, 2, 2), (2, 1, 2, 2))),
+    ],
+    ids=str,
+)
 def test_a_model_of_ones_own_runs_by_the_roles_that_its_user_names(ranks, sizes):
     print(f"seed {SEED}")
     precision = PRECISIONS["fp64-adamw"]

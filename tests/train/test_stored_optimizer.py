@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import nullcontext
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -179,16 +180,24 @@ MODES = {
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("first", "second"), [("fp32", "host"), ("host", "device"), ("device", "fp32")])
+@pytest.mark.parametrize(
+    ("grid", "first", "second"),
+    [
+        ({"z": 2}, "host", "device"),
+        *(
+            pytest.param({"x": 2, "z": 2}, *modes, marks=pytest.mark.sampled(1, quick=0))
+            for modes in (("fp32", "host"), ("host", "device"), ("device", "fp32"))
+        ),
+    ],
+)
 def test_runs_of_every_mode_resume_each_other_on_another_grid(
-    ranks: Any, tmp_path: Path, first: str, second: str
+    ranks: Any, tmp_path: Path, grid: dict[str, int], first: str, second: str
 ) -> None:
-    """Two steps on x2z2 in one mode, two on data2 in another, against four steps on one rank."""
+    """Two steps on a grid in one mode, two on data2 in another, against four steps on one rank."""
     common = ["train.schedule=constant", "train.batch=16"]
     begin, end = [*MODES[first], *common, "train.steps=2"], [*MODES[second], *common, "train.resume=latest"]
     ranks(1).run(run_all, str(tmp_path), {}, {"whole": [*MODES["fp32"], *common]}, timeout=300)
-    ranks(4).run(run_all, str(tmp_path), {"x": 2, "z": 2}, {"parts": begin}, timeout=300)
+    ranks(prod(grid.values())).run(run_all, str(tmp_path), grid, {"parts": begin}, timeout=300)
     ranks(2).run(run_all, str(tmp_path), {"data": 2}, {"parts": end}, timeout=300)
     found = differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
     assert max(found.values(), default=0) <= 2e-5, found  # without the moments it would be 1e-2

@@ -73,8 +73,8 @@ def compare(found, expected, sizes, dtype):
     assert ((found.double() - expected).abs() <= allowed + smallest).all()
 
 
-def sum_weigh_and_multiply():
-    for (tokens, k, columns), dtype in product(SIZES, DTYPES):
+def sum_weigh_and_multiply(cases):
+    for (tokens, k, columns), dtype in cases:
         x, rows, positions, weights, is_valid = make_rows(SEED, tokens, k, columns, dtype)
         poisoned = rows.clone()
         poisoned[positions[~is_valid]] = torch.nan  # is not read
@@ -113,8 +113,16 @@ def sum_weigh_and_multiply():
             assert torch.equal(mine[row], (x[slot // k].to(weights.dtype) * factor).to(dtype))
 
 
-def test_sums_and_products_of_copies_are_those_of_a_loop_over_tokens(interpret):
-    interpret(1, sum_weigh_and_multiply)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(SIZES[0], dtype) for dtype in DTYPES] + list(zip(SIZES[1:], DTYPES, strict=True)),
+        pytest.param(list(product(SIZES, DTYPES)), marks=pytest.mark.long),
+    ],
+    ids=["some", "all"],
+)
+def test_sums_and_products_of_copies_are_those_of_a_loop_over_tokens(interpret, cases):
+    interpret(1, sum_weigh_and_multiply, cases)
 
 
 def differentiate_twice():

@@ -257,7 +257,7 @@ def train_in_micro_batches(is_pushed: bool, once: bool, checkpoints: bool) -> di
     return {"shards": setup.shards(), "copies": len(copies), "gathers": setup.gathers, "pushed": setup.num_pushed}
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_step_gathers_each_weight_once_for_all_micro_batches(interpret, checkpoints):
     plain, pushed, each_time = (
         interpret(2, train_in_micro_batches, is_pushed, once, checkpoints)

@@ -54,8 +54,11 @@ def evaluations_of(out: Path) -> dict[int, Any]:
     return {line["step"]: line["evaluation_loss"] for line in runs.metrics_of(out) if "evaluation_loss" in line}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", list(every_grid(8)), ids=lambda sizes: "x".join(map(str, sizes.values())))
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 4}, *(pytest.param(sizes, marks=pytest.mark.sampled(1, quick=0)) for sizes in every_grid(8))],
+    ids=lambda sizes: "x".join(map(str, sizes.values())),
+)
 def test_the_loss_is_that_of_plain_pytorch_on_every_grid_of_8(
     ranks: MakeRanks, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
