@@ -47,15 +47,19 @@ Costs = Annotated[
 @app.command()
 def simulate(
     name: Name,
-    size: Annotated[str, typer.Option("--bytes", help="Of a rank's larger buffer: 4096, 64K, 1M, 1G.")],
+    size: Annotated[str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64K, 1M, 1G.")],
     cluster: MaybeClusterName = None,
     topology: Topology = None,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     costs: Costs = "h200",
-    executor: Annotated[str, typer.Option(help="Which of the costs' executors runs it.")] = "interpreter",
+    executor: Annotated[
+        str, typer.Option(help="The executor that runs the schedule; one of those in --costs.")
+    ] = "interpreter",
     protocol: Annotated[str | None, typer.Option(help="Simple, LL or LL128 (default: the schedule's).")] = None,
-    instances: Annotated[int, typer.Option(help="Times that the whole schedule runs, each on a part of the data.")] = 1,
+    instances: Annotated[
+        int, typer.Option(help="Number of instances of the whole schedule, each for a part of the data.")
+    ] = 1,
     ranks: Ranks = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
@@ -66,7 +70,7 @@ def simulate(
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     as_json: Json = False,
 ) -> None:
-    """Simulate a schedule on a cluster: its time, its thread blocks' exposed waiting, and the use of each link.
+    """Simulate a schedule on a cluster: its time, its thread blocks' waiting times, and the use of each link.
 
     It is verified first, and needs no GPU. Its ranks fill the cluster's nodes one after another.
 
@@ -130,15 +134,15 @@ def simulate(
 def tune(
     collective: Annotated[str, typer.Argument(help="allreduce, allgather, reducescatter, alltoall, ...")],
     cluster: ClusterName,
-    gpus: Annotated[int, typer.Option(help="Ranks; they fill the cluster's nodes one after another.")],
-    sizes: Annotated[str, typer.Option("--bytes", help="Sizes of a rank's larger buffer, with commas.")] = (
+    gpus: Annotated[int, typer.Option(help="Number of ranks; they fill the cluster's nodes one after another.")],
+    sizes: Annotated[str, typer.Option("--bytes", help="Sizes of a rank's larger buffer, separated by commas.")] = (
         "1K,16K,256K,4M,64M,1G"
     ),
     costs: Costs = "h200",
-    executors: Annotated[str | None, typer.Option(help="Executors to try, with commas (default: all).")] = None,
+    executors: Annotated[str | None, typer.Option(help="Executors to try, separated by commas (default: all).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best schedule by size without a machine: every algorithm, channels, instances and protocol, simulated.
+    """Find the fastest schedule for each size by simulating all algorithms, channels, instances and protocols.
 
     - stretto collective tune allreduce --cluster dgx-h200 --gpus 8
     """
