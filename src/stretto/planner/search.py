@@ -51,20 +51,20 @@ def plan(
     micro_batch: int | None = None,
     **search: Unpack[SearchKeywords],
 ) -> list[GridPlan]:
-    """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
+    """Rank every grid of `gpus` for training `model` on `cluster`: grids that fit first, in order of step time.
 
     model: a name (gpt-5b, say), a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
     gpus: ranks (default: the whole cluster). batch: global, in sequences of seq_len tokens.
-    cost: "full" predicts whole steps: computation and communication, with latency and what overlap hides. "paper"
-        counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
-    micro_batch: fixed where given, otherwise searched.
+    cost: "full" predicts whole steps: computation and communication, with latency and overlap. "paper" counts only the
+        linears' collectives (Singh, equations 5.1 to 5.7): step_time is their total.
+    micro_batch: sequences of a rank in one forward pass (default: searched).
     search: recompute, keep_gathered, shard_sequence, overlaps, state, memory, clips, experts and pipelines
         (`SearchKeywords`).
 
-    Returns a plan for every factorization; the impossible ones, last, say why. Of more than 200 grids with several
-    pipeline stages, those are left out that cannot be among the first ten: a note says how many. Raises ValueError for
-    bad input, a cluster without a figure that is needed, or when no grid at all can hold the model's sizes and the
-    batch.
+    Returns a plan for every factorization; impossible grids come last, with the reason. With more than 200 grids with
+    several pipeline stages, grids that cannot be among the first ten are skipped; a note states how many. Raises
+    ValueError for invalid input, for a cluster that lacks a required value, and if no grid can divide the model's sizes
+    and the batch.
     """
     machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     asked: dict[str, Any] = {**search}

@@ -56,10 +56,11 @@ _OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
 
 @dataclass(frozen=True)
 class Role:
-    """What one submodule is to `parallelize`.
+    """The role of a submodule, which determines how `parallelize` splits its parameters and activations.
 
-    `role` is one of KINDS. `segments`: how many equal fused parts the output features hold, each split on its own.
-    `unit`: how many output features must stay on one rank (a head's, say), called `unit_name` in messages.
+    `role` is one of KINDS. `segments`: the number of equal parts that are fused in the output features; each part is
+    split separately. `unit`: the number of consecutive output features that must stay on one rank (for example a
+    head's); error messages call it `unit_name`.
     """
 
     role: str
