@@ -378,7 +378,7 @@ def test_32768_gpus_with_pipelines_are_searched_with_few_looks_at_a_grid(monkeyp
         ({"pipe": "auto", "schedule": "interleaved", "virtual_stages": 16}, "leaves each of its stages one of the 16"),
         ({"schedule": "1f1b"}, "without pipeline stages nothing is scheduled; pipe='auto'"),
         ({"pipe": 4, "schedule": "1f1"}, "'1f1' is not known; did you mean '1f1b'"),
-        ({"pipe": 4, "limit": 4}, "limit is an option of schedule='message-driven' alone"),
+        ({"pipe": 4, "limit": 4}, "limit is an option only of schedule='message-driven'"),
         ({"pipe": 4, "schedule": "gpipe", "extra_warm_up": 2}, "extra_warm_up is an option of schedule='1f1b'"),
         ({"pipe": 4, "schedule": "message-driven", "serve_first": "last"}, "must be one of arrival"),
         ({"pipe": 4, "schedule": "dualpipe-v", "micro_batch": 16}, "at least as many micro-batches as stages, 8"),

@@ -89,7 +89,7 @@ def simulate(
         machine = MachineCosts.find(costs)
         if topology is None:
             if bandwidth is not None or latency is not None:
-                raise ValueError("--bandwidth and --latency are of --topology; a cluster says its own")
+                raise ValueError("--bandwidth and --latency are options of --topology; a cluster has its own")
             network, found_cluster = _find_network(cluster, machine, schedule.collective.ranks)
             ranks_per_node, where = found_cluster.gpus_per_node, found_cluster.name
         else:
@@ -188,8 +188,8 @@ def tune(
 
 def _note_in_node_costs(machine: str) -> None:
     print(
-        f"stretto: the costs of {machine} were measured inside a node; the same are assumed between nodes, "
-        "beside the links' own latency and bandwidth",
+        f"stretto: the costs of {machine} were measured inside a node; the same are assumed between nodes, in "
+        "addition to the links' latency and bandwidth",
         file=sys.stderr,
     )
 

@@ -195,7 +195,7 @@ class NetworkOptions:
             raise ValueError(f"give --topology or --cluster: {given} given")
         if self.topology is not None:
             if self.gpus is not None:
-                raise ValueError("--gpus is of --cluster; a topology says its ranks")
+                raise ValueError("--gpus is an option of --cluster; a topology has its own number of ranks")
             bandwidth = None if self.bandwidth is None else read_bandwidth(self.bandwidth)
             latency = None if self.latency is None else read_seconds(self.latency)
             missing = [name for name in ("bandwidth", "latency") if getattr(self, name) is None]
@@ -205,7 +205,7 @@ class NetworkOptions:
                 )
             return parse_topology(self.topology, bandwidth, latency)
         if self.bandwidth is not None or self.latency is not None:
-            raise ValueError("--bandwidth and --latency are of --topology; a cluster says its own")
+            raise ValueError("--bandwidth and --latency are options of --topology; a cluster has its own")
         from stretto.cluster import Cluster
 
         assert self.cluster is not None

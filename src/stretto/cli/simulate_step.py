@@ -217,7 +217,9 @@ def _choose_step(
         gpus, overlaps = asked.get("gpus"), options.overlap.hides_any
         found = plan(asked["model"], machine, gpus=gpus, overlaps=overlaps, **about, **searched)[0]
         if not found.fits:
-            raise ValueError("no grid of so many GPUs fits into memory; `stretto plan` says what each needs")
+            raise ValueError(
+                "no grid of this number of GPUs fits into memory; `stretto plan` prints the memory of each"
+            )
     config = step_of_plan(found, overlap=options.overlap, **given(_OF_RUN))
     if sizes is not None:
         config = replace(config, options=options)

@@ -146,8 +146,8 @@ def _shard_by_roles(
     """Shard a model, or its pipeline stages, by the roles of its submodules, and return it."""
     if gradients == "mean":
         raise ValueError(
-            "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this one is the "
-            "mean over the global batch, whose gradients are summed"
+            "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this model is the "
+            "mean over the global batch, so its gradients are summed"
         )
     grid.gradients.add("sum")
     if cut is not None:
@@ -230,7 +230,9 @@ def _plan_or_blocks(
     """How the roles of its submodules shard a model, or the blocks of one that has none."""
     if blocks is not None:
         if roles or local_attributes:
-            raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
+            raise ValueError(
+                "blocks and roles exclude each other: a block is sharded only over z, whatever it contains"
+            )
         if sizes.get("expert", 1) > 1:
             raise ValueError(
                 f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every "

@@ -183,7 +183,7 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     known = [each for each, of in FAMILIES.items() if of.has_experts or of.divides_experts]
     if has_experts and kind not in known:
         raise ValueError(
-            f"{name}: model_type is {kind!r}, whose mixture of experts is not known to the planner; known: "
+            f"{name}: model_type is {kind!r}, a mixture of experts that the planner does not support; supported: "
             + ", ".join(known)
         )
     if config.get("per_layer_config"):
@@ -193,7 +193,7 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     if not isinstance(kind, str) or kind not in FAMILIES:
         hint = "; its text_config, saved as a file of its own, may be" if "text_config" in config else ""
         raise ValueError(
-            f"{name}: model_type is {kind!r}, whose blocks are not known to the planner; known: {', '.join(FAMILIES)}"
+            f"{name}: model_type is {kind!r}, which the planner does not support; supported: {', '.join(FAMILIES)}"
             + hint
         )
     family = FAMILIES[kind]

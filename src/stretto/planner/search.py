@@ -76,7 +76,7 @@ def plan(
     try:
         device = Device(machine, dtype) if cost == "full" else None
     except ValueError as error:
-        raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
+        raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids only by communication") from None
     limit = most_allocated(machine.require("gpu.memory"))
     of_pipelines = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS}
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
@@ -252,8 +252,8 @@ def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str,
         notes.append(f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
     if any(state.location == "host" and state.step_on != "device" for state in states):
         notes.append(
-            "step_on=host: of a step on the host, the time of what travels is predicted, and none for what it computes "
-            "there; step_on=auto is predicted as a step on the device"
+            "step_on=host: for an optimizer step on the host, only the time of copies is predicted, and not the time "
+            "of computation; step_on=auto is predicted as a step on the device"
         )
     return tuple(notes)
 

@@ -201,7 +201,7 @@ class _Run:
         while self.ready:
             self._advance(self.ready.pop(), durations)
         if self.waiting:
-            raise ScheduleError(f"{self.schedule.name} deadlocks; verify() says which actions wait for each other")
+            raise ScheduleError(f"{self.schedule.name} deadlocks; verify() lists the actions that wait for each other")
 
     def _advance(self, rank: int, durations: "ActionTimes") -> None:
         """Run a rank until it waits for a message that is not there yet."""

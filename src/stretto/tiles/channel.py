@@ -269,7 +269,9 @@ class BlockChannel:
     def current(self) -> Channel:
         """Return the call that `begin` began last. ValueError before the first, and in a call that `enter` began."""
         if self._current is None:
-            raise ValueError("no call that began by begin is under way: call begin first (enter is for kernels alone)")
+            raise ValueError(
+                "no call that `begin` has begun is active: call begin first (calls of `enter` have no host operations)"
+            )
         return self._current
 
     def side_stream(self, index: int = 0) -> SideStream | None:

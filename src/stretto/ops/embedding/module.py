@@ -238,8 +238,8 @@ def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | Non
         for name in other["names"]:
             if name in owners:
                 raise ValueError(
-                    f"rank {owners[name]} and rank {rank} of the group both have a table named {name!r}, of which a "
-                    "checkpoint would hold only one: give each table of the group another name"
+                    f"rank {owners[name]} and rank {rank} of the group both have a table named {name!r}, and a "
+                    "checkpoint would contain only one of them: give each table of the group a different name"
                 )
             owners[name] = rank
 
@@ -292,7 +292,7 @@ def _are_own(module: EmbeddingAllToAll, replicas: dist.ProcessGroup) -> bool:
     if ranks & owners != {dist.get_rank()}:
         raise ValueError(
             f"DistributedDataParallel over ranks {sorted(ranks)} cannot hold an EmbeddingAllToAll over ranks "
-            f"{sorted(owners)}: of ranks outside of the tables' group, nobody would keep the tables equal to these. "
+            f"{sorted(owners)}: the tables of ranks outside of the tables' group would not be kept equal to these. "
             "Give DistributedDataParallel a group inside of the tables' group, or have it ignore the tables "
             "(_set_params_and_buffers_to_ignore_for_model) and reduce their gradients yourself"
         )

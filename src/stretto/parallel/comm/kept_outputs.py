@@ -134,7 +134,7 @@ class _Pass(AbstractContextManager["_Pass"]):
             return kept.get()
         if name == _ONCE:
             raise RuntimeError(
-                "what run_once has returned was overwritten in place, or is an inference tensor: return a copy of it, "
+                "the result of run_once was overwritten in place, or is an inference tensor: return a copy of it, "
                 "made outside of torch.inference_mode"
             )
         return self.make(make)  # on every rank: all run the same code

@@ -176,7 +176,7 @@ class Pipeline:
     def schedule_of(self, micro_batches: int, *, with_backward: bool = True) -> PipelineSchedule:
         """The schedule of a step of so many micro-batches. ValueError in message-driven order, which has none."""
         if self.is_message_driven and with_backward:
-            raise ValueError("in message-driven order messages decide what is computed, and no schedule does")
+            raise ValueError("message-driven order has no schedule: the order of messages determines the actions")
         key = micro_batches if with_backward else -micro_batches
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(micro_batches, with_backward)
@@ -270,8 +270,8 @@ class Pipeline:
     ) -> Tensor:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "a CUDA graph cannot hold a pipeline's step: the host takes its messages, and in message-driven order "
-                "they decide what it computes; run it without CapturedStep"
+                "a pipeline's step cannot be captured in a CUDA graph, because the host receives its messages; run it "
+                "without CapturedStep"
             )
         if self._failure is not None:
             raise RuntimeError(f"an earlier step of this pipeline has failed here ({self._failure}): make another one")

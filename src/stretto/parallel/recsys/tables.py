@@ -120,7 +120,9 @@ def distribute_tables(
     tables = _check_model(model)
     ranks = grid.size("data")
     if grid.size("world") != ranks:
-        raise ValueError(f"{grid} has other axes than data, but tables are spread over data alone: Grid(data=...)")
+        raise ValueError(
+            f"{grid} has other axes than data, but tables are distributed only over data: use Grid(data=...)"
+        )
     if pooling is not None and len(pooling) != len(tables):
         raise ValueError(f"pooling has {len(pooling)} numbers, but there are {len(tables)} tables: give one for each")
     sizes = tuple(

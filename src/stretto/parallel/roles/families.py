@@ -228,8 +228,8 @@ def _experts(config: Any, sizes: Sizes) -> Roles:
     """The roles of a layer's router and experts."""
     if sizes["x"] * sizes["y"] > 1 and getattr(config, "router_jitter_noise", None):
         raise ValueError(
-            f"config.router_jitter_noise is {config.router_jitter_noise}: ranks of x and y share tokens, and would "
-            "draw other noise for them. Set it to 0.0"
+            f"config.router_jitter_noise is {config.router_jitter_noise}: ranks of x and y have the same tokens, but "
+            "would draw different noise for them. Set it to 0.0"
         )
     return {"mlp.gate": "router", "mlp.experts": "experts"}
 

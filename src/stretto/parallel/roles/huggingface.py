@@ -168,8 +168,8 @@ def refuse_alibi(model: nn.Module, colwise: Collection[str]) -> None:
         names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
         if found := [name for name in names if getattr(module, name, None) is not False]:
             raise UnknownRolesError(
-                f"{type(module).__name__} adds to attention what depends on a head's number (ALiBi: {found[0]}), and "
-                "its code does not know which heads a rank of x has: choose x=1"
+                f"{type(module).__name__} adds a term to attention that depends on a head's index (ALiBi: "
+                f"{found[0]}), but its code does not know which heads a rank of x has: choose x=1"
             )
 
 

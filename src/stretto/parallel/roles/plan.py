@@ -264,8 +264,8 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collecti
         routers = {wildcard(name): "router" for name in names_unknown if _is_beside_experts(name, found)}
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         raise UnknownRolesError(
-            f"nothing says what these submodules are: {shown}. Stretto does not guess: "
-            f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+            f"these submodules have no role: {shown}. Stretto does not guess roles: pass "
+            f"roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
             + (f"; if it chooses experts, roles={routers}" if routers else "")
         )
 

@@ -171,8 +171,8 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
     numbered = next((name for name, match in slots.items() if match["parameter"].isdigit()), None)
     if numbered is not None:
         raise ValueError(
-            f"{path} has {numbered}: its optimizer's state goes by numbers and not by the parameters' names: write "
-            "what get_optimizer_state_dict of torch.distributed.checkpoint.state_dict returns"
+            f"{path} has {numbered}: its optimizer's state is keyed by numbers and not by parameter names: save the "
+            "result of get_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
         )
     if other := next((name for name, match in slots.items() if match["key"] not in _KEYS), None):
         raise ValueError(f"{path} has {other}: of optimizers' states, those of AdamW and SGD with momentum are read")
