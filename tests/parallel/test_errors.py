@@ -69,7 +69,7 @@ BOTH = {"first": "colwise", "second": "rowwise"}
     ("roles", "message"),
     [
         ({}, r"these submodules have no role: first \(Linear\), second \(Linear\)"),
-        ({"first": "colwise"}, r"submodules are: second \(Linear\)"),
+        ({"first": "colwise"}, r"submodules have no role: second \(Linear\)"),
         ({**BOTH, "third": "colwise"}, r"no submodule is named 'third'"),
         ({"first": "column", "second": "rowwise"}, r"'column' is not a role: the roles are colwise, rowwise"),
         ({"first": "colwise", "second": "rowise"}, r"'rowise' is not a role; did you mean 'rowwise'\?"),

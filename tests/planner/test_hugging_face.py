@@ -218,7 +218,7 @@ def test_a_model_of_more_than_text_is_told_that_its_text_may_be_planned():
 
 @pytest.mark.parametrize("model_type", [None, 3, ["llama"], {"llama": 1}])
 def test_a_model_type_that_is_no_name_is_refused(model_type):
-    with pytest.raises(ValueError, match="blocks are not known"):
+    with pytest.raises(ValueError, match="which the planner does not support"):
         read_architecture({**SIZES, "model_type": model_type}, 16)
 
 

@@ -379,7 +379,7 @@ def test_32768_gpus_with_pipelines_are_searched_with_few_looks_at_a_grid(monkeyp
         ({"schedule": "1f1b"}, "without pipeline stages nothing is scheduled; pipe='auto'"),
         ({"pipe": 4, "schedule": "1f1"}, "'1f1' is not known; did you mean '1f1b'"),
         ({"pipe": 4, "limit": 4}, "limit is an option only of schedule='message-driven'"),
-        ({"pipe": 4, "schedule": "gpipe", "extra_warm_up": 2}, "extra_warm_up is an option of schedule='1f1b'"),
+        ({"pipe": 4, "schedule": "gpipe", "extra_warm_up": 2}, "extra_warm_up is an option only of schedule='1f1b'"),
         ({"pipe": 4, "schedule": "message-driven", "serve_first": "last"}, "must be one of arrival"),
         ({"pipe": 4, "schedule": "dualpipe-v", "micro_batch": 16}, "at least as many micro-batches as stages, 8"),
         ({"pipe": 4, "schedule": "1f1b", "virtual_stages": 2}, "1f1b has 1 stages on each rank, not 2"),

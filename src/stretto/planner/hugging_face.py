@@ -306,14 +306,14 @@ def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterat
     if family.refusal:
         yield family.refusal
     if family.head_norms == "use_qk_norm" and config.get("use_qk_norm"):
-        yield "nothing says what q_norm and k_norm are, whose weights differ from head to head"
+        yield "q_norm and k_norm have no role, because their weights differ from head to head"
     if config.get("quantization_config") and not _is_read_into_bf16(config):
         yield "quantization_config makes linears of other classes, where roles take exactly nn.Linear"
     if head.labels:
         roles = {head.submodule: "head"}
         if head.submodule in ("score", "classifier") and head.logits == "whole":
             roles["dropout"] = "dropout"
-        yield f"nothing says what these submodules are: {', '.join(roles)}. Pass roles={roles}"
+        yield f"these submodules have no role: {', '.join(roles)}. Pass roles={roles}"
 
 
 def _gpt2_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:

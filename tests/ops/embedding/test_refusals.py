@@ -214,7 +214,7 @@ def ask_wrongly():
         ((indices, offsets, [table] * 3), {}, r"offsets of 3 tables have 3 x the global batch \+ 1 elements, not 5"),
         ((indices, offsets[:4], [table]), {}, "2 ranks do not divide the global batch of 3: 4 will do"),
         ((indices, offsets, [table]), {"batch": 6}, "offsets are for a global batch of 4, but batch is 6"),
-        ((indices, offsets[:1], []), {}, "this rank has no tables, .*: give batch="),
+        ((indices, offsets[:1], []), {}, "this rank has no tables, .*: pass batch="),
         ((indices, offsets, []), {"batch": 4}, "offsets for no tables have one element, not 5"),
         ((indices, offsets, [table]), {"weights": torch.ones(2)}, r"one an index, \[3\] on cpu, not \[2\]"),
         ((indices, offsets, [table]), {"weights": torch.ones(6)[::2]}, r"not \[3\] with strides \(2,\) on cpu"),

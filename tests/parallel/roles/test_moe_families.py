@@ -264,7 +264,7 @@ def trained_with_a_role(sizes: dict[str, Any]) -> tuple[Trace, slice]:
 
 
 def test_a_router_that_nothing_is_known_of_is_named_with_the_role_that_it_may_have():
-    message = r"submodules are: model\.layers\.1\.mlp\.gate \(Glm4MoeTopkRouter\).*"
+    message = r"submodules have no role: model\.layers\.1\.mlp\.gate \(Glm4MoeTopkRouter\).*"
     message += r"; if it chooses experts, roles=\{'model\.layers\.\*\.mlp\.gate': 'router'\}"
     with pytest.raises(ValueError, match=message):
         validate(another_family(), {"data": 2, "expert": 2})
