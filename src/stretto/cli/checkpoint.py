@@ -189,10 +189,10 @@ def show(
         print_json({"path": str(found)} | (values if tensors else {k: v for k, v in values.items() if k != "tensors"}))
         return
     print(f"{found}: step {metadata.step}, format {metadata.format}")
-    kind = metadata.model.get("kind", "gpt" if metadata.model else "not said")
+    kind = metadata.model.get("kind", "gpt" if metadata.model else "not recorded")
     options = ", ".join(f"{key}={value}" for key, value in metadata.model.items() if not isinstance(value, dict | list))
     print(f"model: {kind}{f' ({options})' if options else ''}")
-    print(f"optimizer: {metadata.optimizer or 'none'}; torch {metadata.torch or 'not said'}")
+    print(f"optimizer: {metadata.optimizer or 'none'}; torch {metadata.torch or 'not recorded'}")
     if grid := _describe_grid(metadata.run):
         print(f"written by: {grid}")
     for name, (count, numbers, size) in _totals(metadata).items():

@@ -224,14 +224,14 @@ def _head_of(name: str, family: _Family, config: Mapping[str, Any], classes: Seq
         if found := next(known, None):
             return found
         raise ValueError(_unknown_head(name, family, repr(classes[0])))
-    said = config.get("architectures") or [family.prefix + ("LMHeadModel" if family is _GPT2 else "ForCausalLM")]
-    if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
-        raise ValueError(f"{name}: architectures is {said!r}, but must be a list of names")
-    heads = [_known_head(family, each) for each in said]
+    declared = config.get("architectures") or [family.prefix + ("LMHeadModel" if family is _GPT2 else "ForCausalLM")]
+    if not isinstance(declared, list) or not all(isinstance(each, str) for each in declared):
+        raise ValueError(f"{name}: architectures is {declared!r}, but must be a list of names")
+    heads = [_known_head(family, each) for each in declared]
     first = heads[0]
     if first is None or any(head != first for head in heads):
-        raise ValueError(_unknown_head(name, family, ", ".join(map(repr, said))))
-    return said[0], first
+        raise ValueError(_unknown_head(name, family, ", ".join(map(repr, declared))))
+    return declared[0], first
 
 
 def _known_head(family: _Family, class_name: str) -> _Head | None:
@@ -245,9 +245,9 @@ def _known_head(family: _Family, class_name: str) -> _Head | None:
     return head
 
 
-def _unknown_head(name: str, family: _Family, said: str) -> str:
+def _unknown_head(name: str, family: _Family, declared: str) -> str:
     known = ", ".join(f"...{ending}" for ending in _HEADS)
-    return f"{name}: the head of {said} is not known to the planner; known: {known} and {family.prefix}Model"
+    return f"{name}: the head of {declared} is not known to the planner; known: {known} and {family.prefix}Model"
 
 
 def _labels(head: _Head, config: Mapping[str, Any], name: str) -> int | None:

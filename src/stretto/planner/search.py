@@ -34,7 +34,7 @@ from stretto.schedules import ServeFirst
 from stretto.schedules.generators import V_SHAPED
 
 MAX_GPUS = 1 << 20
-# Of more grids of a model with experts than this, those whose bound is slower than the tenth plan are left out.
+# With more grids of a model with experts than this, grids whose lower bound is slower than the tenth plan are skipped.
 MOST_WITH_EXPERTS = 100
 
 

@@ -168,7 +168,7 @@ def read_plan(
             if name not in found:
                 found[name] = role
                 of_own_plan.add(name)
-    for name, kind in huggingface.norms_beside(model, found).items():
+    for name, kind in huggingface.norms_next_to_linears(model, found).items():
         found.setdefault(name, Role(kind))
     attributes: dict[str, str | None] = {}
     for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
@@ -261,7 +261,7 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collecti
             names_unknown.append(name)
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
     if unknown:
-        routers = {wildcard(name): "router" for name in names_unknown if _is_beside_experts(name, found)}
+        routers = {wildcard(name): "router" for name in names_unknown if _is_next_to_experts(name, found)}
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         raise UnknownRolesError(
             f"these submodules have no role: {shown}. Stretto does not guess roles: pass "
@@ -270,7 +270,7 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collecti
         )
 
 
-def _is_beside_experts(name: str, found: Mapping[str, Role]) -> bool:
+def _is_next_to_experts(name: str, found: Mapping[str, Role]) -> bool:
     """Whether a submodule is in the module that holds some experts, as routers are."""
     around = f"{name.rpartition('.')[0]}."
     return any(role.role == "experts" and other.startswith(around) for other, role in found.items())

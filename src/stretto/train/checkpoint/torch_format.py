@@ -181,7 +181,7 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
         raise ValueError(f"{path} has the states of two optimizers, AdamW and SGD, and one is read")
     others = [name for name in shapes if name not in slots]
     prefix = next((each for each in _WEIGHTS if _has_prefix(each, others, shapes)), "")
-    # Numbers beside the weights, such as a count of steps, are not the model's.
+    # Numbers outside of the weights, such as a step count, do not belong to the model.
     weights = [name for name in others if name.startswith(prefix) and shapes[name] and ".param_groups." not in name]
     if not weights:
         raise ValueError(f"{path} has no weights, but {len(shapes)} other tensors")
