@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stretto overlaps communication with computation in distributed deep learning.
 
-The front door is five names: `Cluster` (what the machine is), `plan` (which grid suits it), `Grid` (how its ranks are
-laid out), `parallelize` (put a model on a grid) and the command `stretto`. They and the subpackages, as `stretto.ops`,
-are imported on first use, so that `import stretto` costs nothing and parts that need no GPU library stay free of it. It
-makes the name "stretto" known to torch.distributed as a backend (stretto.collectives.backend).
+The main functions and classes are `Cluster` (describes a machine), `plan` (predicts the fastest grid), `Grid` (arranges
+ranks along axes), `parallelize` (shards a model over a grid) and the command `stretto`. These names and subpackages
+such as `stretto.ops` are imported on first use, so that `import stretto` is cheap and modules that need no GPU library
+do not import one. `import stretto` registers the backend "stretto" with torch.distributed
+(stretto.collectives.backend).
 """
 
 from typing import TYPE_CHECKING

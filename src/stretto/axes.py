@@ -72,7 +72,7 @@ AXES = (
     ),
     Axis(
         "z",
-        "shards what x and y leave of each weight, which is all-gathered before use; shards the batch too",
+        "shards each weight further than x and y, and all-gathers it before use; splits the batch too",
         splits_batch=True,
         sums_gradients=True,
         splits_weights=True,
@@ -134,15 +134,14 @@ EXPERT, EXPERT_DATA, EXPERT_Z = "expert", "expert_data", "expert_z"
 and sum their gradients (what is left of data); and those that shard these further (what is left of z)."""
 EXPERT_AXES = (EXPERT_DATA, EXPERT, EXPERT_Z)
 EXPERT_DESCRIPTION = (
-    "ranks that divide the experts of a mixture-of-experts model among them; it multiplies no ranks, but takes them "
-    "from data, and what is left from z"
+    "expert-parallel ranks of a mixture-of-experts model; the axis adds no ranks, but reuses ranks of data, then of z"
 )
 ExpertTensor = Literal["cut", "fold"]
 """What the ranks of x are to experts: "cut", they cut each expert's inner features (TED; Singh, chapter 7); "fold",
 they divide the experts among them, as ranks of data do."""
 EXPERT_TENSOR_DESCRIPTION = (
-    "what the ranks of x are to experts: `cut`, they cut each expert's inner features; `fold`, they are among the "
-    "ranks of grid.expert, which is a multiple of x then"
+    "how experts use the ranks of x: `cut`: x splits each expert's inner features; `fold`: the ranks of x are part of "
+    "grid.expert, which must then be a multiple of x"
 )
 
 

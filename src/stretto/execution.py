@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step of a sharded model executes: options that train, the planner and `parallelize` share. No torch.
+"""How a step of a sharded model executes: options shared by train, the planner and `parallelize`. Imports no torch.
 
 Below the options are the fixed sizes by which `parallelize` splits work, since the planner predicts time and memory
 from the same numbers.
@@ -16,19 +16,19 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 class Overlap:
     """Which collectives `parallelize` overlaps with computation (Singh, section 5.1.4).
 
-    Switching one off changes when data is sent, never what: results keep their bits, except for copy_engines.
+    Switching one off changes when data is sent, but not the results, which are bitwise equal, except for copy_engines.
 
-    all_reduce: the sum of an input's gradient, under the weight gradient's product ("OAR"); the sum of a router's
-        choices, until its backward pass.
+    all_reduce: the all-reduce of the input gradient, under the weight gradient's product ("OAR"); the all-reduce of a
+        router's choices, under the rest of the forward pass.
     reduce_scatter: the reduce-scatter of weight gradients, under the rest of the backward pass ("ORS").
-    all_gather: the all-gather of the next weight, under this one's product ("OAG").
-    data: the sum over data of buckets of gradients, under the backward pass, otherwise after it.
-    copy_engines: where NVLink links z's GPUs, copy engines reduce-scatter linears' gradients
+    all_gather: the all-gather of the next weight, under the current weight's product ("OAG").
+    data: the all-reduce over data of gradient buckets, under the backward pass (False: after it).
+    copy_engines: if NVLink connects the GPUs of z, copy engines reduce-scatter linears' gradients
         (`stretto.parallel.comm.copy_engine_scatter`), and, where all_gather is on and weights stay gathered for the
         backward pass, gather all weights of a forward pass from its beginning on
-        (`stretto.parallel.comm.copy_engine_gather`); of a model without roles, its parameters of LEAST_COPIED_BYTES and
-        more, whose gradients NCCL sums. Over more than two ranks gradients are then added in another order
-        than NCCL's: off, they may differ in their last bit.
+        (`stretto.parallel.comm.copy_engine_gather`); of a model without roles, only parameters of LEAST_COPIED_BYTES
+        and more are gathered by copy engines, and NCCL reduces the gradients. Over more than two ranks, copy engines
+        sum gradients in another order than NCCL, so their last bits may differ.
     """
 
     all_reduce: bool = True
@@ -39,10 +39,10 @@ class Overlap:
 
     @classmethod
     def parse(cls, value: "Overlap | bool") -> "Overlap":
-        """The switches that `parallelize(overlap=...)` means: True is all of them, False none.
+        """Parse the argument of `parallelize(overlap=...)`: True switches all kinds on, False off.
 
-        False waits for every collective where it is issued; copy engines still bring gradients, so that bits are those
-        of True.
+        With False, every collective is waited for where it is issued; copy engines still reduce gradients, so that
+        results are bitwise equal to those of True.
         """
         if isinstance(value, Overlap):
             return value
@@ -50,7 +50,7 @@ class Overlap:
 
     @classmethod
     def none(cls) -> "Overlap":
-        """The old name of `Overlap.parse(False)`."""
+        """Deprecated name of `Overlap.parse(False)`."""
         warnings.warn("Overlap.none() is now Overlap.parse(False), or overlap=False", DeprecationWarning, stacklevel=2)
         return cls.parse(False)
 
@@ -66,16 +66,18 @@ StepPlace = Literal["device", "host", "auto"]
 
 @dataclass(frozen=True)
 class StateOptions:
-    """Where optimizer state lies, and in what pieces it is stepped (Singh, sections 3.3 and 7.2).
+    """Where optimizer state is stored, and how it is divided into buckets (Singh, sections 3.3 and 7.2).
 
-    location: "fp32": parameters, gradients and state are fp32, on the device. "device": weights and gradients in the
-        dtype that is computed in, fp32 weights and state beside them. "host": these in pinned host memory.
-    bucket_size: numbers that are stepped, and fetched from the host, at once; a multiple of BUCKET_ALIGNMENT.
-    buffer_sets: buckets that are on the device at once, of state on the host.
-    coarsening: buckets whose gradients one all-reduce sums.
-    splits_weights: of state on the host beside bf16 weights, keep the lower halves of the fp32 weights alone.
-    accumulates_fp32: add up gradients of micro-batches in fp32.
-    step_on: of state on the host, where a step is computed: "auto" measures which is faster.
+    location: "fp32": parameters, gradients and state are fp32, on the device. "device": weights and gradients are in
+        the compute dtype, and fp32 weights and state are stored separately on the device. "host": fp32 weights and
+        state are in pinned host memory.
+    bucket_size: parameters in a bucket, which are updated, and copied from the host, together; a multiple of
+        BUCKET_ALIGNMENT.
+    buffer_sets: number of bucket buffers on the device, for state on the host.
+    coarsening: buckets per all-reduce of gradients.
+    splits_weights: for state on the host with bf16 weights, store only the lower 16 bits of the fp32 weights.
+        accumulates_fp32: accumulate gradients of micro-batches in fp32.
+    step_on: for state on the host, where the optimizer step runs: "auto" measures which is faster.
 
     Raises ValueError for others.
     """
@@ -105,7 +107,7 @@ class StateOptions:
 
     @property
     def is_apart(self) -> bool:
-        """Whether state is kept apart from the model."""
+        """Whether optimizer state is stored separately from the model's parameters ("device" or "host")."""
         return self.location != "fp32"
 
     def splits(self, element: int, *, is_bf16: bool) -> bool:
@@ -118,16 +120,16 @@ StagePlacement = Literal["loops", "v"]
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a model is cut into pipeline stages (`parallelize(stages=...)`).
+    """How a model is split into pipeline stages (`parallelize(stages=...)`).
 
-    virtual_stages: stages that each rank of pipe has.
-    placement: the rank of each stage, where a rank has several. "loops": round the ranks, as interleaved schedules have
-        it. "v": down the ranks and back up, as ZB-V and DualPipe-V have it, with two stages a rank.
-    cuts: the blocks with which stages 1, 2, ... begin. None: so that the costliest stage is as cheap as can be.
-    blocks: names or patterns of the blocks between which the model is cut. None: the children of its longest
+    virtual_stages: number of stages per rank of pipe.
+    placement: the rank of each stage, if a rank has several. "loops": round-robin, as in interleaved schedules. "v":
+        ascending, then descending order of ranks, as in ZB-V and DualPipe-V, with two stages per rank.
+    cuts: the first blocks of stages 1, 2, ... None: such that the most expensive stage is as cheap as possible.
+    blocks: names or patterns of the blocks between which the model is split. None: the children of its longest
         nn.ModuleList.
-    first, last: names of modules beside the blocks that belong to the first, and to the last stage, where the order of
-        their registration says otherwise.
+    first, last: names of modules outside of the blocks that belong to the first or the last stage, if the order of
+        registration would assign them differently.
 
     Raises ValueError for others.
     """
@@ -172,9 +174,9 @@ BUCKET_ALIGNMENT = 64
 
 
 class Recomputation(NamedTuple):
-    """What blocks compute again in the backward pass: `kind` is the mode without its number (docs/memory.md).
+    """A mode of activation checkpointing: `kind` is the mode without its number (docs/memory.md).
 
-    blocks: how many blocks are computed again together, from the input of the first.
+    blocks: number of blocks that are recomputed together, from the input of the first.
     """
 
     kind: str
@@ -193,12 +195,12 @@ class Recomputation(NamedTuple):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is computed again."""
+        """Whether anything is recomputed."""
         return self.kind != "none"
 
     @property
     def sums_again(self) -> bool:
-        """Whether recomputation sums linears' outputs over ranks again."""
+        """Whether recomputation repeats the all-reduces of linears' outputs."""
         return self.kind in ("full", "every", "host")
 
     @property
@@ -240,23 +242,24 @@ def resolve_recompute(recompute: str | None, checkpoint_activations: bool | None
 
 @dataclass(frozen=True, init=False)
 class ExecutionOptions:
-    """How a step executes, beside its grid, micro-batch and dtypes.
+    """How a step executes, apart from its grid, micro-batch and dtypes.
 
     overlap: which collectives overlap with computation.
     keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
-    recompute: what blocks compute again in the backward pass, in place of keeping it: "none", "full", "every:k",
-        "products", "communication" or "host" (docs/memory.md). checkpoint_activations=True is "full".
+    recompute: the mode of activation checkpointing: "none", "full", "every:k", "products", "communication" or "host"
+        (docs/memory.md). checkpoint_activations=True is "full".
     shard_sequence: between blocks, keep only this x rank's part of the tokens.
     tune_matmuls: time every linear's products in each layout of the operands, and use the fastest.
-    accumulate_unsharded: with several micro-batches, add up weights' gradients whole, and reduce-scatter them over z
-        once a step; False reduce-scatters those of each micro-batch, and keeps shards alone.
-    stages: how the model is cut into pipeline stages, where the grid has several, or a rank has several.
-    drop_duplicates: of tokens that every rank of x has, each sends its part to experts of other ranks (Singh, section
-        7.3.1, duplicate token dropping); False sends all of them from each.
-    expert_rows: rows of experts' inputs that a rank has room for. None: as many as come, which the host waits for.
-    gather_once: gather weights over z once a step, and keep them whole for all micro-batches, also where blocks compute
-        again. `stretto train` does so, and the planner predicts it; a training loop of your own does it by
-        `stretto.parallel.gather_once`. Stages of a pipeline do it in any case.
+    accumulate_unsharded: with several micro-batches, accumulate unsharded weight gradients, and reduce-scatter them
+        over z once per step; False reduce-scatters them in each micro-batch and accumulates shards.
+    stages: how the model is split into pipeline stages, if the grid or a rank has several.
+    drop_duplicates: each rank of x sends only its part of the tokens to the experts (Singh, section 7.3.1, duplicate
+        token dropping); with False each sends all tokens.
+    expert_rows: fixed capacity of a rank, in rows of experts' inputs. None: dynamic, so that the host must wait for the
+        number of rows.
+    gather_once: all-gather weights over z once per step, and keep them gathered for all micro-batches and for
+        recomputation. `stretto train` implements it and the planner predicts it; in your own training loop use
+        `stretto.parallel.gather_once`. Pipeline stages always do this.
 
     Raises ValueError for an unknown mode of recomputation, for expert_rows that are not positive, and for gather_once
     without keep_gathered.

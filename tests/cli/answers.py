@@ -103,7 +103,7 @@ ANSWERS = (
     Answer("collective run ring-all-reduce --ranks 4 --dtype fp8", REFUSED, "the dtypes are"),
     Answer("collective simulate ring.xml --cluster perlmutter --bytes 1M", REFUSED, "6 GPUs fill no whole nodes"),
     Answer(
-        "collective simulate ring.xml --cluster dgx-h200 --bytes 1M --latency 1us", REFUSED, "a cluster says its own"
+        "collective simulate ring.xml --cluster dgx-h200 --bytes 1M --latency 1us", REFUSED, "a cluster has its own"
     ),
     Answer("collective simulate ring.xml --cluster dgx-h20 --bytes 1M", REFUSED, "unknown cluster 'dgx-h20'"),
     Answer("collective simulate ring.xml --cluster dgx-h200 --bytes 1X", REFUSED, "is no size"),

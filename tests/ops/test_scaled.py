@@ -31,7 +31,7 @@ ERRORS = {
     "dtype": "x is of torch.float8_e4m3fn, not torch.float32",
     "weight's dtype": "weight is of torch.float8_e4m3fn, not torch.bfloat16",
     "e5m2": "x is of torch.float8_e4m3fn, not torch.float8_e5m2",
-    "plain": "all_gather_matmul takes no fp8, whose operators have scales: all_gather_scaled_matmul",
+    "plain": "all_gather_matmul does not support fp8; use the operators with scales: all_gather_scaled_matmul",
     "transposed": "takes a contiguous fp8 weight",
     "k": "differ in k",
     "odd k": "k of fp8 operands is a multiple of 16, not 24",

@@ -68,8 +68,8 @@ BOTH = {"first": "colwise", "second": "rowwise"}
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({}, r"nothing says what these submodules are: first \(Linear\), second \(Linear\)"),
-        ({"first": "colwise"}, r"submodules are: second \(Linear\)"),
+        ({}, r"these submodules have no role: first \(Linear\), second \(Linear\)"),
+        ({"first": "colwise"}, r"submodules have no role: second \(Linear\)"),
         ({**BOTH, "third": "colwise"}, r"no submodule is named 'third'"),
         ({"first": "column", "second": "rowwise"}, r"'column' is not a role: the roles are colwise, rowwise"),
         ({"first": "colwise", "second": "rowise"}, r"'rowise' is not a role; did you mean 'rowwise'\?"),
@@ -141,7 +141,7 @@ def reparametrized(model: OwnModel) -> None:
         (shared, r"first and second are one module, but their roles are 'colwise' and 'rowwise'"),
         (hooked, r"first\.weight has a hook"),
         (dropping, r"OwnModel\.residual_dropout is 0\.1: .*Set it to 0\.0"),
-        (dropping_channels, r"nothing says what these submodules are: drop \(Dropout1d\)"),
+        (dropping_channels, r"these submodules have no role: drop \(Dropout1d\)"),
         (reparametrized, r"first \(Linear\) has the parameters bias, scale, weight"),
     ],
 )

@@ -457,7 +457,7 @@ def count_products(options: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*is sharded over z alone")
+@pytest.mark.filterwarnings("ignore:.*is sharded only over z")
 def test_products_that_are_kept_or_whose_sum_is_kept_are_not_computed_again(ranks):
     """4 blocks of two linears, the second of which is summed over x."""
     for options, of_sum in (({"roles": ROLES}, 4), ({"blocks": ["blocks.*"]}, 0)):

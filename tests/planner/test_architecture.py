@@ -208,7 +208,7 @@ def test_a_bad_toml_is_refused_with_its_name_and_the_rule(tmp_path, text, messag
         ("[1, 2]", "no table"),
         ("{", "Expecting"),
         ("[" * 100_000, "recursion|nested|depth"),
-        ('{"model_type": "bert"}', "'bert', whose blocks are not known"),
+        ('{"model_type": "bert"}', "'bert', which the planner does not support"),
         ('{"model_type": "jamba", "num_local_experts": 8}', "mixture of experts"),
         (
             '{"model_type": "gpt2", "n_embd": 10, "n_head": 3, "n_layer": 1, "vocab_size": 5, "n_positions": 4}',

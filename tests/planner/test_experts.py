@@ -115,7 +115,10 @@ def test_experts_that_do_not_fit_are_advised_ranks_of_z():
     [
         ({"num_experts_per_tok": 5}, "a token goes to 5 of 4 experts"),
         ({"num_local_experts": "4"}, "num_local_experts is '4'"),
-        ({"model_type": "llama"}, "'llama', whose mixture of experts is not known to the planner; known: gpt_oss"),
+        (
+            {"model_type": "llama"},
+            "'llama', a mixture of experts that the planner does not support; supported: gpt_oss",
+        ),
     ],
 )
 def test_experts_that_cannot_be_counted_are_refused(change, message):

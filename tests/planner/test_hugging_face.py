@@ -210,13 +210,15 @@ def test_a_head_that_cannot_be_counted_is_refused(change, message):
 
 def test_a_model_of_more_than_text_is_told_that_its_text_may_be_planned():
     config = {"model_type": "llava", "text_config": {**SIZES, "model_type": "llama"}, "vision_config": {}}
-    with pytest.raises(ValueError, match=r"'llava', whose blocks are not known .*; its text_config, saved as a file"):
+    with pytest.raises(
+        ValueError, match=r"'llava', which the planner does not support.*; its text_config, saved as a file"
+    ):
         read_architecture(config, 16)
 
 
 @pytest.mark.parametrize("model_type", [None, 3, ["llama"], {"llama": 1}])
 def test_a_model_type_that_is_no_name_is_refused(model_type):
-    with pytest.raises(ValueError, match="blocks are not known"):
+    with pytest.raises(ValueError, match="which the planner does not support"):
         read_architecture({**SIZES, "model_type": model_type}, 16)
 
 

@@ -128,7 +128,7 @@ def test_latent_attention_multiplies_queries_with_keys_and_weights_with_values()
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ("mixtral", {"architectures": ["MixtralForSequenceClassification"]}, "Pass roles={'score': 'head'}"),
         ("mixtral", {"attention_dropout": 0.1}, "shards block by block cannot be planned"),
-        ("mixtral", {"model_type": "jamba"}, "'jamba', whose mixture of experts is not known"),
+        ("mixtral", {"model_type": "jamba"}, "'jamba', a mixture of experts that the planner does not support"),
     ],
 )
 def test_experts_that_cannot_be_counted_are_refused(kind, options, message):

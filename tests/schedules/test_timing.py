@@ -210,7 +210,7 @@ def test_times_that_make_no_sense_are_refused(make, message):
 
 
 def test_a_schedule_that_deadlocks_is_not_timed():
-    with pytest.raises(ScheduleError, match=r"schedule deadlocks; verify\(\) says"):
+    with pytest.raises(ScheduleError, match=r"schedule deadlocks; verify\(\) lists"):
         uniform(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"))
 
 

@@ -173,6 +173,8 @@ def test_a_recommendation_model_takes_the_axis_data_alone(tmp_path: Path) -> Non
     chosen = choose_grid(click_run(tmp_path, "train.grids=auto"), 3)
     assert chosen is not None
     assert chosen.config.ranks == 3
-    with pytest.raises(ValueError, match=r"train\.grids has the grid data=1 x=2 .* axis data alone; data=2 would do"):
+    with pytest.raises(
+        ValueError, match=r"train\.grids has the grid data=1 x=2 .* only the axis data; data=2 would do"
+    ):
         preflight(click_run(tmp_path, "train.grids=x=2"))
     assert preflight(click_run(tmp_path, "train.grids=data=2")).ranks == 4

@@ -243,7 +243,7 @@ def test_a_run_with_a_loss_scale_resumes_with_it(ranks: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.dtype=fp16"], "train.dtype is 'fp16', which needs its fp32 weights apart"),
+        (["train.dtype=fp16"], "train.dtype is 'fp16', which needs separate fp32 weights"),
         (["train.state_bucket=128"], "train.state_bucket is 128, but train.optimizer_state is 'fp32'"),
         ([*apart("host"), "train.dtype=fp64"], "train.optimizer_state is 'host', but train.dtype is 'fp64'"),
         ([*apart("host"), "train.cuda_graph=true"], "a graph cannot wait for the host"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DAMAGED = 1
 
-app = typer.Typer(no_args_is_help=True, help="Whether checkpoints are whole, and what is in them.")
+app = typer.Typer(no_args_is_help=True, help="Verify, list and show checkpoints.")
 
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's folder (its newest checkpoint) or a checkpoint's.")
@@ -33,7 +33,7 @@ def export(
         typer.Option(
             "--to",
             metavar="FILE.safetensors|FOLDER",
-            help="The file to write, or of a Hugging Face model a new folder.",
+            help="The file to write, or, for a Hugging Face model, a new folder.",
         ),
     ],
     max_file_gigabytes: Annotated[
@@ -45,16 +45,18 @@ def export(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float64, float32, float16 or bfloat16; without it the checkpoint's, and in a folder config.json's."
+            help="float64, float32, float16 or bfloat16 (default: the checkpoint's; for a folder, config.json's)."
         ),
     ] = None,
     pretrained: Annotated[
         Path | None,
-        typer.Option(help="Where the folder is that training started from, if it has moved: it has the tokenizer."),
+        typer.Option(
+            help="The Hugging Face folder that training started from, if it has moved; the tokenizer is copied from it."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint's weights to a safetensors file, under the model's own names, whatever grid wrote them.
+    """Export a checkpoint's weights, written on any grid, to a safetensors file with the model's parameter names.
 
     A model that was fine-tuned from a Hugging Face folder can be written as such a folder, which from_pretrained loads.
     """
@@ -85,7 +87,9 @@ def verify(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A checkpoint, a run (all its checkpoints), a folder of torch's, or safetensors files."
+            metavar="PATH",
+            help="A checkpoint, a run (all its checkpoints), a folder of "
+            "torch.distributed.checkpoint, or safetensors files.",
         ),
     ],
     as_json: Json = False,
@@ -114,7 +118,7 @@ def _as_json(found: "VerificationResult") -> dict[str, Any]:
 def list_checkpoints(
     out: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], as_json: Json = False
 ) -> None:
-    """List a run's checkpoints, oldest first, with size and age, and say which cannot be used.
+    """List a run's checkpoints, oldest first, with size and age, and mark those that cannot be used.
 
     Reads their indices; `stretto checkpoint verify` reads all.
     """
@@ -169,11 +173,11 @@ def _describe_grid(run: Mapping[str, Any]) -> str:
 def show(
     path: Checkpoint,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="Also each tensor, with shape, dtype, files and checksums.")
+        bool, typer.Option("--tensors", help="Also show each tensor with its shape, dtype, files and checksums.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint has: its step, the model, the optimizer, and what its tensors take."""
+    """Show a checkpoint's contents: its step, model, optimizer, and the size of its tensors."""
     with refusing_bad_input(as_json=as_json):
         from stretto.train.checkpoint.folders import resolve_checkpoint
         from stretto.train.checkpoint.torch_format import read_index
@@ -185,10 +189,10 @@ def show(
         print_json({"path": str(found)} | (values if tensors else {k: v for k, v in values.items() if k != "tensors"}))
         return
     print(f"{found}: step {metadata.step}, format {metadata.format}")
-    kind = metadata.model.get("kind", "gpt" if metadata.model else "not said")
+    kind = metadata.model.get("kind", "gpt" if metadata.model else "not recorded")
     options = ", ".join(f"{key}={value}" for key, value in metadata.model.items() if not isinstance(value, dict | list))
     print(f"model: {kind}{f' ({options})' if options else ''}")
-    print(f"optimizer: {metadata.optimizer or 'none'}; torch {metadata.torch or 'not said'}")
+    print(f"optimizer: {metadata.optimizer or 'none'}; torch {metadata.torch or 'not recorded'}")
     if grid := _describe_grid(metadata.run):
         print(f"written by: {grid}")
     for name, (count, numbers, size) in _totals(metadata).items():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from stretto.cluster import Cluster
 
 app = typer.Typer(
-    no_args_is_help=True, help="What machines are like: nodes, GPUs, links, and where the figures are from."
+    no_args_is_help=True, help="Show machines for planning: their nodes, GPUs and links, with the source of each value."
 )
 
 
@@ -36,7 +36,7 @@ def show(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show a machine's figures, each with its unit and source."""
+    """Show a machine's properties, each with its unit and source."""
     from stretto.cluster import Cluster
 
     with refusing_bad_input(as_json=as_json):
@@ -45,7 +45,7 @@ def show(
 
 @app.command()
 def detect(as_json: Json = False) -> None:
-    """Show what this machine is, as far as it says without measuring."""
+    """Show this machine's GPUs, as far as they can be detected without measuring."""
     from stretto.cluster import Cluster
 
     with refusing_bad_input(as_json=as_json):

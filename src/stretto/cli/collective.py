@@ -34,26 +34,31 @@ MAX_SCRIPT_BYTES = 16 * 2**20
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Collectives as programs over chunks: compiled, proved safe before they run, stored as MSCCL XML.",
+    help="Write collectives as programs over chunks: compile them to MSCCL XML, verify, simulate and run them.",
 )
 
 Program = Annotated[
     str,
-    typer.Argument(metavar="NAME_OR_FILE:FUNCTION", help="One of `stretto collective list`, or file.py:function."),
+    typer.Argument(metavar="NAME_OR_FILE:FUNCTION", help="A name from `stretto collective list`, or file.py:function."),
 ]
 Name = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="One of `stretto collective list`, file.py:function, or a schedule F.xml."),
+    typer.Argument(
+        metavar="NAME", help="A name from `stretto collective list`, file.py:function, or a schedule F.xml."
+    ),
 ]
 Names = Annotated[
     list[str],
     typer.Argument(
-        metavar="NAME...", help="Of `stretto collective list`, file.py:function, or schedules F.xml; one or several."
+        metavar="NAME...",
+        help="One or more names from `stretto collective list`, file.py:function, or schedules F.xml.",
     ),
 ]
-Ranks = Annotated[int | None, typer.Option(help="Ranks, for an algorithm that takes `ranks`.")]
-Nodes = Annotated[int | None, typer.Option(help="Nodes, for an algorithm that takes `nodes` and `gpus`.")]
-Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
+Ranks = Annotated[int | None, typer.Option(help="Number of ranks, for an algorithm with the parameter `ranks`.")]
+Nodes = Annotated[
+    int | None, typer.Option(help="Number of nodes, for an algorithm with the parameters `nodes` and `gpus`.")
+]
+Gpus = Annotated[int | None, typer.Option(help="GPUs per node.")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="Another parameter of the algorithm.")
 ]
@@ -61,14 +66,16 @@ InPlace = Annotated[
     bool | None,
     typer.Option("--in-place/--out-of-place", help="Whether input and output share memory."),
 ]
-Instances = Annotated[int, typer.Option(help="Copies of the whole program, each on a part of the data.")]
+Instances = Annotated[int, typer.Option(help="Number of instances of the whole program, each for a part of the data.")]
 Protocol = Annotated[str, typer.Option(help="Simple, LL or LL128.")]
-Slots = Annotated[int | None, typer.Option(help="FIFO slots a connection (default: the protocol's, 2, 8 and 8).")]
-Waive = Annotated[
-    list[str] | None, typer.Option(help="An error that is not counted: replica_consistency. May be given again.")
+Slots = Annotated[
+    int | None, typer.Option(help="FIFO slots per connection (default: 2 for Simple, 8 for LL and LL128).")
 ]
-LimitsOf = Annotated[str | None, typer.Option("--limits", help="Also check the limits of a runtime: rccl.")]
-MaxFileBytes = Annotated[int, typer.Option(help="The largest file that is read.", min=1)]
+Waive = Annotated[
+    list[str] | None, typer.Option(help="A check whose failure is not an error: replica_consistency. May be repeated.")
+]
+LimitsOf = Annotated[str | None, typer.Option("--limits", help="Also check the limits of a runtime; supported: rccl.")]
+MaxFileBytes = Annotated[int, typer.Option(help="Files larger than this are rejected.", min=1)]
 
 
 @app.command("list")
@@ -99,15 +106,17 @@ def compile_(
     slots: Slots = None,
     in_place: InPlace = None,
     set_: Sets = None,
-    min_bytes: Annotated[int, typer.Option(help="The smallest size that it is meant for.", min=0)] = 0,
-    max_bytes: Annotated[int, typer.Option(help="The largest size that it is meant for (0: any).", min=0)] = 0,
+    min_bytes: Annotated[int, typer.Option(help="The smallest call that the schedule runs, in bytes.", min=0)] = 0,
+    max_bytes: Annotated[
+        int, typer.Option(help="The largest call that the schedule runs, in bytes (0: any).", min=0)
+    ] = 0,
     limits: LimitsOf = None,
     waive: Waive = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the schedule here (default: to standard output).")
     ] = None,
 ) -> None:
-    """Compile a program to a schedule, verify it, and write it as MSCCL XML. Words go to standard error.
+    """Compile a program to a schedule, verify it, and write it as MSCCL XML. Messages go to standard error.
 
     - stretto collective compile ring-all-reduce --ranks 8 --instances 4 --protocol LL -o ring.xml
     - stretto collective compile my_file.py:my_function --ranks 8
@@ -143,7 +152,7 @@ def verify_(
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     as_json: Json = False,
 ) -> None:
-    """Verify schedules. Exit status: 0 all are verified, 1 one is not, 2 one is no schedule.
+    """Verify schedules. Exit status: 0 if all are correct, 1 if one is not, 2 if a file is not a schedule.
 
     Checks the collective's postcondition, deadlock, data races, whether all ranks add in one order, and that the
     schedule is well formed.
@@ -179,7 +188,8 @@ def import_msccl(
     args: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ARGS]...", help="The script's own arguments; a last -o F.xml is ours, unless after --."
+            metavar="[ARGS]...",
+            help="The script's arguments; a final -o F.xml belongs to this command, unless it follows --.",
         ),
     ] = None,
     is_agreed: Annotated[
@@ -191,11 +201,13 @@ def import_msccl(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write the schedule here (default: to standard output); a folder for several."
+            "--output",
+            "-o",
+            help="Write the schedule here (default: to standard output); for several schedules, a folder.",
         ),
     ] = None,
 ) -> None:
-    """Run an unmodified script for msccl-tools, and write its programs' schedules once they are verified.
+    """Run an unmodified msccl-tools script, verify its programs' schedules, and write them.
 
     The script is a Python program, and it **runs with your rights**: it can read, write and send what you can. Read it
     first. You are asked once for each script, until its text changes; --yes agrees without being asked.
@@ -239,10 +251,10 @@ def show(
     name: Name,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The picture, .png or .svg (default: F.png beside F.xml, or NAME.png)."),
+        typer.Option("--output", "-o", help="The picture, .png or .svg (default: F.png next to F.xml, or NAME.png)."),
     ] = None,
     only: Annotated[str | None, typer.Option(help="The ranks to show, as FIRST-LAST (default: all).")] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="INTEGER", help="Ranks, for an algorithm.")] = None,
+    ranks: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of ranks, for an algorithm.")] = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
     instances: Instances = 1,
@@ -292,10 +304,10 @@ def run(
     ranks: Ranks = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
-    size: Annotated[str, typer.Option("--bytes", help="Of a rank's larger buffer: 4096, 64K, 1M, 1G.")] = "1M",
+    size: Annotated[str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64K, 1M, 1G.")] = "1M",
     dtype: Annotated[str, typer.Option(help="fp64, fp32, fp16, bf16, int8, int16, int32, int64 or uint8.")] = "fp32",
     reduction: Annotated[str, typer.Option(help="sum, max, min or prod.")] = "sum",
-    repeats: Annotated[int, typer.Option(help="Runs; their median counts.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="Number of runs; the median is reported.", min=1)] = 1,
     instances: Instances = 1,
     protocol: Protocol = "Simple",
     slots: Slots = None,
@@ -305,7 +317,7 @@ def run(
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     as_json: Json = False,
 ) -> None:
-    """Run a collective on processes of this machine, each rank one, and check every number that comes out.
+    """Run a collective on processes of this machine, one per rank, and check every element of the results.
 
     It is verified first. Exit status: 0 right, 1 not verified, wrong or not run to its end, 2 bad input.
 

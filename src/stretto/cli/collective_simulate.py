@@ -47,15 +47,19 @@ Costs = Annotated[
 @app.command()
 def simulate(
     name: Name,
-    size: Annotated[str, typer.Option("--bytes", help="Of a rank's larger buffer: 4096, 64K, 1M, 1G.")],
+    size: Annotated[str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64K, 1M, 1G.")],
     cluster: MaybeClusterName = None,
     topology: Topology = None,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     costs: Costs = "h200",
-    executor: Annotated[str, typer.Option(help="Which of the costs' executors runs it.")] = "interpreter",
+    executor: Annotated[
+        str, typer.Option(help="The executor that runs the schedule; one of those in --costs.")
+    ] = "interpreter",
     protocol: Annotated[str | None, typer.Option(help="Simple, LL or LL128 (default: the schedule's).")] = None,
-    instances: Annotated[int, typer.Option(help="Times that the whole schedule runs, each on a part of the data.")] = 1,
+    instances: Annotated[
+        int, typer.Option(help="Number of instances of the whole schedule, each for a part of the data.")
+    ] = 1,
     ranks: Ranks = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
@@ -66,7 +70,7 @@ def simulate(
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     as_json: Json = False,
 ) -> None:
-    """Simulate a schedule on a cluster: its time, its thread blocks' exposed waiting, and the use of each link.
+    """Simulate a schedule on a cluster: its time, its thread blocks' waiting times, and the use of each link.
 
     It is verified first, and needs no GPU. Its ranks fill the cluster's nodes one after another.
 
@@ -85,7 +89,7 @@ def simulate(
         machine = MachineCosts.find(costs)
         if topology is None:
             if bandwidth is not None or latency is not None:
-                raise ValueError("--bandwidth and --latency are of --topology; a cluster says its own")
+                raise ValueError("--bandwidth and --latency are options of --topology; a cluster has its own")
             network, found_cluster = _find_network(cluster, machine, schedule.collective.ranks)
             ranks_per_node, where = found_cluster.gpus_per_node, found_cluster.name
         else:
@@ -130,15 +134,15 @@ def simulate(
 def tune(
     collective: Annotated[str, typer.Argument(help="allreduce, allgather, reducescatter, alltoall, ...")],
     cluster: ClusterName,
-    gpus: Annotated[int, typer.Option(help="Ranks; they fill the cluster's nodes one after another.")],
-    sizes: Annotated[str, typer.Option("--bytes", help="Sizes of a rank's larger buffer, with commas.")] = (
+    gpus: Annotated[int, typer.Option(help="Number of ranks; they fill the cluster's nodes one after another.")],
+    sizes: Annotated[str, typer.Option("--bytes", help="Sizes of a rank's larger buffer, separated by commas.")] = (
         "1K,16K,256K,4M,64M,1G"
     ),
     costs: Costs = "h200",
-    executors: Annotated[str | None, typer.Option(help="Executors to try, with commas (default: all).")] = None,
+    executors: Annotated[str | None, typer.Option(help="Executors to try, separated by commas (default: all).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best schedule by size without a machine: every algorithm, channels, instances and protocol, simulated.
+    """Find the fastest schedule for each size by simulating all algorithms, channels, instances and protocols.
 
     - stretto collective tune allreduce --cluster dgx-h200 --gpus 8
     """
@@ -184,8 +188,8 @@ def tune(
 
 def _note_in_node_costs(machine: str) -> None:
     print(
-        f"stretto: the costs of {machine} were measured inside a node; the same are assumed between nodes, "
-        "beside the links' own latency and bandwidth",
+        f"stretto: the costs of {machine} were measured inside a node; the same are assumed between nodes, in "
+        "addition to the links' latency and bandwidth",
         file=sys.stderr,
     )
 

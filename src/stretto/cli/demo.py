@@ -20,7 +20,7 @@ SAMPLE_TOKENS = 300
 
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.")] = Path("runs/demo"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run (default: 160), to see it work.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run (default: 160).")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT on 4 processes, then on one, and compare.

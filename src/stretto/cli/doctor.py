@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what works here: versions, GPUs, their links, host memory, compilers; and what will fall back.
+    """Check this machine: versions, GPUs, their links, host memory, compilers; and which features use a fallback.
 
     Starts no ranks and measures nothing: `stretto probe` does.
     """

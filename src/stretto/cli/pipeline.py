@@ -21,21 +21,24 @@ LEAST_WIDTH, MOST_WIDTH = 60, 400  # characters of a drawing
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Pipeline schedules: drawn, timed by a model, and verified before they run.",
+    help="Draw, time and verify pipeline schedules.",
 )
 
 Name = Annotated[
     str,
     typer.Argument(
         metavar="SCHEDULE|FILE.csv",
-        help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, message-driven, or a CSV of torch's.",
+        help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, message-driven, or a CSV file of "
+        "torch.distributed.pipelining.",
     ),
 ]
-Pipe = Annotated[int | None, typer.Option(help="Ranks of the pipeline (of a file: how many it should have).")]
-MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches of a step (of a file: as --pipe).")]
+Pipe = Annotated[int | None, typer.Option(help="Number of pipeline ranks (for a file: the number that is expected).")]
+MicroBatches = Annotated[
+    int | None, typer.Option(help="Micro-batches of a step (for a file: the number that is expected).")
+]
 VirtualStages = Annotated[int | None, typer.Option(help="Stages on each rank (default: the fewest).")]
 ExtraWarmUp = Annotated[
-    int, typer.Option(help="Of 1f1b: more forward passes before the first rank's first backward pass.")
+    int, typer.Option(help="For 1f1b: additional forward passes before the first rank's first backward pass.")
 ]
 
 
@@ -47,21 +50,26 @@ def show(
     virtual_stages: VirtualStages = None,
     extra_warm_up: ExtraWarmUp = 0,
     limit: Annotated[
-        int | None, typer.Option(help="Of message-driven: micro-batches in the pipeline at once (default: --pipe).")
+        int | None, typer.Option(help="For message-driven: micro-batches in flight (default: --pipe).")
     ] = None,
     serve_first: Annotated[
         str | None,
-        typer.Option(help="Of message-driven, where both wait: arrival, backward or forward (default: arrival)."),
+        typer.Option(
+            help="For message-driven: the priority if both kinds of messages wait: arrival, backward or "
+            "forward (default: arrival)."
+        ),
     ] = None,
     forward: Annotated[float, typer.Option(help="Time of F, the forward pass of a stage.")] = 1.0,
     backward_input: Annotated[float, typer.Option(help="Time of I, the gradient of its input.")] = 1.0,
     backward_weight: Annotated[float, typer.Option(help="Time of W, the gradients of its weights. B is both.")] = 1.0,
     latency: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
-    transmission: Annotated[float, typer.Option(help="Time in which a message keeps others from its channel.")] = 0.0,
-    jitter: Annotated[float, typer.Option(help="Each action's time varies by so much, at random: 0.2 is 20%.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    transmission: Annotated[float, typer.Option(help="Time for which a message occupies its channel.")] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Random variation of each action's time: 0.2 is 20%.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the jitter.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also draw a picture: .png or .svg.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Also write the schedule as torch's CSV.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Also write the schedule as a CSV file of torch.distributed.pipelining.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw a pipeline schedule, with its makespan, bubble and live micro-batches by the timing model.
@@ -124,17 +132,21 @@ def verify_(
     virtual_stages: VirtualStages = None,
     extra_warm_up: ExtraWarmUp = 0,
     buffers: Annotated[
-        int | None, typer.Option(help="Messages that a channel between two ranks holds (default: any number).")
+        int | None, typer.Option(help="Message buffers of a channel between two ranks (default: any number).")
     ] = None,
     delivery: Annotated[
-        str, typer.Option(help="in_order: a channel's messages are used in the order sent. matched: in any order.")
+        str,
+        typer.Option(
+            help="in_order: a channel's messages are received in the order in which they are sent. "
+            "matched: in any order."
+        ),
     ] = "in_order",
     max_live: Annotated[
         int | None, typer.Option(help="Micro-batches whose activations fit on a rank (default: any number).")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify a pipeline schedule. Exit status: 0 it can run, 1 it cannot, 2 it is no schedule.
+    """Verify a pipeline schedule. Exit status: 0 if it can run, 1 if it cannot, 2 if it is not a schedule.
 
     Checks that every stage computes everything once and in order, on its rank; that every message is sent and used,
     in the order sent; deadlock, with the buffers that there are; and live micro-batches.

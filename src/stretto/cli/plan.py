@@ -30,28 +30,32 @@ ClusterName = Annotated[
     str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
 ]
 Batch = Annotated[int | None, typer.Option(help="Global batch, in sequences.")]
-SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence.")]
+SeqLen = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
 
 
 def plan(
     config: ConfigFile = None,
     model: Model = None,
     cluster: ClusterName = None,
-    gpus: Annotated[int | None, typer.Option(help="How many (default: the configuration's ranks, or all).")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of GPUs (default: the configuration's ranks, or all of the cluster).")
+    ] = None,
     batch: Batch = None,
     seq_len: SeqLen = None,
     cost: Annotated[
         str,
         typer.Option(
-            help="full: whole steps. paper: the linears' collectives alone (Singh, equations 5.1 to 5.7). simulated: "
-            "full, and the simulated steps of its best few."
+            help="full: predict whole steps. paper: only the linears' collectives (Singh, equations 5.1 to 5.7). "
+            "simulated: full, then simulate the steps of the best grids."
         ),
     ] = "full",
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: the configuration's, or bf16).")
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank takes at once (default: searched).")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences of a rank in one forward pass (default: searched).")
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(
@@ -64,51 +68,49 @@ def plan(
     ] = None,
     clip: Annotated[
         bool | None,
-        typer.Option(help="Gradients are clipped, as train.clip says (default: the configuration's, or so)."),
+        typer.Option(help="Whether gradients are clipped, as with train.clip (default: the configuration's, or yes)."),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="auto", help="auto: search all of --optimizer-state and --recompute that are not given here."
-        ),
+        typer.Option(metavar="auto", help="auto: search --optimizer-state and --recompute, unless they are set."),
     ] = None,
-    checkpointing: Annotated[bool | None, typer.Option(help="The same as --recompute full, or none.")] = None,
+    checkpointing: Annotated[bool | None, typer.Option(help="Short for --recompute full or --recompute none.")] = None,
     modes: Annotated[
-        bool, typer.Option("--modes", help="What each mode of --recompute takes on the first grid.")
+        bool, typer.Option("--modes", help="Print the memory and time of each mode of --recompute on the best grid.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="By which formulas the first grid needs its memory, and what travels.")
+        bool, typer.Option("--explain", help="Print the memory formulas and the bytes communicated for the best grid.")
     ] = False,
     keep_gathered: Annotated[
         bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: searched).")
     ] = None,
     shard_sequence: Annotated[
-        bool, typer.Option("--shard-sequence", help="Try train.shard_sequence too, where x > 1.")
+        bool, typer.Option("--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.")
     ] = False,
     accumulate_unsharded: Annotated[
         bool | None,
-        typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or not)."),
+        typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or no)."),
     ] = None,
     gather_once: Annotated[
         bool | None,
-        typer.Option(help="As train.gather_once (default: the configuration's, or not)."),
+        typer.Option(help="As train.gather_once (default: the configuration's, or no)."),
     ] = None,
-    overlap: Annotated[bool, typer.Option(help="Collectives are hidden where they can be.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.")] = True,
     expert: Annotated[
-        int | None, typer.Option(help="Ranks that divide a mixture's experts, from data, then z (default: searched).")
+        int | None, typer.Option(help="Expert-parallel ranks, which are ranks of data, then of z (default: searched).")
     ] = None,
     expert_tensor: Annotated[
         str | None,
-        typer.Option(help="cut: x cuts each expert. fold: ranks of x divide the experts, too (default: searched)."),
+        typer.Option(help="cut: x splits each expert. fold: ranks of x are expert-parallel ranks (default: searched)."),
     ] = None,
     imbalance: Annotated[
-        float | None, typer.Option(help="Rows of the busiest rank of experts over the mean (default: 1.1).")
+        float | None, typer.Option(help="Rows of the most loaded rank, divided by the mean over ranks (default: 1.1).")
     ] = None,
     pipe: Annotated[
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Ranks of pipeline stages, or auto: search them (default: the configuration's, or 1).",
+            help="Number of pipeline ranks, or auto to search it (default: the configuration's, or 1).",
         ),
     ] = None,
     schedule: Annotated[
@@ -117,16 +119,19 @@ def plan(
     ] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Stages on each rank of pipe (default: searched).")] = None,
     extra_warm_up: Annotated[
-        int | None, typer.Option(help="Of 1f1b: more forward passes before the first backward pass.")
+        int | None, typer.Option(help="For 1f1b: additional forward passes before the first backward pass.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Of message-driven: micro-batches in flight.")] = None,
+    limit: Annotated[int | None, typer.Option(help="For message-driven: micro-batches in flight.")] = None,
     serve_first: Annotated[
-        str | None, typer.Option(help="Of message-driven, where both wait: arrival, backward or forward.")
+        str | None,
+        typer.Option(
+            help="For message-driven: the priority if both kinds of messages wait: arrival, backward or forward."
+        ),
     ] = None,
-    top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 15,
+    top: Annotated[int, typer.Option(help="Number of rows in the table.", min=1)] = 15,
     as_json: Json = False,
 ) -> None:
-    """Rank every grid of data x X x Y x Z for a model on a cluster, with predicted time, memory, and why.
+    """Rank every grid of data x X x Y x Z for a model on a cluster by predicted time, with memory and reasons.
 
     With --pipe, grids of several pipeline stages too, each with its best schedule.
 

@@ -12,15 +12,17 @@ from stretto.cli.console import Json, print_json, refusing_bad_input
 
 def probe(
     out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.toml"),
-    ranks: Annotated[int | None, typer.Option(help="Processes (default: the machine's GPUs, else its cores).")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Number of processes (default: the number of GPUs, or of cores without GPUs).")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: bf16 on GPUs, fp32 without).")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Measure this model's products too (see `stretto plan --model`).")
+        list[str] | None, typer.Option(help="Also measure this model's matrix products (see `stretto plan --model`).")
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Its global batches, in sequences.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Its tokens a sequence.")] = 2048,
+    batch: Annotated[list[int] | None, typer.Option(help="The model's global batch sizes, in sequences.")] = None,
+    seq_len: Annotated[int, typer.Option(help="The model's tokens per sequence.")] = 2048,
     as_json: Json = False,
 ) -> None:
     """Measure this machine's links and matrix products into a cluster file, for `stretto plan`.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Times of messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU.",
+    help="Simulate messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU.",
 )
 
 app.command()(step)
@@ -30,17 +30,22 @@ Topology = Annotated[
     ),
 ]
 Bandwidth = Annotated[
-    str | None, typer.Option(help="Of every link (of a file: that says none), one direction: 50GiB/s, 25GB/s, 200Gb/s.")
+    str | None,
+    typer.Option(
+        help="Bandwidth of every link in one direction (for a file: of links without one): 50GiB/s, 25GB/s, 200Gb/s."
+    ),
 ]
-Latency = Annotated[str | None, typer.Option(help="Of every link (of a file: that says none): 700ns, 1.5us.")]
+Latency = Annotated[
+    str | None, typer.Option(help="Latency of every link (for a file: of links without one): 700ns, 1.5us.")
+]
 ClusterName = Annotated[
     str | None, typer.Option("--cluster", help="Instead of --topology: a machine of `stretto cluster list`, or a file.")
 ]
-Gpus = Annotated[int | None, typer.Option(help="Of --cluster: how many.")]
+Gpus = Annotated[int | None, typer.Option(help="Number of GPUs of --cluster.")]
 Bytes = Annotated[str, typer.Option("--bytes", help="Size: 4096, 64KiB, 1MiB (2^20 bytes), 1MB (10^6).")]
 Packets = Annotated[
     str | None,
-    typer.Option(help="Links forward packets of so many bytes (default: they store and forward whole messages)."),
+    typer.Option(help="Links forward packets of this size (default: they store and forward whole messages)."),
 ]
 
 
@@ -57,7 +62,7 @@ def message(
     packet_bytes: Packets = None,
     as_json: Json = False,
 ) -> None:
-    """Time one message between two ranks: by the closed form (cut-through), and event-driven (store-and-forward).
+    """Simulate one message between two ranks: closed-form (cut-through), and event-driven (store-and-forward).
 
     Each hop's time is rounded down to whole nanoseconds, but for packets.
 
@@ -113,21 +118,22 @@ def collective(
     cluster: ClusterName = None,
     gpus: Gpus = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(help="Of two-level algorithms (default: GPUs of a node of --cluster).")
+        int | None,
+        typer.Option(help="For two-level algorithms: ranks per node (default: the GPUs of a node of --cluster)."),
     ] = None,
     in_node: Annotated[
-        str, typer.Option(help="Of two-level algorithms, inside a node: ring, direct or recursive.")
+        str, typer.Option(help="For two-level algorithms: the algorithm inside a node: ring, direct or recursive.")
     ] = "ring",
     splits: Annotated[
-        int, typer.Option(help="Equal parts of the buffer, each a collective of its own, all at once.")
+        int, typer.Option(help="Split the buffer into this many equal parts, each a concurrent collective.")
     ] = 1,
     packet_bytes: Packets = None,
     symmetry: Annotated[
-        bool, typer.Option("--symmetry", help="Simulate identical groups of ranks, and steady rounds, once.")
+        bool, typer.Option("--symmetry", help="Simulate identical groups of ranks, and repeated rounds, only once.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Time a collective among all ranks: by the textbook's formula, and event-driven with a queue on every link.
+    """Simulate a collective of all ranks: closed-form, and event-driven with a queue on every link.
 
     --bytes is the whole buffer of one rank: of all_gather its output, of reduce_scatter its input.
 
@@ -189,7 +195,7 @@ class NetworkOptions:
             raise ValueError(f"give --topology or --cluster: {given} given")
         if self.topology is not None:
             if self.gpus is not None:
-                raise ValueError("--gpus is of --cluster; a topology says its ranks")
+                raise ValueError("--gpus is an option of --cluster; a topology has its own number of ranks")
             bandwidth = None if self.bandwidth is None else read_bandwidth(self.bandwidth)
             latency = None if self.latency is None else read_seconds(self.latency)
             missing = [name for name in ("bandwidth", "latency") if getattr(self, name) is None]
@@ -199,7 +205,7 @@ class NetworkOptions:
                 )
             return parse_topology(self.topology, bandwidth, latency)
         if self.bandwidth is not None or self.latency is not None:
-            raise ValueError("--bandwidth and --latency are of --topology; a cluster says its own")
+            raise ValueError("--bandwidth and --latency are options of --topology; a cluster has its own")
         from stretto.cluster import Cluster
 
         assert self.cluster is not None

@@ -26,16 +26,21 @@ def dlrm(
     pooling: Annotated[int, typer.Option(help="Rows in a bag.")] = 70,
     layers: Annotated[int, typer.Option(help="Layers of both MLPs.")] = 43,
     width: Annotated[int, typer.Option(help="Width of a layer.")] = 682,
-    bottom_layers: Annotated[int, typer.Option(help="How many of the layers are the bottom MLP's.")] = 21,
-    kernels: Annotated[str, typer.Option(help="Whose kernel times: mi210 (datasheet) or h200 (measured).")] = "mi210",
-    fused: Annotated[str, typer.Option(help="What is compared with the separate step: forward, or both.")] = "forward",
-    collective: Annotated[str, typer.Option(help="The all-to-all: direct, or on a torus by-dimension.")] = "direct",
-    slice_vectors: Annotated[int, typer.Option(help="Pooled vectors of a slice.")] = 128,
-    window: Annotated[int, typer.Option(help="Slices of a rank under way at most; 0: any number.")] = 64,
+    bottom_layers: Annotated[int, typer.Option(help="Number of the layers that are the bottom MLP's.")] = 21,
+    kernels: Annotated[
+        str, typer.Option(help="Kernel times: mi210 (from its datasheet) or h200 (measured).")
+    ] = "mi210",
+    fused: Annotated[str, typer.Option(help="The fused passes: forward, or both.")] = "forward",
+    collective: Annotated[
+        str, typer.Option(help="The all-to-all algorithm: direct, or, on a torus, by-dimension.")
+    ] = "direct",
+    slice_vectors: Annotated[int, typer.Option(help="Pooled vectors per slice.")] = 128,
+    window: Annotated[int, typer.Option(help="Most slices of a rank in flight; 0: any number.")] = 64,
     packet_bytes: Packets = None,
     as_json: Json = False,
 ) -> None:
-    """Time a DLRM's training step with embedding and all-to-all separate and fused, in both fidelities.
+    """Simulate a DLRM's training step with separate and with fused embedding look-up and all-to-all, in both
+    fidelities.
 
     Without --topology and --cluster: 128 nodes on a 2D torus of 200 Gb/s links with 700 ns, as in the paper. The
     defaults for dim, pooling, layers and width are the paper's; it does not give batch and tables.

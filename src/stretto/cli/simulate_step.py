@@ -23,14 +23,20 @@ def step(
     config: ConfigFile = None,
     model: Model = None,
     cluster: ClusterName = None,
-    gpus: Annotated[int | None, typer.Option(help="How many (default: the grid's or the configuration's).")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of GPUs (default: the grid's or the configuration's).")
+    ] = None,
     batch: Batch = None,
     seq_len: SeqLen = None,
     grid: Annotated[
         str | None,
-        typer.Option(metavar='"x=2 z=4"', help="Sizes of axes (default: the planner's best of --gpus)."),
+        typer.Option(
+            metavar='"x=2 z=4"', help="Sizes of the grid's axes (default: the planner's best grid of --gpus)."
+        ),
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank takes at once (default: all).")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences of a rank in one forward pass (default: all).")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: bf16).")] = None,
     recompute: Annotated[str | None, typer.Option(help="As train.recompute (default: none).")] = None,
     keep_gathered: Annotated[
@@ -40,10 +46,11 @@ def step(
     overlap: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help="all (default), none, or of all_reduce,reduce_scatter,all_gather,data,copy_engines."
+            metavar="LIST",
+            help="all (default), none, or a list of all_reduce,reduce_scatter,all_gather,data,copy_engines.",
         ),
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="Of a pipeline (default: 1f1b).")] = None,
+    schedule: Annotated[str | None, typer.Option(help="The pipeline schedule (default: 1f1b).")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Stages on each rank of pipe.")] = None,
     fidelity: Annotated[
         str,
@@ -53,16 +60,23 @@ def step(
         str | None,
         typer.Option(
             metavar="KIND:NUMBERS",
-            help="How much slower GPUs compute: lognormal:SIGMA, uniform:WIDTH or fraction:PART:FACTOR.",
+            help="Distribution of the GPUs' slowdown: lognormal:SIGMA, uniform:WIDTH or fraction:PART:FACTOR.",
         ),
     ] = None,
     slow_links: Annotated[
-        str | None, typer.Option(metavar="KIND:NUMBERS", help="How much slower each GPU's links are, as --stragglers.")
+        str | None,
+        typer.Option(
+            metavar="KIND:NUMBERS",
+            help="Distribution of the slowdown of each GPU's links, in the format of --stragglers.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of both.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of --stragglers and --slow-links.")] = 0,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="nic: one more on each node. gpu: twice as fast. link: one lost. all. May be repeated."),
+        typer.Option(
+            help="nic: one more NIC per node. gpu: GPUs twice as fast. link: one link lost. all: all of "
+            "these. May be repeated."
+        ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the ranks' timeline here, for ui.perfetto.dev.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the timeline of the busiest rank here, as PNG.")] = None,
@@ -203,7 +217,9 @@ def _choose_step(
         gpus, overlaps = asked.get("gpus"), options.overlap.hides_any
         found = plan(asked["model"], machine, gpus=gpus, overlaps=overlaps, **about, **searched)[0]
         if not found.fits:
-            raise ValueError("no grid of so many GPUs fits into memory; `stretto plan` says what each needs")
+            raise ValueError(
+                "no grid of this number of GPUs fits into memory; `stretto plan` prints the memory of each"
+            )
     config = step_of_plan(found, overlap=options.overlap, **given(_OF_RUN))
     if sizes is not None:
         config = replace(config, options=options)

@@ -37,7 +37,7 @@ def trace(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Time a Chakra execution trace (MLCommons) on a network, in both fidelities.
+    """Simulate a Chakra execution trace (MLCommons) on a network, in both fidelities.
 
     - stretto simulate trace step --topology ring:16 --bandwidth 50GiB/s --latency 500ns
     - stretto simulate trace step --cluster perlmutter --gpus 64 --algorithm all_reduce=recursive --json
@@ -104,13 +104,15 @@ def trace(
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="TRACE.json", help="What `stretto train --trace` wrote into its folder.")
+        Path, typer.Argument(metavar="TRACE.json", help="The trace.json that `stretto train --trace` wrote.")
     ],
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The files are PREFIX.0.et, PREFIX.1.et, ...")],
-    step: Annotated[int | None, typer.Option(help="Which of the traced steps (default: the last).")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The number of the traced step to export (default: the last).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make Chakra execution traces of a traced step, one file a rank, for `simulate trace` and for ASTRA-sim.
+    """Export a traced step as Chakra execution traces, one file per rank, for `simulate trace` and ASTRA-sim.
 
     - stretto train configs/demo.toml --trace --set out=runs/traced
     - stretto simulate export runs/traced/trace.json runs/traced/step

@@ -14,21 +14,22 @@ FOUND = 1
 
 
 def stress(
-    ranks: Annotated[int, typer.Option(help="Processes; they share GPUs if there are fewer.")] = 2,
-    minutes: Annotated[float, typer.Option(help="Start no batch of calls after so many minutes.")] = 5.0,
+    ranks: Annotated[int, typer.Option(help="Number of processes; they share GPUs if there are fewer.")] = 2,
+    minutes: Annotated[float, typer.Option(help="Start no new batch of calls after this many minutes.")] = 5.0,
     only: Annotated[
-        str | None, typer.Option(help="Names of configurations, patterns (*, ?) or parts of names, with commas.")
+        str | None,
+        typer.Option(help="Configurations to run: names, patterns (*, ?) or parts of names, separated by commas."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seeds all random choices (default: a new one).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random choices (default: a random one).")] = None,
     results: Annotated[
         int | None,
-        typer.Option(help="End when each configuration has so many results (default: when the time is over)."),
+        typer.Option(help="End when each configuration has this many results (default: after --minutes)."),
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="JSON file: continue from its results, and add the new ones.")
     ] = None,
     lists: Annotated[bool, typer.Option("--list", help="Show all configurations and run none.")] = False,
-    stops: Annotated[bool, typer.Option("--stop-at-first", help="End at the first finding.")] = False,
+    stops: Annotated[bool, typer.Option("--stop-at-first", help="End at the first error.")] = False,
     late_warps: Annotated[
         bool,
         typer.Option("--late-warps", help="Insert random sleeps into the kernels, so that warps drift apart; on GPUs."),
@@ -38,7 +39,7 @@ def stress(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Call every kernel in every configuration, at random and back to back, and compare every bit.
+    """Stress the kernels: call each in every configuration, with random inputs, and compare results bit by bit.
 
     Operands are whole numbers, so that results are known exactly. Ranks are late at random, workspaces are poisoned,
     calls run eagerly, in CUDA graphs and in several groups at once. Ends with 1 if a result was wrong, or a call raised

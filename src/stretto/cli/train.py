@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, how.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG.toml", help="The configuration file: model, data, grid and training options."),
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replace an option of the file; may be repeated."),

@@ -17,9 +17,8 @@ _PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generati
 class Cluster:
     """A machine: nodes of equal GPUs, the links inside a node and those between nodes.
 
-    Units are bytes, bytes/s in one direction, seconds and FLOP/s. An unknown figure is `None`; use `require` for one
-    that must be known. `sources` has, by dotted key, where a figure comes from. Raises ValueError for a value that
-    breaks its rule.
+    Units are bytes, bytes/s in one direction, seconds and FLOP/s. An unknown value is `None`; use `require` for one
+    that must be known. `sources` maps dotted keys to the source of each value. Raises ValueError for an invalid value.
     """
 
     name: str = field(metadata=figure(Kind.TEXT))
@@ -52,7 +51,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> "Cluster":
-        """A machine whose figures ship with Stretto. Raises ValueError for a name not in `presets()`."""
+        """Return a cluster that ships with Stretto. Raises ValueError for a name not in `presets()`."""
         if name not in cls.presets():
             raise ValueError(f"unknown cluster {name!r}; {suggest(name, cls.presets())}")
         return cls._from_toml(files.read_preset(name), f"preset {name}")
@@ -100,7 +99,7 @@ class Cluster:
 
     @property
     def has_nvlink(self) -> bool:
-        """Whether NVLink connects a node's GPUs, judging by name and bandwidth: more than PCI Express has."""
+        """Whether NVLink connects a node's GPUs, inferred from the name and a bandwidth above that of PCI Express."""
         is_nvidia = self.gpu.name.startswith(("NVIDIA", "Tesla"))
         return is_nvidia and (self.in_node.bandwidth or self.in_node.pair_bandwidth or 0) > _PCI_EXPRESS
 
@@ -139,9 +138,9 @@ class Cluster:
         return tuple(sorted(rows, key=lambda row: row.bytes))
 
     def require(self, key: str) -> float:
-        """The figure with a dotted key such as "between_nodes.bandwidth".
+        """Return the value with a dotted key such as "between_nodes.bandwidth".
 
-        Raises ValueError if the cluster does not know it, or if no figure has this key.
+        Raises ValueError if the value is unknown, or if the key does not exist.
         """
         keys = list(dotted_keys(Cluster))
         if key not in keys:

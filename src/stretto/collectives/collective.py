@@ -38,14 +38,14 @@ def _same_memory(rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective over `ranks` ranks, by its two conditions; define your own by giving `expected`.
+    """A collective over `ranks` ranks, defined by a precondition and a postcondition; pass `expected` for your own.
 
     name: as in schedule files ("allreduce", "custom", ...); input_chunks, output_chunks: the chunks of a rank's
     buffers; expected(rank, index): the input chunks (rank, index) whose sum that output chunk must hold (one of them:
     a copy), None where it may hold anything; initialized(rank, index): whether that input chunk holds data;
-    in_place: whether the buffers share memory; starts(rank): where "in" and "out" then begin in it, in chunks;
-    root: the rank that a broadcast or a reduce is about; replicated: whether all ranks' outputs must be the same to
-    the bit; is_unknown: whether nobody gave its conditions. ValueError for sizes that cannot be.
+    in_place: whether the buffers share memory; starts(rank): the offsets of "in" and "out" in it, in chunks; root: the
+    root of a broadcast or a reduce; replicated: whether all ranks' outputs must be bitwise equal; is_unknown: whether
+    its conditions are unknown. ValueError for invalid sizes.
     """
 
     name: str

@@ -65,7 +65,7 @@ class SymmetricMemory(ABC):
 
 
 class PeerError(RuntimeError):
-    """Another rank did not do in time what this rank waits for; the message names both."""
+    """A wait for another rank has timed out, or the rank has died; the message names both ranks."""
 
 
 def has_reached(seen: int, target: int) -> bool:
@@ -75,7 +75,7 @@ def has_reached(seen: int, target: int) -> bool:
 
 @dataclass(frozen=True)
 class PeerWait:
-    """What a thread waits for.
+    """The ranks, and the data, that a thread waits for.
 
     ranks: global ones, empty if it is not known which. what: of them; may be empty. has_failed: whether a wait for
     another rank has failed before, and this one is for the others' reports of it.

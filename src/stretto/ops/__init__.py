@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlapped operators: computation with its collective hidden inside, as torch.library operators with gradients."""
+"""Overlapped operators: computation fused with its collective, as torch.library operators with gradients."""
 
 from stretto.deprecated import alias
 from stretto.ops import moe

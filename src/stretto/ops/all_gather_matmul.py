@@ -115,15 +115,15 @@ def all_gather_matmul(
     out: Tensor | Sequence[Tensor] | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor | list[Tensor]:
-    """The group's x, gathered along dim 0, times weight's transpose: [m / world, k], [n, k] -> [m, n].
+    """x, all-gathered over the group along dim 0, times weight's transpose: [m / world, k], [n, k] -> [m, n].
 
     bf16, fp16 or fp32, all of one dtype; sums are fp32. bias: [n]. group: None for all ranks. x is of one shape on all
     ranks, and contiguous; weight is, or its transpose. x may have more dims, [d / world, ..., k]: the output is
     [d, ..., n], where rank r's part is the r-th of the first dim (rows are the flattened dims before the last one, as
     in Megatron-LM's sequence parallelism, where x is [sequence / world, batch, k]).
 
-    weight may be a list of weights [n_i, k], with a list of biases or None: returns the list of products [m, n_i] of
-    one gather, whose widest product is multiplied as rows come, and the others after it.
+    weight may be a list of weights [n_i, k], with a list of biases or None: returns the list of products [m, n_i], with
+    one all-gather, which the widest product overlaps; the others are computed after it.
 
     x's gradient is a `matmul_reduce_scatter` (for a list, products and then one reduce-scatter); weight's needs the
     gathered x, which is kept for it, or, with saves_gathered=False (of one weight), gathered again in the backward

@@ -43,7 +43,7 @@ def require_operands(
     _require_matrices(operator, x, weight)
     if x.dtype == FP8:
         raise ValueError(
-            f"{operator} takes no fp8, whose operators have scales: all_gather_scaled_matmul, "
+            f"{operator} does not support fp8; use the operators with scales: all_gather_scaled_matmul, "
             "scaled_matmul_reduce_scatter and scaled_matmul_all_reduce"
         )
     if x.dtype not in DTYPES and not (x.dtype == torch.float64 and implementation == "library"):
@@ -66,8 +66,8 @@ def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
         raise ValueError(f"{operator}: k of fp8 operands is a multiple of {_FP8_GRAIN}, not {x.shape[1]}: pad both")
     if not weight.is_contiguous():
         raise ValueError(
-            f"{operator} takes a contiguous fp8 weight [n, k], not strides {weight.stride()}: tensor cores take fp8 in "
-            "rows of k alone"
+            f"{operator} takes a contiguous fp8 weight [n, k], not strides {weight.stride()}: tensor cores require "
+            "fp8 operands to be contiguous along k"
         )
     if weight.device != x.device:
         raise ValueError(f"{operator}: x is on {x.device} and weight on {weight.device}: move one of them")

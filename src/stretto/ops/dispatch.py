@@ -259,7 +259,7 @@ _groups: dict[str, _GroupChoices] = {}
 
 
 def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
-    """How often this rank's calls in a group (None: all ranks) ran as what: (operator, "kernel" or "library")."""
+    """Count this rank's calls in a group (None: all ranks) by (operator, "kernel" or "library")."""
     world = dist.group.WORLD if group is None else group
     known = _groups.get("" if world is None else world.group_name)
     return dict(known.counts) if known is not None and known.group() is world else {}

@@ -37,11 +37,10 @@ class Workspace(NamedTuple):
 def check() -> None:
     """Wait for everything that was launched on the current device, and raise `PeerError` if a group has failed.
 
-    A kernel whose wait for another rank exceeds the group's time limit cannot raise. It ends, and its output is wrong;
-    the next call of an operator raises, and so does this function, which takes no next call. Call it before you use
-    results outside of Stretto (save them, send them), or after replays of a CUDA graph. The host waits for the current
-    GPU, or, without one, for nothing: on CPUs kernels have ended when a call returns. ValueError while a CUDA graph is
-    captured, when nothing runs that could be waited for.
+    A kernel whose wait for another rank times out cannot raise an error: it ends, and its output is wrong. The next
+    call of an operator raises `PeerError`; this function raises it without another call. Call it before you use results
+    outside of Stretto (for example save or send them), and after replays of a CUDA graph. The host waits for the
+    current GPU; on CPUs kernels have ended when a call returns. ValueError while a CUDA graph is captured.
     """
     _require_no_capture("check() waits for the device")
     failures.synchronize(_current_device())
@@ -61,13 +60,13 @@ def workspaces(group: dist.ProcessGroup | None = None) -> list[Workspace]:
 def free_workspaces(group: dist.ProcessGroup | None = None) -> int:
     """Free the workspaces of a group (None: the group of all ranks); returns the bytes freed on this rank.
 
-    A collective: all ranks of the group call it, between the same two calls of operators. It waits for the device and
-    for all ranks. The next call of each operator and size allocates anew, which is a collective, too. Embeddings'
-    outputs that are still alive stay as they are, and keep their memory.
+    Collective: all ranks of the group must call it, between the same two calls of operators. It waits for the device
+    and for all ranks. The next call of each operator and size allocates new workspaces, which is also a collective.
+    Outputs of embedding operators that are still referenced keep their memory.
 
-    CUDA graphs that were captured before hold the addresses of freed memory: do not replay them afterwards; capture
-    them again, after a call. ValueError while a CUDA graph is captured, and for a rank outside of the group;
-    `PeerError`, and nothing is freed, if a wait has failed or a rank does not call within the group's time limit.
+    CUDA graphs that were captured before contain addresses of freed memory: do not replay them; capture them again,
+    after a call. ValueError while a CUDA graph is captured, and for a rank outside of the group; `PeerError`, and
+    nothing is freed, if a wait has failed or a rank does not call within the group's time limit.
     """
     name = find_name(group)
     _require_no_capture("free_workspaces() waits for the device, and a graph would hold the freed addresses")

@@ -40,15 +40,16 @@ def matmul_all_reduce(
     out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
-    """x times weight's transpose, summed over the group: [..., k], [n, k] -> [..., n], the same bits on all ranks.
+    """x times weight's transpose, all-reduced over the group: [..., k], [n, k] -> [..., n], bitwise equal on all ranks.
 
-    bf16, fp16 or fp32, all of one dtype. A rank's partial sums are fp32, travel in x's dtype, are added in fp32 in rank
-    order, and rounded. bias: [n], the same on all ranks, added once. group: None for all ranks. x is contiguous; weight
-    is, or its transpose. out: where to write the output, without gradients: [..., n] of x's dtype, contiguous.
-    implementation: "auto" (the fastest measured, or a default), "kernel" (Stretto's, or it raises), "library" (a GEMM,
-    then an all-reduce) or a `KernelConfig`.
+    bf16, fp16 or fp32, all of one dtype. A rank's partial sums are computed in fp32, sent in x's dtype, added in fp32
+    in rank order, and rounded. bias: [n], the same on all ranks, added once. group: None for all ranks. x is
+    contiguous; weight is, or its transpose. out: where to write the output, without gradients: [..., n] of x's dtype,
+    contiguous. implementation: "auto" (the fastest measured, or a default), "kernel" (Stretto's, or it raises),
+    "library" (a GEMM, then an all-reduce) or a `KernelConfig`.
 
-    grad_convention says what the ranks' losses mean. With G_s the gradient of rank s's loss for rank s's output:
+    grad_convention: the meaning of the ranks' losses. Let G_s be the gradient of rank s's loss with respect to its
+    output:
 
     - "sum-of-losses": each rank has a loss of its own, and their sum is differentiated, as in
       `torch.distributed.nn.functional.all_reduce`. The gradients of x and weight are (sum of G_s over ranks s) @ weight
@@ -63,7 +64,7 @@ def matmul_all_reduce(
     loss = out.sum() and 4 ranks, 4 times weight.sum(0) for each row of x.
 
     ValueError for other input and for a rank outside of the group; PeerError for a rank that does not call.
-    NotImplementedError for second derivatives that there are not.
+    NotImplementedError for unsupported second derivatives.
     """
     how, name = encode_implementation(implementation), find_name(group)
     if grad_convention not in GRAD_CONVENTIONS:

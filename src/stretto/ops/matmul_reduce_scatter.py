@@ -76,17 +76,17 @@ def matmul_reduce_scatter(
     out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
-    """x times weight's transpose, summed over the group; this rank's rows of it: [m, k], [n, k] -> [m / world, n].
+    """x times weight's transpose, reduce-scattered over the group: [m, k], [n, k] -> [m / world, n].
 
     x may have more dims, [d, ..., k]: the output is [d / world, ..., n], rank r's part of the first dim (rows are the
     flattened dims before the last one, as in Megatron-LM's sequence parallelism, where x is [sequence, batch, k]).
     out: where to write the output, without gradients: of its shape and x's dtype, contiguous.
 
-    bf16, fp16 or fp32, all of one dtype. A rank's partial sums are fp32, travel in x's dtype or, if reduce_dtype is
-    torch.float32, in that, are added in fp32 in rank order, and rounded. bias: [n], added once, by the row's owner; its
-    gradient is of these rows. group: None for all ranks. x is contiguous; weight is, or its transpose. x's gradient is
-    an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (the fastest measured, or
-    a default), "kernel" (Stretto's, or it raises), "library" (a GEMM, then a reduce-scatter) or a `KernelConfig`.
+    bf16, fp16 or fp32, all of one dtype. A rank's partial sums are computed in fp32, sent in x's dtype (in fp32 if
+    reduce_dtype is torch.float32), added in fp32 in rank order, and rounded. bias: [n], added once, by the row's owner;
+    its gradient is of these rows. group: None for all ranks. x is contiguous; weight is, or its transpose. x's gradient
+    is an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (the fastest measured,
+    or a default), "kernel" (Stretto's, or it raises), "library" (a GEMM, then a reduce-scatter) or a `KernelConfig`.
     ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
     for a rank that does not call. Flux, sections 3.2 and 4.
     """

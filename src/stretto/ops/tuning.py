@@ -47,13 +47,13 @@ def tune(
     transposed: bool = False,
     store: TuningStore | None = None,
 ) -> dict[KernelConfig, float]:
-    """Measure configurations of a call: the seconds of each on the slowest rank, kept in the store for later runs.
+    """Autotune an operator: measure configurations on the slowest rank, and store the times for later runs.
 
     Collective. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: the transpose of a contiguous
-    [k, n]). dtype: of operands; with fp8 the operator's scaled form is measured. First tiles are varied, then, with the
-    fastest tiles, how rows travel, and at last the order of tiles. From then on calls with implementation="auto" take
-    the fastest configuration at the nearest m. ValueError for an unknown operator, for sizes and dtypes that it does
-    not take, and for rows that the ranks do not divide.
+    [k, n]). dtype: of operands; with fp8 the operator's scaled form is measured. Tile sizes are varied first, then,
+    with the fastest tiles, the transfer of rows, and finally the order of tiles. Later calls with implementation="auto"
+    use the fastest configuration at the nearest m. ValueError for an unknown operator, for sizes and dtypes that it
+    does not take, and for rows that the ranks do not divide.
     """
     if operator not in OPERATORS:
         raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")

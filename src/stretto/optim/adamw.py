@@ -13,18 +13,18 @@ from stretto.optim.guard import skipping_after_failure
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW whose `step` takes a factor for the gradients, so that clipping needs no pass of its own.
+    """torch.optim.AdamW whose `step` multiplies gradients by a factor, so that clipping needs no separate pass.
 
     The state has torch's names and shapes, and each can load the other's. On a GPU, contiguous fp32 parameters are
     updated by a Triton kernel, which moves 28 bytes a parameter, where scaling first moves 36. All others are scaled by
     `_foreach_mul_` and updated by torch. On a GPU, a step after a failed wait for another rank updates nothing
     (`stretto.optim.guard`).
 
-    writes_copies: the kernel also writes the weights of a parallelized model's linears in the dtype that is computed
-    in, which spares the next forward pass to cast them. They take memory between steps, too: 2 bytes a parameter of
-    bf16. Only of weights that z does not cut and that stay gathered for the backward pass (`parallelize`), and not in
-    CUDA graphs other than `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that
-    was changed is cast again if torch counts the change or an optimizer made it. Through `.data`, the local tensor of a
+    writes_copies: the kernel also writes the weights of a parallelized model's linears in the compute dtype, so that
+    the next forward pass need not cast them. These copies take memory between steps: 2 bytes per parameter in bf16.
+    Only of weights that z does not cut and that stay gathered for the backward pass (`parallelize`), and not in CUDA
+    graphs other than `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that was
+    changed is cast again if torch counts the change or an optimizer made it. Through `.data`, the local tensor of a
     detached DTensor, NumPy, a kernel of one's own or torch._foreach functions of DTensors it is neither: call
     torch.autograd.graph.increment_version(weight) then, or training goes on with the old weight until the next step.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parallelizes a model over a grid of pipe x data x X x Y x Z ranks (Singh, chapters 3 and 5).
 
-`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` distributes the
-embedding tables of a recommendation model; the rest is what a training loop needs.
+`Grid` arranges the ranks along axes, `parallelize` shards an nn.Module over them in place, and `distribute_tables`
+distributes the embedding tables of a recommendation model; the other names are for training loops.
 
-api, builder: `parallelize`. roles: which submodule is what. layers: the modules that replace a model's own. comm:
-collectives, weight gathering, gradient reduction. recsys: embedding tables.
+Modules: api, builder: `parallelize`. roles: the roles of submodules. layers: the parallel modules that replace a
+model's own. comm: collectives, weight gathering, gradient reduction. recsys: embedding tables.
 """
 
 from typing import TYPE_CHECKING

@@ -55,53 +55,57 @@ def parallelize(
 ) -> nn.Module:
     """Shard `model` over `grid` in place, and return it (Singh, Algorithm 3).
 
-    Linears, embeddings, norms, dropouts, head and loss are replaced; parameters become DTensors on the grid's mesh
-    under their old names, each rank holding 1 / (x y z) of every linear's weight. Afterwards every rank calls the
-    model with its own shard of the batch [batch / (data x Z), ...]; the loss is the mean over the global batch, the
-    same on every rank, and gradients are final when `backward()` returns. Collective: every rank makes the same call.
+    Linears, embeddings, norms, dropouts, head and loss are replaced by parallel modules. Parameters keep their names
+    and become DTensors on the grid's mesh; each rank holds 1 / (x y z) of every linear's weight. Every rank then calls
+    the model with its own part of the batch [batch / (data x Z), ...]. The loss is the mean over the global batch, the
+    same on every rank, and gradients are fully reduced when `backward()` returns. Collective: every rank must make the
+    same call.
 
-    A model of which nothing says what its submodules are, and which is given no roles, is sharded block by block over z
-    alone, as FSDP2 does: each rank holds 1 / z of every parameter, computes its own loss from its own rows, and
-    gradients are averaged over the ranks. Ranks of x and y compute the same then, and a warning says so.
+    A model without roles (neither passed nor declared by the model) is sharded block by block over z, as by FSDP2: each
+    rank holds 1 / z of every parameter and computes the loss of its own rows, and gradients are averaged over the
+    ranks. Ranks of x and y then repeat the same computation, and a warning is printed.
 
-    roles: name patterns ("*" is one part of a dotted name) to roles (`stretto.parallel.Role`), for models that do not
-        give their submodules' roles themselves.
-    local_attributes: patterns of integer attributes that count what one rank holds ("h.*.attn.n_head"), to the axis
-        that divides them, or to None: they keep the whole model's number.
-    dtype: of activations, and of weights and partial sums as they are sent (None: the parameters'). Parameters keep
-        theirs: fp32 parameters with dtype=torch.bfloat16 are master weights.
-    reduce_dtype: of weight gradients as they are sent (None: as computed, in `dtype`).
-    sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
-    blocks: shard block by block, without roles: names or patterns of the submodules that are gathered whole, one after
-        another. None: the repeated blocks (the children of lists of modules), if nothing says what submodules are.
-    gradients: "sum" or "mean" of those of the ranks that have other rows. None: "mean" for a model that is sharded
-        block by block, whose loss is each rank's own, and "sum" for others, whose loss is that of the global batch.
+    roles: maps name patterns ("*" matches one component of a dotted name) to roles (`stretto.parallel.Role`), for
+        models that do not declare their submodules' roles.
+    local_attributes: maps patterns of integer attributes that must become local counts ("h.*.attn.n_head") to the axis
+        that divides them, or to None if they keep the whole model's number.
+    dtype: of activations, and of weights and partial sums in communication (None: the parameters' dtype). Parameters
+        keep their dtype: fp32 parameters with dtype=torch.bfloat16 are master weights.
+    reduce_dtype: dtype in which weight gradients are reduced (None: `dtype`).
+    sharded_loss: pass False if the model modifies logits between head and loss: the logits are then gathered.
+    blocks: shard block by block, without roles: names or patterns of the submodules that are gathered one at a time.
+        None: for a model without roles, the children of its lists of modules.
+    gradients: how gradients are reduced over ranks with different rows: "sum" or "mean". None: "mean" for a model that
+        is sharded block by block, where each rank computes its own loss, otherwise "sum", because the loss is already
+        the mean over the global batch.
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
-        None leaves its parameters unset (NaN), for weights that are loaded afterwards.
-    options: how a step executes, also given one by one, as `changes`:
+        None fills parameters with NaN, for weights that are loaded afterwards.
+    options: how a step executes. Its fields may also be passed as keyword arguments (`changes`):
     keep_gathered: keep weights gathered over z from the forward to the backward pass (default); False frees and gathers
         again.
     overlap: which collectives overlap with computation (True: all, False: none); results are the same.
-    tune_matmuls: time every linear's products in each layout of the operands at the end of the first backward pass,
-        and use the fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or
+    tune_matmuls: time every linear's products in each layout of the operands at the end of the first backward pass, and
+        use the fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or
         ~/.cache/stretto.
     shard_sequence: between blocks, keep only this x rank's part of the tokens: all-reduces over x become all-gathers
-        before colwise linears and reduce-scatters after rowwise ones, which on GPUs run within the products
-        (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
-        (`takes_sharded_sequence`: inside attention, shapes come from what linears return), as `stretto.models.GPT`.
-    recompute: what blocks compute again in the backward pass ("none"), which saves memory (docs/memory.md): "full" all;
-        "every:k" all, k blocks together; "products" what is no product with a weight; "communication" what was not
-        sent; "host" all, from inputs that wait in host memory. checkpoint_activations=True is "full".
-    stages: how the model is cut, where the grid has several pipeline stages (`stretto.parallel.Pipeline` runs them).
-    drop_duplicates: of tokens that every rank of x has, each sends its part to experts on other ranks; rows are
-        gathered over x there (duplicate token dropping; Singh, section 7.3.1). False: each sends all.
-    expert_rows: rows of experts' inputs that a rank has room for, so that the host does not wait for how many come (as
-        CUDA graphs need); ValueError, at a later call, names a rank to which more have come. None: as many as come.
-    accumulate_unsharded: with `no_sync`, add up weights' gradients whole and reduce-scatter them over z once a step,
-        with the last micro-batch (True), in place of once a micro-batch (default), which keeps shards alone.
+        before colwise linears and reduce-scatters after rowwise ones, which on GPUs are fused with the products
+        (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. Only for models that declare support
+        (`takes_sharded_sequence`: attention reads shapes from the outputs of linears), such as `stretto.models.GPT`.
+    recompute: the mode of activation checkpointing (docs/memory.md). "none" (default); "full" recomputes whole blocks;
+        "every:k" k blocks together; "products" everything except for products with weights; "communication" everything
+        except for the outputs of collectives; "host" whole blocks, whose inputs are kept in host memory.
+        checkpoint_activations=True is "full".
+    stages: how the model is split, if the grid has several pipeline stages (`stretto.parallel.Pipeline` runs them).
+    drop_duplicates: each rank of x sends only its part of the tokens to the experts, where rows are all-gathered over x
+        (duplicate token dropping; Singh, section 7.3.1). False: each rank of x sends all tokens.
+    expert_rows: fixed capacity of a rank, in rows of experts' inputs, so that the host need not wait for their number
+        (required for CUDA graphs); if a rank receives more, a later call raises ValueError. None: dynamic.
+    accumulate_unsharded: with `no_sync`, accumulate unsharded weight gradients and reduce-scatter them over z once per
+        step, with the last micro-batch. False (default): reduce-scatter them in each micro-batch and accumulate shards.
 
-    Raises ValueError when nothing says what a submodule is or whether an integer counts what one rank holds, when an
-    axis does not divide what it must, and when ranks hold different weights; the model is then as it was.
+    Raises ValueError if a submodule with parameters has no role, if an integer attribute may be a local count but is
+    not listed, if an axis does not divide a size that it splits, and if ranks hold different weights; the model is then
+    unchanged.
     """
     if hasattr(model, "gradient_reducer"):
         raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
@@ -143,8 +147,8 @@ def _shard_by_roles(
     """Shard a model, or its pipeline stages, by the roles of its submodules, and return it."""
     if gradients == "mean":
         raise ValueError(
-            "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this one is the "
-            "mean over the global batch, whose gradients are summed"
+            "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this model is the "
+            "mean over the global batch, so its gradients are summed"
         )
     grid.gradients.add("sum")
     if cut is not None:
@@ -228,7 +232,9 @@ def _plan_or_blocks(
     """How the roles of its submodules shard a model, or the blocks of one that has none."""
     if blocks is not None:
         if roles or local_attributes:
-            raise ValueError("blocks and roles exclude each other: a block is sharded over z alone, whatever is in it")
+            raise ValueError(
+                "blocks and roles exclude each other: a block is sharded only over z, whatever it contains"
+            )
         if sizes.get("expert", 1) > 1:
             raise ValueError(
                 f"expert is {sizes['expert']}, but a model that is sharded block by block has all experts on every "

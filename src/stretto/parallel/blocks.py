@@ -73,7 +73,7 @@ def warn_of_replication(model: nn.Module, grid: Grid, reason: str) -> None:
     copies = grid.size("x") * grid.size("y")
     if copies > 1 and dist.get_rank() == 0:
         warnings.warn(
-            f"{type(model).__name__} is sharded over z alone ({reason}), so each of the x * y = {copies} ranks that "
+            f"{type(model).__name__} is sharded only over z ({reason}), so each of the x * y = {copies} ranks that "
             f"share a batch computes all of it: {copies} times the work of a grid with x = y = 1",
             stacklevel=4,
         )

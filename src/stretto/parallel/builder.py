@@ -111,7 +111,7 @@ class Builder:
             self.gatherer = StepGatherer(self.gatherer)
         self.tied: dict[int, TiedParameter] = {}
         self._made: dict[int, nn.Parameter] = {}
-        # Parameters are told apart by id: they must not be freed, and their ids reused, while they are replaced.
+        # Parameters are identified by id: they must not be freed, and their ids reused, while they are replaced.
         self._originals = list(model.parameters())
         self.initializer = initializer
 

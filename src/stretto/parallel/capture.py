@@ -22,14 +22,14 @@ REGISTERS = "NCCL_GRAPH_REGISTER"
 class CapturedStep:
     """Calls `step(*tensors)`, captures it after a few calls, and replays it as one CUDA graph from then on.
 
-    `step` takes tensors and returns a tuple of tensors, does the same work whatever is in them, never waits for the
-    GPU, and holds every number that changes from step to step in a tensor, the learning rate too. Every call is a step,
-    also those before the capture and the one that captures. All ranks call it equally often.
-    warm_up: how many calls run uncaptured first. ValueError where there is no GPU,
-    RuntimeError where segments of the allocator may grow and NCCL was not told (`NCCL_GRAPH_REGISTER`): it would hang.
+    `step` takes tensors and returns a tuple of tensors. It must run the same kernels for all values, must never wait
+    for the GPU, and must keep every number that changes between steps in a tensor, including the learning rate. Every
+    call runs one step, also the calls before the capture and the one that captures. All ranks must call it equally
+    often. warm_up: number of calls before the capture. Raises ValueError without a GPU, and RuntimeError if the
+    allocator uses expandable segments without `NCCL_GRAPH_REGISTER=0`, because replays would hang.
 
-    Results are the caller's: the next call does not change them. `close` it, or drop it, before the process group is
-    destroyed: NCCL waits for the graphs that hold its collectives.
+    The next call does not change the results of earlier calls. Call `close`, or drop the object, before the process
+    group is destroyed: NCCL waits for graphs that contain its collectives.
     """
 
     def __init__(self, step: Callable[..., tuple[Tensor, ...]], *, warm_up: int = WARM_UP) -> None:

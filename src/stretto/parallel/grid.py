@@ -39,30 +39,31 @@ GradientReduction = Literal["sum", "mean"]
 
 
 class Grid:
-    """The ranks of a job over the axes of `stretto.axes`; x is innermost and pipe outermost:
+    """Arranges the ranks of a job along the axes of `stretto.axes`; x is innermost and pipe outermost:
     rank = (((pipe * Data + data) * Z + z) * Y + y) * X + x.
 
     `data` and `z` split the batch; `x`, `y` and `z` split the weights; `pipe` splits the layers. Start the job with
-    torchrun (or `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the
-    same grid.
+    torchrun (or `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job must create
+    the same grid.
 
-    `expert` ranks divide the experts of a mixture-of-experts model among them; it multiplies no ranks, but takes the
-    innermost ones of data, and what is left from z (`stretto.axes.fold_experts`). What it leaves of them are the axes
-    "expert_data", whose ranks hold the same experts, and "expert_z", whose ranks shard these. expert_tensor: "cut", x
-    cuts each expert's inner features (TED; Singh, section 7.1); "fold", the ranks of x are among those of expert.
+    `expert` is the size of the expert-parallel axis of a mixture-of-experts model. It adds no ranks: for experts'
+    parameters it reuses the innermost ranks of data, then ranks of z (`stretto.axes.fold_experts`). The remaining ranks
+    of data and z form the axes "expert_data", whose ranks hold the same experts, and "expert_z", whose ranks shard
+    these further. expert_tensor: "cut", x splits each expert's inner features (TED; Singh, section 7.1); "fold", the
+    ranks of x are part of expert.
 
     Attributes: `mesh`, the DeviceMesh with dims named pipe, data, y, x, z; `parameter_mesh`, its part without
-    pipe and without dims of size 1, on which this stage's parameters are; `expert_mesh`, that of experts' parameters,
-    the same without expert; `device`, this rank's torch.device; `sizes`, a mapping from axis to size, for files and
-    `Grid(**sizes)`; `timeout`, the groups' time limit, a timedelta.
+    pipe and without dims of size 1, on which this stage's parameters are; `expert_mesh`, the mesh of experts'
+    parameters, without expert; `device`, this rank's torch.device; `sizes`, a mapping from axis to size, for files and
+    `Grid(**sizes)`; `timeout`, the timeout of the groups, a timedelta.
 
-    device: this rank's (default: of the process group that is there, else a GPU where torch sees one, else the CPU).
-    timeout: the time limit of all of the grid's groups, in seconds or as a timedelta, for their collectives and for
-    kernels that wait for a peer (default: the limit of the process group that is there, else torch's own). A rank may
-    be so much later than the others, to compile or to save, before they give it up.
+    device: this rank's device (default: that of an existing process group, else a GPU if there is one, else the CPU).
+    timeout: the timeout of all of the grid's groups, in seconds or as a timedelta, for their collectives and for
+    kernels that wait for a peer (default: the timeout of an existing process group, else torch's). It must be longer
+    than a rank may be late, for example because it compiles or saves.
 
-    Raises ValueError when the sizes do not multiply to the number of ranks, for an `expert` that data and z (and x,
-    where it folds) do not hold, and for a timeout that is not positive.
+    Raises ValueError if the product of the sizes is not the number of ranks, if `expert` does not divide data x z (or,
+    with "fold", x x data x z), and for a timeout that is not positive.
     """
 
     def __init__(
@@ -157,9 +158,9 @@ class Grid:
         self._mesh_groups[self.expert_mesh] = self._groups[STAGE]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in `axis` only.
+        """Return the process group of the ranks that differ from this rank only in `axis`.
 
-        In data and z for "batch", in all axes but pipe for "stage", in any for "world".
+        For "batch" they differ in data and z, for "stage" in all axes except pipe, for "world" in any axis.
 
         axis: one of `stretto.axes.NAMES`, of its `EXPERT_AXES` or `DERIVED_GROUPS`, "stage" or "world".
 
@@ -182,20 +183,20 @@ class Grid:
         return alone
 
     def group_names(self) -> dict[str, str]:
-        """What torch calls this rank's groups, and the axes that they are groups of."""
+        """Map torch's names of this rank's process groups to their axes."""
         named = {self._groups[axis].group_name: axis for axis in reversed(self._groups)}
         return named | self.other_groups
 
     def group_of_mesh(self, mesh: DeviceMesh) -> dist.ProcessGroup:
-        """All ranks of a mesh that parameters live on: those that must agree on these parameters' gradients."""
+        """Return the process group of all ranks of a mesh of parameters: of their shards and replicas."""
         return self._mesh_groups[mesh]
 
     def size(self, axis: str) -> int:
-        """How many ranks `axis` has: pipe, data, x, y, z, "batch" (data x z), "stage" (all but pipe) or "world"."""
+        """Return the size of `axis`: pipe, data, x, y, z, "batch" (data x z), "stage" (all except pipe) or "world"."""
         return self.layout_sizes[axis] if axis in EXPERT_AXES else self.group(axis).size()
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along `axis`; along "batch", which shard of the global batch it is fed."""
+        """Return this rank's index along `axis`; along "batch", the index of its part of the global batch."""
         return 0 if self.size(axis) == 1 else self.group(axis).rank()
 
     @cached_property

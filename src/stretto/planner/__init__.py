@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict which grid of GPUs trains a model fastest and fits in memory. Imports no GPU library, needs no GPU."""
+"""Predicts which grid trains a model fastest and whether it fits into memory. Imports no GPU library; needs no GPU."""
 
 from typing import TYPE_CHECKING
 

@@ -156,7 +156,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     casts, casts_back = _casts(workload, config, grid)
     copies, copies_back = _copies(workload, config, device.cluster)
     state, cluster = config.state, device.cluster
-    # Apart, the shards that a rank has count; beside fp32 parameters, an even part of all.
+    # With separate optimizer state, a rank's actual shards count; with fp32 parameters, an equal part of all.
     parameters = local_parameters(model, grid) if state.is_apart else _parameters(workload, grid)
     return Compute(
         forward=forward + device.traffic((casts + copies) * (1 if config.gathers_once else micro_batches)),
@@ -272,7 +272,8 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
     if workload.element == workload.master:
         return 0.0, adds
     cast = parameters * (workload.master + workload.element)
-    # Products make the gradients that nobody sums in the parameters' dtype: only the wider numbers cost.
+    # Gradients that are not reduced are written by the products in the parameters' dtype: only the wider writes cost
+    # time.
     is_summed = grid.z * grid.replicas > 1
     return cast, adds + (cast if is_summed else parameters * (workload.master - workload.element))
 

@@ -47,7 +47,7 @@ from stretto.planner.optimizer_state import exposed_sums, gradient_chunks, steps
 from stretto.planner.workload import StepConfig, StepWorkload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
-# A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
+# A collective uses some multiprocessors, memory bandwidth and power, which slows down concurrent kernels.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
 # Copy engines leave the multiprocessors alone: beside an all-gather of 256 MB by them, of 0.59 ms, products took
 # 0.19 ms longer, and beside NCCL's, of 0.67 ms, 0.29 ms (`stretto bench backend`, 4x H200, 2026-11-26).

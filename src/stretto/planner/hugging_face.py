@@ -183,7 +183,7 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     known = [each for each, of in FAMILIES.items() if of.has_experts or of.divides_experts]
     if has_experts and kind not in known:
         raise ValueError(
-            f"{name}: model_type is {kind!r}, whose mixture of experts is not known to the planner; known: "
+            f"{name}: model_type is {kind!r}, a mixture of experts that the planner does not support; supported: "
             + ", ".join(known)
         )
     if config.get("per_layer_config"):
@@ -193,7 +193,7 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     if not isinstance(kind, str) or kind not in FAMILIES:
         hint = "; its text_config, saved as a file of its own, may be" if "text_config" in config else ""
         raise ValueError(
-            f"{name}: model_type is {kind!r}, whose blocks are not known to the planner; known: {', '.join(FAMILIES)}"
+            f"{name}: model_type is {kind!r}, which the planner does not support; supported: {', '.join(FAMILIES)}"
             + hint
         )
     family = FAMILIES[kind]
@@ -224,14 +224,14 @@ def _head_of(name: str, family: _Family, config: Mapping[str, Any], classes: Seq
         if found := next(known, None):
             return found
         raise ValueError(_unknown_head(name, family, repr(classes[0])))
-    said = config.get("architectures") or [family.prefix + ("LMHeadModel" if family is _GPT2 else "ForCausalLM")]
-    if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
-        raise ValueError(f"{name}: architectures is {said!r}, but must be a list of names")
-    heads = [_known_head(family, each) for each in said]
+    declared = config.get("architectures") or [family.prefix + ("LMHeadModel" if family is _GPT2 else "ForCausalLM")]
+    if not isinstance(declared, list) or not all(isinstance(each, str) for each in declared):
+        raise ValueError(f"{name}: architectures is {declared!r}, but must be a list of names")
+    heads = [_known_head(family, each) for each in declared]
     first = heads[0]
     if first is None or any(head != first for head in heads):
-        raise ValueError(_unknown_head(name, family, ", ".join(map(repr, said))))
-    return said[0], first
+        raise ValueError(_unknown_head(name, family, ", ".join(map(repr, declared))))
+    return declared[0], first
 
 
 def _known_head(family: _Family, class_name: str) -> _Head | None:
@@ -245,9 +245,9 @@ def _known_head(family: _Family, class_name: str) -> _Head | None:
     return head
 
 
-def _unknown_head(name: str, family: _Family, said: str) -> str:
+def _unknown_head(name: str, family: _Family, declared: str) -> str:
     known = ", ".join(f"...{ending}" for ending in _HEADS)
-    return f"{name}: the head of {said} is not known to the planner; known: {known} and {family.prefix}Model"
+    return f"{name}: the head of {declared} is not known to the planner; known: {known} and {family.prefix}Model"
 
 
 def _labels(head: _Head, config: Mapping[str, Any], name: str) -> int | None:
@@ -306,14 +306,14 @@ def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterat
     if family.refusal:
         yield family.refusal
     if family.head_norms == "use_qk_norm" and config.get("use_qk_norm"):
-        yield "nothing says what q_norm and k_norm are, whose weights differ from head to head"
+        yield "q_norm and k_norm have no role, because their weights differ from head to head"
     if config.get("quantization_config") and not _is_read_into_bf16(config):
         yield "quantization_config makes linears of other classes, where roles take exactly nn.Linear"
     if head.labels:
         roles = {head.submodule: "head"}
         if head.submodule in ("score", "classifier") and head.logits == "whole":
             roles["dropout"] = "dropout"
-        yield f"nothing says what these submodules are: {', '.join(roles)}. Pass roles={roles}"
+        yield f"these submodules have no role: {', '.join(roles)}. Pass roles={roles}"
 
 
 def _gpt2_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from stretto.schedules import ServeFirst
 from stretto.schedules.generators import V_SHAPED
 
 MAX_GPUS = 1 << 20
-# Of more grids of a model with experts than this, those whose bound is slower than the tenth plan are left out.
+# With more grids of a model with experts than this, grids whose lower bound is slower than the tenth plan are skipped.
 MOST_WITH_EXPERTS = 100
 
 
@@ -51,20 +51,20 @@ def plan(
     micro_batch: int | None = None,
     **search: Unpack[SearchKeywords],
 ) -> list[GridPlan]:
-    """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
+    """Rank every grid of `gpus` for training `model` on `cluster`: grids that fit first, in order of step time.
 
     model: a name (gpt-5b, say), a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
     gpus: ranks (default: the whole cluster). batch: global, in sequences of seq_len tokens.
-    cost: "full" predicts whole steps: computation and communication, with latency and what overlap hides. "paper"
-        counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
-    micro_batch: fixed where given, otherwise searched.
+    cost: "full" predicts whole steps: computation and communication, with latency and overlap. "paper" counts only the
+        linears' collectives (Singh, equations 5.1 to 5.7): step_time is their total.
+    micro_batch: sequences of a rank in one forward pass (default: searched).
     search: recompute, keep_gathered, shard_sequence, overlaps, state, memory, clips, experts and pipelines
         (`SearchKeywords`).
 
-    Returns a plan for every factorization; the impossible ones, last, say why. Of more than 200 grids with several
-    pipeline stages, those are left out that cannot be among the first ten: a note says how many. Raises ValueError for
-    bad input, a cluster without a figure that is needed, or when no grid at all can hold the model's sizes and the
-    batch.
+    Returns a plan for every factorization; impossible grids come last, with the reason. With more than 200 grids with
+    several pipeline stages, grids that cannot be among the first ten are skipped; a note states how many. Raises
+    ValueError for invalid input, for a cluster that lacks a required value, and if no grid can divide the model's sizes
+    and the batch.
     """
     machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     asked: dict[str, Any] = {**search}
@@ -76,7 +76,7 @@ def plan(
     try:
         device = Device(machine, dtype) if cost == "full" else None
     except ValueError as error:
-        raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids by communication alone") from None
+        raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids only by communication") from None
     limit = most_allocated(machine.require("gpu.memory"))
     of_pipelines = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS}
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
@@ -252,8 +252,8 @@ def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str,
         notes.append(f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
     if any(state.location == "host" and state.step_on != "device" for state in states):
         notes.append(
-            "step_on=host: of a step on the host, the time of what travels is predicted, and none for what it computes "
-            "there; step_on=auto is predicted as a step on the device"
+            "step_on=host: for an optimizer step on the host, only the time of copies is predicted, and not the time "
+            "of computation; step_on=auto is predicted as a step on the device"
         )
     return tuple(notes)
 

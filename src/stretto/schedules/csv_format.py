@@ -268,5 +268,5 @@ def _add_messages(schedule: PipelineSchedule, units: list[list[tuple[Action, ...
                     rows[owners[target]].append(f"{target}RECV_{kind}{number}")
                     arrived.add(message)
     if any(at < len(own) for at, own in zip(position, units, strict=True)):
-        raise ScheduleError(f"{schedule.name} deadlocks; verify() says which actions wait for each other")
+        raise ScheduleError(f"{schedule.name} deadlocks; verify() lists the actions that wait for each other")
     return rows

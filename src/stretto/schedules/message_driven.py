@@ -25,15 +25,16 @@ _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
 
 
 class MessageDrivenPolicy:
-    """Chooses what a stage computes next, by the messages that have come. Each rank has one stage.
+    """Chooses the next action of a stage by the messages that have arrived. Each rank has one stage.
 
-    stage, stages: which of how many.
+    stage, stages: index of the stage, and number of stages.
     micro_batches: of the step; any number, fewer than `limit` too.
-    limit: micro-batches that the first stage lets into the pipeline at once. The paper takes the number of stages; more
-        hide the latency of messages, and keep as many more micro-batches live.
-    serve_first: what to compute where both an activation and a gradient wait. "arrival" is the message that came first,
-        as in the paper; "backward" the gradient, "forward" the activation. On the first stage a micro-batch that may be
-        let in counts as an activation: under "arrival" it goes before any gradient, as line 24 of algorithm 2 has it.
+    limit: most micro-batches in flight. The paper uses the number of stages; a larger limit hides the latency of
+        messages, at the cost of as many more live micro-batches.
+    serve_first: what to compute if both an activation and a gradient are waiting. "arrival": the message that arrived
+        first, as in the paper; "backward": the gradient; "forward": the activation. On the first stage a new
+        micro-batch counts as an activation: with "arrival" it has priority over any gradient, as in line 24 of
+        algorithm 2.
 
     The last stage computes a micro-batch's backward pass right after its forward pass. Gradients and activations of
     one kind are served in the order in which they came.

@@ -80,7 +80,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """How long messages travel between stages of different ranks; on one rank they take no time.
+    """The time of messages between stages on different ranks; on one rank they take no time.
 
     latency: from the end of a message's transmission to its arrival. transmission: the message's bytes divided by the
     bandwidth of its channel, during which the next message of the channel waits. Both are in the unit of StageCosts,
@@ -135,10 +135,10 @@ class PipelineTimeline:
 
     @property
     def period(self) -> float:
-        """The time from a step to the next if each rank goes on with the next step once it has ended this one.
+        """The time between the starts of consecutive steps if no rank waits for others at the end of a step.
 
-        The makespan is longer by what it costs to wait for all ranks in between, as clipping by the norm of all stages'
-        gradients does.
+        The makespan also includes waiting for all ranks at the end of the step, which clipping by the norm over all
+        stages requires.
         """
         return max(
             (ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True) if starts), default=0.0
@@ -201,7 +201,7 @@ class _Run:
         while self.ready:
             self._advance(self.ready.pop(), durations)
         if self.waiting:
-            raise ScheduleError(f"{self.schedule.name} deadlocks; verify() says which actions wait for each other")
+            raise ScheduleError(f"{self.schedule.name} deadlocks; verify() lists the actions that wait for each other")
 
     def _advance(self, rank: int, durations: "ActionTimes") -> None:
         """Run a rank until it waits for a message that is not there yet."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates what a cluster that you do not have would do. Imports no GPU library, needs no GPU.
+"""Simulates messages, collectives and training steps on a cluster. Imports no GPU library; needs no GPU.
 
 Packages and modules: `events` (the clock), `graph` (computation and messages, and their execution), `network`
 (topologies, routes, two fidelities), `collectives` (textbook algorithms), `schedules` (verified schedules, thread block

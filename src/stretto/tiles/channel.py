@@ -52,9 +52,9 @@ class Channel(NamedTuple):
 
 
 class BlockChannel:
-    """Signals and a buffer on every rank of a group, for kernels whose tiles wait for each other.
+    """A symmetric buffer and signals on every rank of a group, for kernels that wait for tiles of other ranks.
 
-    Its calls run one after another, on one stream, in the same order on all ranks. Make one with `allocate`.
+    Calls run one after another, on one stream, in the same order on all ranks. Create a channel with `allocate`.
 
     distances: bytes from this rank's buffer to each rank's, as they are mapped here. launch: launches the channel's
     kernels. open_side_streams: the side streams that the current call has used.
@@ -101,12 +101,12 @@ class BlockChannel:
         timeout: float | None = None,
         backend: str = "cuda",
     ) -> "BlockChannel":
-        """Make a channel. All ranks of the group call it, with the same arguments; group: None for all ranks.
+        """Create a channel. Collective, with the same arguments on all ranks; group: None for all ranks.
 
-        channels: of all ranks together. peer_tiles: how many tiles `peer_tile_notify` may name. data_bytes: the size
-        of each rank's buffer. timeout: seconds that a wait may last; None: the group's own limit. backend: "cuda", or
-        "host" for processes whose kernels are interpreted. ValueError for sizes out of bounds; PeerError for ranks that
-        do not come.
+        channels: number of channels of all ranks together. peer_tiles: number of tiles for `peer_tile_notify`.
+        data_bytes: the size of each rank's buffer. timeout: timeout of a wait in seconds; None: the group's timeout.
+        backend: "cuda", or "host" for processes whose kernels are interpreted. ValueError for sizes out of bounds;
+        PeerError for ranks that do not arrive.
         """
         if backend == "host" and not INTERPRETED.value:
             raise ValueError(
@@ -133,7 +133,7 @@ class BlockChannel:
         return cls(allocate(size, group, backend=backend), channels, peer_tiles, timeout)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0, rank: int | None = None) -> Tensor:
-        """A contiguous tensor in a rank's buffer (default: this rank's), `offset` bytes from its beginning.
+        """Return a contiguous tensor in a rank's buffer (default: this rank's), `offset` bytes from its beginning.
 
         offset is a multiple of 128. `tile_push_data` and `tile_pull_data` reach the tensor with the same offset on the
         other rank. The same arguments return the same tensor. ValueError for a tensor that does not fit.
@@ -170,22 +170,23 @@ class BlockChannel:
         meets: bool = True,
         launches: bool = True,
     ) -> Channel:
-        """Begin a call: on the device, advance the call's number, and all counters' targets by what it will signal.
+        """Begin a call: on the device, increment the call's number, and advance the targets of all counters.
 
-        All ranks begin the same calls, in the same order. operator: a name for the failure record. mode: whom producers
-        notify of a tile: "local" (a rank's producer has all ranks' tiles, for its own consumers: pull), "broadcast" (it
-        has this rank's tiles, for all ranks' consumers: push), "p2p" (it has all ranks' tiles, each for the consumers
-        of the rank that the tile belongs to).
+        All ranks must begin the same calls, in the same order. operator: a name for the failure record. mode: which
+        ranks a producer notifies of a tile: "local" (a rank's producer has all ranks' tiles, for its own consumers:
+        pull), "broadcast" (it has this rank's tiles, for all ranks' consumers: push), "p2p" (it has all ranks' tiles,
+        each for the consumers of the rank that the tile belongs to).
 
-        counts: None where the producer's mapping is static: it then has every tile notified once. Else int32 [2, world,
+        counts: None for a static mapping of the producer, which notifies every tile once. Else int32 [2, world,
         channels], which may be filled on the device: [0, r, c] how often rank r will notify channel c here in this
         call, [1, r, c] how often this rank will notify channel c of rank r. meets: wait on the device until all ranks
-        have begun, so that the call may overwrite the previous call's buffers; without it the kernels must see to that
-        themselves. slot: 0 or 1, the same on all ranks, for calls that double-buffer: a rank that is one call ahead
-        then waits for nobody. Any order of slots is safe. launches: False if the caller's next kernel, of one program,
-        calls `begin_call` itself, which saves a launch.
+        have begun, so that the call may overwrite the previous call's buffers; without it the kernels must ensure this
+        themselves. slot: 0 or 1, the same on all ranks, for double-buffered calls: a rank that is one call ahead then
+        need not wait. Any order of slots is safe. launches: False if the caller's next kernel, of one program, calls
+        `begin_call` itself, which saves a launch.
 
-        Returns the argument of the call's kernels, beside the mappings. PeerError if a wait has failed before.
+        Returns the first argument of the call's kernels; the mappings are separate arguments. PeerError if a wait has
+        failed before.
         """
         self.check()
         # Arguments that were checked before are not checked again.
@@ -202,11 +203,11 @@ class BlockChannel:
         return channel
 
     def enter(self, operator: str, mode: str) -> Channel:
-        """Begin a call that is one kernel, which begins and ends it by itself: no launch, no wait for other ranks.
+        """Begin a call of a single kernel, which begins and ends the call itself: no launch, no barrier.
 
         The kernel takes the call's number from `call_number`, passes the producer's mapping to its waits, and each of
-        its programs calls `end_call` last. Since the ranks have not met, the kernel writes to peers in one of two
-        slots, alternating by the call's number: see `call_slot`. PeerError if a wait has failed before.
+        its programs calls `end_call` last. Because there is no barrier between ranks, the kernel must alternate between
+        two slots when it writes to peers: see `call_slot`. PeerError if a wait has failed before.
         """
         self.check()
         self._current = None  # the kernel's end advances its targets, so the host cannot notify for it
@@ -268,7 +269,9 @@ class BlockChannel:
     def current(self) -> Channel:
         """Return the call that `begin` began last. ValueError before the first, and in a call that `enter` began."""
         if self._current is None:
-            raise ValueError("no call that began by begin is under way: call begin first (enter is for kernels alone)")
+            raise ValueError(
+                "no call that `begin` has begun is active: call begin first (calls of `enter` have no host operations)"
+            )
         return self._current
 
     def side_stream(self, index: int = 0) -> SideStream | None:

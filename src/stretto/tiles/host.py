@@ -21,11 +21,11 @@ from stretto.tiles.streams import find_driver, find_handle
 def copy_engine(
     channel: BlockChannel, *, stream_index: int = 0, opens: bool = True, lane: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream of the channel, beside the kernels.
+    """Context in which `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream, concurrently with kernels.
 
-    They come after what the current stream had before; with opens=False, after what it had when the side stream was
-    opened, earlier in the call. stream_index: which side stream, where there are several (lane: its old name). Leaving
-    the context does not wait: launch the kernels that overlap with the copies, then call `join_copies`.
+    They run after all earlier work of the current stream; with opens=False, after the work that it had when the side
+    stream was opened, earlier in the call. stream_index: the index of the side stream (`lane` is its deprecated name).
+    Leaving the context does not wait: launch the kernels that overlap with the copies, then call `join_copies`.
     """
     if lane is not None:
         warnings.warn("copy_engine's lane is now stream_index", DeprecationWarning, stacklevel=2)
@@ -107,7 +107,7 @@ def _copy_matrix(destination: Tensor, source: Tensor) -> None:
 
 
 def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
-    """Signal `rank` that all of this rank's tiles of channel `index` in the current call are there.
+    """Signal to `rank` that all of this rank's tiles of channel `index` in the current call have been written.
 
     It replaces all of this rank's `producer_tile_notify` for that channel, so no kernel may notify for it too.
 
@@ -120,10 +120,10 @@ def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
 
 
 def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
-    """Wait until `rank` has given all signals of the current call for channel `index` here.
+    """Wait until `rank` has sent all signals of the current call for channel `index` to this rank.
 
-    Order: all copies and kernels after it on its stream come after the stores before those signals. The wait has the
-    channel's time limit; `BlockChannel.check` raises if it has run out.
+    Order: all later copies and kernels on its stream run after the stores before those signals. The wait has the
+    channel's timeout; `BlockChannel.check` raises an error after a timeout.
     """
     _require_inside(channel, index, rank)
     launch_kernel(wait_for_channel, 1, channel.current, rank, index, num_warps=1)
@@ -139,9 +139,9 @@ def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
 def rank_await_count(counters: Tensor, index: int, count: int) -> None:
     """Make the stream wait until counters[index] (int32) has reached `count`, then set it to 0.
 
-    It waits for `producer_tile_count` on this GPU, in a kernel that waits for nobody, so there is no time limit. The
-    GPU's front end waits, since a kernel could find no place beside the one that counts. On the host backend kernels
-    have ended by then, and a missing count is a RuntimeError.
+    It waits for `producer_tile_count` on this GPU, in a kernel that must not wait for other ranks, so there is no
+    timeout. The GPU's front end waits, because a waiting kernel might not fit on the GPU next to the one that counts.
+    On the host backend kernels have ended by then, and a missing count is a RuntimeError.
     """
     if counters.device.type != "cpu":
         address = counters.data_ptr() + index * counters.element_size()

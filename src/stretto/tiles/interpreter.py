@@ -128,9 +128,9 @@ class _InterpretedLaunch:
         if address != last:
             _program.looked_at = address, last
         if again or _program.looks % _LOOKS == 0:
-            self._give_way()
+            self._yield_turn()
 
-    def _give_way(self) -> None:
+    def _yield_turn(self) -> None:
         if self._left:
             self._helpers.append(threading.Thread(target=self._work, daemon=True))
             self._helpers[-1].start()

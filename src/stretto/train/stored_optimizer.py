@@ -75,7 +75,7 @@ class StoredOptimizer:
         options = options or StateOptions("host")
         reducer = getattr(model, "gradient_reducer", None)
         if reducer is None:
-            raise ValueError("optimizer state apart takes a model that stretto.parallelize has returned")
+            raise ValueError("StoredOptimizer needs a model that stretto.parallelize has returned")
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter_name, parameter in model.named_parameters():
             if parameter.dtype != torch.float32:

@@ -121,8 +121,8 @@ class TrainTask(ABC):
         for key, now in self.data_description().items():
             if metadata.data.get(key) != now:
                 logger.warning(
-                    "the checkpoint's data had %s=%r, and this run's has %r: it will not see the "
-                    "%s that it would have seen",
+                    "the checkpoint's data had %s=%r, and this run's has %r: the run will not continue with the same "
+                    "%s",
                     key,
                     metadata.data.get(key),
                     now,

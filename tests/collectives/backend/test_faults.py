@@ -219,7 +219,7 @@ def refuse(folder):
         (
             replace(right, collective=replace(right.collective, name="mine", output_chunks=1)),
             {},
-            "ring-all-reduce runs in place alone, where input and output of mine have different sizes",
+            "ring-all-reduce runs only in place, but input and output of mine have different sizes",
         ),
         (right, {"min_bytes": 9, "max_bytes": 3}, "0 <= min_bytes <= max_bytes: not 9 to 3"),
         (right, {"dtypes": [torch.complex64]}, "no executor here runs schedules on complex64"),

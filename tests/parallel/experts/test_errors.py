@@ -94,14 +94,14 @@ def refusals() -> list[str]:
 
 def test_what_only_a_grid_shows_is_refused(ranks):
     for sequence, dense, blocks, rows in ranks(4).run(refusals):
-        assert "blocks.0.mlp.router has a loss of each sequence" in sequence
+        assert "blocks.0.mlp.router has a loss over each sequence" in sequence
         assert "a model that is sharded block by block has all experts on every rank" in dense
         assert blocks == dense
         assert "more than max_rows=8: give max_rows=" in rows
 
 
 class Unknown(nn.Module):
-    """A model of which nothing says what its submodules are."""
+    """A model without roles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Unknown(nn.Module):
 
 
 def test_a_model_without_roles_is_not_sharded_by_blocks_where_experts_are_to_be_divided():
-    with pytest.raises(UnknownRolesError, match=r"nothing says what these submodules are: layers\.0"):
+    with pytest.raises(UnknownRolesError, match=r"these submodules have no role: layers\.0"):
         validate(Unknown(), {"data": 2, "expert": 2})
     validate(Unknown(), {"data": 2})
 

@@ -291,7 +291,7 @@ def said_of_features(kind: type[nn.Module]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "message"), [(TakesKeywords, "first argument is no tensor"), (Sums, "choose y=1")])
+@pytest.mark.parametrize(("kind", "message"), [(TakesKeywords, "first argument is not a tensor"), (Sums, "choose y=1")])
 def test_a_gathered_module_of_other_than_hidden_features_is_refused_where_y_splits_them(ranks, kind, message):
     assert all(message in said for said in ranks(2).run(said_of_features, kind))
 
@@ -396,11 +396,11 @@ def test_x_may_split_linears_within_a_gathered_module(ranks):
     [
         (VisionTransformer(), ROLES, {"y": 2}, r"token has the role 'replicated'.*Choose y=1"),
         (VisionTransformer(), ROLES | {"token": "norm"}, {}, r"no submodule is named 'token'"),
-        (VisionTransformer(), {k: v for k, v in ROLES.items() if k != "token"}, {}, r"are: the model itself"),
+        (VisionTransformer(), {k: v for k, v in ROLES.items() if k != "token"}, {}, r"have no role: the model itself"),
         (nn.Sequential(nn.BatchNorm1d(8)), {"0": "replicated"}, {"data": 2}, r"0 has a BatchNorm1d.*one rank's rows"),
-        (nn.Sequential(nn.Dropout(0.1)), {"0": "replicated"}, {}, r"submodules are: 0 \(Dropout\)"),
+        (nn.Sequential(nn.Dropout(0.1)), {"0": "replicated"}, {}, r"submodules have no role: 0 \(Dropout\)"),
         (nn.Sequential(nn.BatchNorm1d(8)), {"0": "gathered"}, {"z": 2}, r"0 has a BatchNorm1d.*one rank's rows"),
-        (nn.Sequential(nn.Dropout(0.1)), {"0": "gathered"}, {}, r"submodules are: 0 \(Dropout\)"),
+        (nn.Sequential(nn.Dropout(0.1)), {"0": "gathered"}, {}, r"submodules have no role: 0 \(Dropout\)"),
         (nn.ParameterList([torch.ones(4)]), {"0": "inner_parameter"}, {"x": 3}, r"^0: 4 .* over x=3; .* choose x=2"),
         (MixtureOfExperts(), EXPERT_ROLES | {"blocks": "gathered"}, {"x": 2}, r"'inner_parameter', but it is within"),
         (MixtureOfExperts(), EXPERT_ROLES | {"blocks.*.mlp.route": "colwise"}, {"y": 2}, r"is within blocks.0.mlp, wh"),

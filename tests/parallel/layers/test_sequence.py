@@ -173,6 +173,6 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_sharded_is_refused(ranks):
     for of_model, of_tokens, of_block in ranks(2).run(refusals):
-        assert "GPT2LMHeadModel does not say that it takes activations of a part of the tokens" in of_model
+        assert "GPT2LMHeadModel does not declare that it supports sequence sharding" in of_model
         assert "x=2: the 5 tokens of a batch [1, 5] cannot be shared equally; 4 could" in of_tokens
         assert "14 tokens are not those of the last batch" in of_block

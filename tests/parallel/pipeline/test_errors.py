@@ -142,10 +142,10 @@ TOLD = {
     "micro-batches of no rows": "micro_batch_size is 0, but must be at least 1",
     "a model that is on no grid": "takes a model that stretto.parallelize has returned",
     "a call of the model itself": "call step or evaluate of stretto.parallel.Pipeline",
-    "parameters beside blocks": r"OwnParameters has parameters of its own \(shift\) beside its blocks.*use pipe=1",
+    "parameters beside blocks": r"OwnParameters has parameters .*\(shift\) in addition to its blocks.*use pipe=1",
     "a weight that inner stages share": r"layers.1.up.weight is shared by pipeline stages 1, 2",
     "a split backward pass without roles": "needs a model with roles.*takes 'gpipe', '1f1b'",
-    "parts that are not there": "no module beside the blocks is named 'hat'",
+    "parts that are not there": "no module outside of the blocks is named 'hat'",
 }
 
 

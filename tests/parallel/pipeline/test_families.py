@@ -24,11 +24,11 @@ REFUSED = {
     "albert": "the model has 1 blocks, and each stage needs one; pipe=1 would do",
     "big_bird": "uses 'set_attention_type' of a BigBirdLayer that another pipeline stage has",
     "flaubert": "takes a module out of a ModuleList that another pipeline stage has",
-    "hrm_text": "has parameters of its own .* beside its blocks",
+    "hrm_text": "has parameters of its own .* in addition to its blocks",
     "inkling2_text": "a connection skips the cut before that block",
     "prophetnet": "uses '_forward' of a ProphetNetPositionalEmbeddings that another pipeline stage has",
     "xlm": "takes a module out of a ModuleList that another pipeline stage has",
-    "xlnet": "has parameters of its own .* beside its blocks",
+    "xlnet": "has parameters of its own .* in addition to its blocks",
 }
 
 

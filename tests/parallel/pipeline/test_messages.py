@@ -261,7 +261,7 @@ def report_arrivals(kind):
             assert MessageKey("B", 3, 0) in seen
             with pytest.raises(RuntimeError, match="all messages of this step have been reported"):
                 carrier.wait_any()
-            with pytest.raises(ValueError, match=r"stage 0, micro-batch 9 cannot come"):
+            with pytest.raises(ValueError, match=r"stage 0, micro-batch 9 cannot arrive"):
                 carrier.take(number(9))
             for key in seen:
                 carrier.take(key)

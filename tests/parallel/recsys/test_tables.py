@@ -99,7 +99,7 @@ def test_an_index_outside_of_its_table_is_named_and_no_rank_waits(ranks: MakeRan
     words = rf"index {index} at position \d+ \(table 3, sample 1 of rank 1\) is outside .* rows 0 to 19"
     (other, after), (own, own_after) = ranks(2).run(dlrm.exchange_bad_index, index)
     assert re.match(words, own)
-    assert other == "rank 1 has refused its own batch: its error says why"
+    assert other == "rank 1 has rejected its own batch: see its error"
     assert after == own_after == dlrm.BATCH
 
 
@@ -112,7 +112,7 @@ def test_batches_of_different_sizes_are_refused_on_every_rank(ranks: MakeRanks) 
 def test_a_rank_without_samples_is_refused_on_every_rank(ranks: MakeRanks) -> None:
     (first, _), (own, _), (last, batch) = ranks(3).run(dlrm.exchange_batches_of, (2, 0, 2))
     assert own.startswith("offsets have shape [1], but need tables x batch + 1 numbers")
-    assert first == last == "rank 1 has refused its own batch: its error says why"
+    assert first == last == "rank 1 has rejected its own batch: see its error"
     assert batch == 6
 
 

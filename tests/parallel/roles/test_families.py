@@ -136,7 +136,7 @@ def trained_on_grid(sizes: tuple[int, int, int, int], case: str) -> tuple[list[f
     family = CASES[case]
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*is sharded over z alone")
+        warnings.filterwarnings("error", message=".*is sharded only over z")
         model = parallelize(build(family), grid, **family.options)
     check_is_split(model, grid)
     rows = my_rows(grid, BATCH)
@@ -250,7 +250,7 @@ def test_z_shards_what_every_rank_of_x_computes(ranks, case, part):
 @pytest.mark.parametrize("sizes", [Y2, X2_Y2])
 def test_a_grid_that_replicated_parts_do_not_allow_shards_by_blocks(ranks, sizes):
     found = ranks(prod(sizes)).run(warnings_of, "opt", sizes)[0]
-    assert "sharded over z alone (model.decoder.embed_positions has the role 'replicated'" in found[0]
+    assert "sharded only over z (model.decoder.embed_positions has the role 'replicated'" in found[0]
 
 
 def refusal_of(case: str, sizes: dict[str, int], **options: Any) -> str:

@@ -61,7 +61,7 @@ MAY_BE_REFUSED = [
     "phi3",
     "vaultgemma",
 ]
-# Mixtures of experts, state spaces, and models that publish no plan: nothing says how to split them.
+# Mixtures of experts, state spaces, and models that publish no plan, so they have no roles.
 # Without attention's own dropout. (Mixtures of experts take no fp64; tests/parallel/test_blocks_zoo.py has them.)
 WITHOUT_ROLES: dict[str, dict[str, Any]] = {
     "gpt_neo": {
@@ -190,7 +190,7 @@ def test_any_other_model_with_a_plan_equals_the_plain_model_or_is_refused_by_nam
 @pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("model_type", list(WITHOUT_ROLES))
-@pytest.mark.filterwarnings("ignore:.*is sharded over z alone")
+@pytest.mark.filterwarnings("ignore:.*is sharded only over z")
 def test_a_model_that_nothing_says_how_to_split_is_sharded_by_blocks(ranks, model_type, sizes):
     print(f"seed {SEED}")
     count = prod(sizes)

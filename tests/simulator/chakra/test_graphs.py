@@ -152,11 +152,11 @@ BROKEN = {
     "a node that waits for itself": ([(compute(1, 1, 1),)], "the trace has a cycle: rank 0's node 1 'c1' waits for"),
     "a receive that nobody sends": (
         [(compute(1, 1),), (receive(7, 0, 8, tag=3),)],
-        "rank 1's node 7 'r7' receives from rank 0 with tag 3, which nobody sends",
+        "rank 1's node 7 'r7' receives from rank 0 with tag 3, but no rank sends it",
     ),
     "a send that nobody receives": (
         [(send(4, 1, 8),), ()],
-        "rank 0's node 4 's4' sends to rank 1 with tag 0, which nobody receives",
+        "rank 0's node 4 's4' sends to rank 1 with tag 0, but no rank receives it",
     ),
     "sizes that differ": (
         [(send(1, 1, 8),), (receive(1, 0, 9),)],

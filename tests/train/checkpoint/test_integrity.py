@@ -33,7 +33,7 @@ from stretto.train.checkpoint.integrity import (
     DamagedError,
     combine,
     crc32,
-    crc32_beside,
+    crc32_in_background,
 )
 from stretto.train.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 from stretto.train.checkpoint.storage import read_tensor
@@ -82,7 +82,7 @@ def tensor_at(metadata: CheckpointMetadata, file: str, byte: int) -> str:
 def test_several_threads_compute_zlibs_checksum(count: int, seed: random.Random) -> None:
     data = seed.randbytes(count)
     assert crc32(data, threads=3) == zlib.crc32(data)
-    with crc32_beside(data, threads=2) as checksum:
+    with crc32_in_background(data, threads=2) as checksum:
         pass
     assert checksum() == zlib.crc32(data)
 

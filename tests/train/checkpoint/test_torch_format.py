@@ -137,7 +137,7 @@ def test_state_by_numbers_and_of_other_optimizers_is_refused(tmp_path: Path) -> 
     state = {"model": model.state_dict()}
     for number, (slots, message) in enumerate(
         [
-            ({"0": {"exp_avg": torch.zeros(2)}}, "goes by numbers"),
+            ({"0": {"exp_avg": torch.zeros(2)}}, "is keyed by numbers"),
             ({"lm_head.weight": {"sum": torch.zeros(2)}}, "of optimizers' states, those of AdamW and SGD"),
             ({"lm_head.weight": {"momentum_buffer": torch.zeros(301, 32)}}, "was written with sgd"),
         ]

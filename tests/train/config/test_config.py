@@ -166,7 +166,7 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
         ("train.recompute=communication", "train.cuda_graph and train.recompute are both on"),
         (
             "grid.expert=2",
-            "train.cuda_graph is on and grid.expert is 2, but a graph cannot wait for how many rows come",
+            "train.cuda_graph is on and grid.expert is 2, but a graph cannot wait for the number of rows",
         ),
     ],
 )

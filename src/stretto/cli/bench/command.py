@@ -16,7 +16,7 @@ import typer
 from stretto.bench.settings import Ranks, parse_number, split_words
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
 
-app = typer.Typer(help="Measure what the README claims, peers beside it in the same run.")
+app = typer.Typer(help="Run the benchmarks whose results the README and the documentation report.")
 
 
 class Needs(Enum):

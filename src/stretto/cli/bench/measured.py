@@ -93,10 +93,12 @@ def _count_ranks_on_gpus(ranks: int | None) -> int:
 
 @app.command("redraw", rich_help_panel=Needs.NO_GPU.value)
 def redraw(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Results, in it and in its subfolders.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A folder with results, in it or in its subfolders.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Draw the pictures of results again from their JSON, and the losses of runs; nothing is measured."""
+    """Redraw the pictures of results from their JSON, and the losses of runs, without measuring."""
     with refusing_bad_input(as_json=as_json):
         from stretto.bench.pictures import redraw
 
@@ -109,7 +111,7 @@ def redraw(
 
 @bench_command("train", ThroughputSetting, needs=Needs.RANKS)
 def train(setting: ThroughputSetting, out: Path) -> Any:
-    """Training throughput on every grid of the ranks, beside torch's FSDP2 of the same model."""
+    """Training throughput on every grid of the ranks, compared with torch's FSDP2 on the same model."""
     ranks = _count_ranks(setting.ranks)
     workload = setting.workload(ranks)
 
@@ -137,7 +139,7 @@ def compile_(setting: CompileSetting, out: Path) -> Any:
 
 @bench_command("faults", FaultsSetting)
 def faults(setting: FaultsSetting, out: Path) -> Any:
-    """Kills, stops and other faults at random moments of training: how they are named, and what is lost (on CPUs)."""
+    """Kill, stop and disturb ranks at random times of training; check the reports and restarts (on CPUs)."""
     from stretto.bench.faults.run import bench_faults
 
     return bench_faults(setting, out)
@@ -145,7 +147,7 @@ def faults(setting: FaultsSetting, out: Path) -> Any:
 
 @bench_command("peers", PeersSetting, needs=Needs.RANKS)
 def peers(setting: PeersSetting, out: Path) -> Any:
-    """One model under Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table a batch."""
+    """One model with Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table per batch."""
     ranks = _count_ranks(setting.ranks)
     workloads_by_name = setting.workloads(ranks)
 
@@ -181,7 +183,7 @@ def overlap(setting: OverlapSetting, out: Path) -> Any:
 
 @bench_command("blocks", BlocksSetting, needs=Needs.RANKS)
 def blocks(setting: BlocksSetting, out: Path) -> Any:
-    """Models without roles, sharded block by block, beside torch's FSDP2 of the same blocks."""
+    """Models without roles, sharded block by block, compared with torch's FSDP2 on the same blocks."""
     ranks = _count_ranks(setting.ranks)
 
     from stretto.bench.training.blocks import bench_blocks
@@ -191,7 +193,7 @@ def blocks(setting: BlocksSetting, out: Path) -> Any:
 
 @bench_command("chunks", ChunksSetting)
 def chunks(setting: ChunksSetting, out: Path) -> Any:
-    """Gradients' all-reduces and the optimizer's steps together, by buckets an all-reduce, over a slow link."""
+    """Overlap of gradients' all-reduces with optimizer steps, by the number of buckets per all-reduce (slow link)."""
     from stretto.bench.training.chunks import bench_chunks
 
     return bench_chunks(setting, out)
@@ -199,7 +201,7 @@ def chunks(setting: ChunksSetting, out: Path) -> Any:
 
 @bench_command("pipeline", PipelineSetting)
 def pipeline(setting: PipelineSetting, out: Path) -> Any:
-    """A step in pipeline stages that sleep, by schedule, beside the timing model's."""
+    """Pipeline steps with stages that sleep, by schedule, compared with the timing model."""
     from stretto.bench.training.pipeline import bench_pipeline
 
     return bench_pipeline(setting, out)
@@ -207,7 +209,7 @@ def pipeline(setting: PipelineSetting, out: Path) -> Any:
 
 @bench_command("stages", StagesSetting)
 def stages(setting: StagesSetting, out: Path) -> Any:
-    """Several pipeline stages on one rank, beside plain accumulation and torch's pipelining."""
+    """Several pipeline stages on one rank, compared with gradient accumulation and torch's pipelining."""
     from stretto.bench.training.stages import bench_stages
 
     return bench_stages(setting, out)
@@ -215,7 +217,7 @@ def stages(setting: StagesSetting, out: Path) -> Any:
 
 @bench_command("offload", OffloadSetting, needs=Needs.ONE_GPU)
 def offload(setting: OffloadSetting, out: Path) -> Any:
-    """Optimizer state on the host: steps beside the host links, training beside resident state, FSDP2's offload."""
+    """Optimizer state on the host: steps compared with the host link, state on the device, and FSDP2's offload."""
     from stretto.bench.training.offload import bench_offload
 
     return bench_offload(setting, out)
@@ -223,7 +225,7 @@ def offload(setting: OffloadSetting, out: Path) -> Any:
 
 @bench_command("saves", SavesSetting, needs=Needs.ONE_GPU)
 def saves(setting: SavesSetting, out: Path) -> Any:
-    """What a checkpoint adds to a step, its copy beside the host link, its writers; with --kills N, kill -9 meanwhile.
+    """Cost of asynchronous checkpoints: step time, copies and writes; with --kills N, kill -9 during saves.
 
     --kills runs on processes of the CPU alone, and needs no GPU.
     """
@@ -234,7 +236,7 @@ def saves(setting: SavesSetting, out: Path) -> Any:
 
 @bench_command("recompute", RecomputeSetting)
 def recompute(setting: RecomputeSetting, out: Path) -> Any:
-    """Recomputation that sends activations again, and that keeps them, over slow links between processes of the CPU."""
+    """Activation checkpointing with and without repeated communication, over slow links between CPU processes."""
     from stretto.bench.training.recompute import bench_recompute
 
     return bench_recompute(setting, out)
@@ -242,7 +244,7 @@ def recompute(setting: RecomputeSetting, out: Path) -> Any:
 
 @bench_command("moe-demo", MoeDemoSetting)
 def moe_demo(setting: MoeDemoSetting, out: Path) -> Any:
-    """A mixture of experts on 4 processes of the CPU, beside a dense model of its active size: losses and load."""
+    """A mixture of experts on 4 CPU processes, compared with a dense model of its active size: losses and load."""
     from stretto.bench.training.moe_demo import bench_moe_demo
 
     return bench_moe_demo(setting, out)
@@ -250,7 +252,7 @@ def moe_demo(setting: MoeDemoSetting, out: Path) -> Any:
 
 @bench_command("experts", ExpertsSetting)
 def experts(setting: ExpertsSetting, out: Path) -> Any:
-    """What dropping duplicates of tokens and keeping what was sent save experts, over slow links between processes."""
+    """Savings by duplicate token dropping and communication-aware checkpointing, over slow links between processes."""
     from stretto.bench.experts.communication import bench_experts
 
     return bench_experts(setting, out)
@@ -258,7 +260,7 @@ def experts(setting: ExpertsSetting, out: Path) -> Any:
 
 @bench_command("moe-layers", MoeLayersSetting, needs=Needs.ONE_GPU)
 def moe_layers(setting: MoeLayersSetting, out: Path) -> Any:
-    """Layers of Qwen3-30B-A3B on one GPU, beside transformers' own: tokens/s, memory, and waits of the host."""
+    """Layers of Qwen3-30B-A3B on one GPU, compared with transformers: tokens/s, memory, host synchronizations."""
     from stretto.bench.experts.layers import bench_moe_layers
 
     return bench_moe_layers(setting, out)
@@ -266,7 +268,7 @@ def moe_layers(setting: MoeLayersSetting, out: Path) -> Any:
 
 @bench_command("ddp", DdpSetting, needs=Needs.ONE_GPU)
 def ddp(setting: DdpSetting, out: Path) -> Any:
-    """The timeline of DistributedDataParallel over two checkouts' backends: buckets beside the backward pass."""
+    """The timeline of DistributedDataParallel with two checkouts' backends: overlap of buckets."""
     from stretto.bench.training.ddp import bench_ddp
 
     return bench_ddp(setting, out)
@@ -274,7 +276,7 @@ def ddp(setting: DdpSetting, out: Path) -> Any:
 
 @bench_command("plan", PlanSetting, needs=Needs.RANKS)
 def plan(setting: PlanSetting, out: Path) -> Any:
-    """Every grid of the ranks, measured beside what the planner predicted: step times, memory, order, choice.
+    """Every grid of the ranks, measured and compared with the planner's predictions: step times, memory, order.
 
     Predict first (this needs no GPU): stretto bench plan --predict FILE --cluster CLUSTER.toml --ranks 4
     """
@@ -298,7 +300,7 @@ def plan(setting: PlanSetting, out: Path) -> Any:
 
 @bench_command("layouts", LayoutsSetting, needs=Needs.TWO_GPUS)
 def layouts(setting: LayoutsSetting, out: Path) -> Any:
-    """Grids with pipelines, experts and state on the host: measured beside what was predicted, and beside FSDP2.
+    """Grids with pipelines, experts and state on the host: measured, compared with predictions and with FSDP2.
 
     Predict first (this needs no GPU): stretto bench layouts --file FILE --cluster CLUSTER.toml
     """
@@ -326,7 +328,7 @@ def layouts(setting: LayoutsSetting, out: Path) -> Any:
 
 @bench_command("schedules", SchedulesSetting)
 def schedules(setting: SchedulesSetting, out: Path) -> Any:
-    """Message-driven order beside 1F1B where units take unequal times, by the timing model of pipelines."""
+    """Message-driven order compared with 1F1B for actions of unequal times, by the timing model of pipelines."""
     from stretto.bench.plan.schedules import bench_schedules
 
     return bench_schedules(setting, out)
@@ -334,7 +336,7 @@ def schedules(setting: SchedulesSetting, out: Path) -> Any:
 
 @bench_command("memory", MemorySetting, needs=Needs.ONE_GPU)
 def memory(setting: MemorySetting, out: Path) -> Any:
-    """Training runs that nearly fill one GPU: what they allocate and reserve, beside what the planner predicted."""
+    """Memory of training runs that nearly fill one GPU, compared with the planner's predictions."""
     from stretto.bench.plan.memory import bench_memory
 
     return bench_memory(setting, out)
@@ -350,7 +352,7 @@ def collectives(ranks: int, setting: CollectivesSetting, out: Path) -> Any:
 
 @bench_command("backend", BackendSetting, needs=Needs.TWO_GPUS, count=_count_ranks_on_gpus)
 def backend(ranks: int, setting: BackendSetting, out: Path) -> Any:
-    """Calls of torch.distributed by the backend `stretto` and by NCCL: alone, beside products, and in DDP's steps."""
+    """torch.distributed calls with the backend `stretto` and with NCCL: alone, during matrix products, in DDP steps."""
     from stretto.bench.collectives.backend import bench_backend
 
     return bench_backend(ranks, out, setting)
@@ -358,7 +360,8 @@ def backend(ranks: int, setting: BackendSetting, out: Path) -> Any:
 
 @bench_command("ablations", AblationsSetting, needs=Needs.TWO_GPUS, count=_count_gpus)
 def ablations(ranks: int, setting: AblationsSetting, out: Path) -> Any:
-    """MSCCLang's ablations: pipelining over tiles on and off; one kernel against the algorithm made of NCCL calls."""
+    """MSCCLang's ablations: pipelining over tiles on and off; one kernel compared with the same algorithm in NCCL
+    calls."""
     from stretto.bench.collectives.ablations import bench_ablations
 
     return bench_ablations(ranks, out, setting)
@@ -366,7 +369,7 @@ def ablations(ranks: int, setting: AblationsSetting, out: Path) -> Any:
 
 @bench_command("embedding", EmbeddingSetting, needs=Needs.RANKS, count=_count_ranks)
 def embedding(ranks: int, setting: EmbeddingSetting, out: Path) -> Any:
-    """Embedding look-ups fused with their all-to-all, beside EmbeddingBag, one batched kernel, and its two streams."""
+    """Embedding look-ups fused with their all-to-all, compared with EmbeddingBag and with one batched kernel."""
     from stretto.bench.embedding.run import bench_embedding
 
     return bench_embedding(ranks, out, setting)
@@ -374,7 +377,7 @@ def embedding(ranks: int, setting: EmbeddingSetting, out: Path) -> Any:
 
 @bench_command("ops", OperatorsSetting, needs=Needs.TWO_GPUS, out="results/operators", count=_count_gpus)
 def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
-    """Overlapped operators beside the GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
+    """Overlapped operators, compared with the GEMM, GEMM and NCCL, and torch's async tensor parallelism.
 
     Rows are added to those that the folder has, and written as they come.
     """
@@ -386,7 +389,8 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
 
 @bench_command("two-level", TwoLevelSetting)
 def two_level(setting: TwoLevelSetting, out: Path) -> Any:
-    """Two-level collectives between network namespaces: recursive, ring and flat beside the model (needs root)."""
+    """Two-level collectives between network namespaces: recursive, ring and flat, compared with the model (needs
+    root)."""
     from stretto.bench.two_level.run import bench_two_level
 
     return bench_two_level(setting, out)
@@ -394,7 +398,7 @@ def two_level(setting: TwoLevelSetting, out: Path) -> Any:
 
 @bench_command("dlrm", DlrmSetting, needs=Needs.RANKS)
 def dlrm(setting: DlrmSetting, out: Path) -> Any:
-    """A DLRM's training step with its look-up and exchange fused, beside PyTorch's functions, in one job."""
+    """A DLRM's training step with look-up and all-to-all fused, compared with PyTorch's functions."""
     workload, ranks = setting.workload(), _count_ranks(setting.ranks)
 
     from stretto.bench.training.dlrm import bench_dlrm
@@ -416,7 +420,7 @@ def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
 
 @bench_command("messages", MessagesSetting, needs=Needs.RANKS, count=_count_ranks)
 def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
-    """Messages between pipeline stages by carrier, beside torch's send and recv, and all-reduces by back end."""
+    """Messages between pipeline stages by carrier, compared with torch's send and recv; all-reduces by backend."""
     require_two_ranks(ranks)
 
     from stretto.bench.messages.run import bench_messages
@@ -426,7 +430,7 @@ def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
 
 @bench_command("flips", FlipsSetting)
 def flips(setting: FlipsSetting, out: Path) -> Any:
-    """Flip random bits of checkpoints and exported weights, one at a time: each is to be found, by name (no GPU)."""
+    """Flip random bits of checkpoints and exported weights, one at a time, and check that each is detected (no GPU)."""
     from stretto.bench.flips import bench_flips
 
     return bench_flips(setting, out)

@@ -245,7 +245,7 @@ def _check_own(schedule: Schedule) -> None:
         )
     if not schedule.out_of_place and collective.input_chunks != collective.output_chunks:
         raise ValueError(
-            f"{schedule.name} runs in place alone, where input and output of {collective.name} have different sizes: "
+            f"{schedule.name} runs only in place, but input and output of {collective.name} have different sizes: "
             "compile it with in_place=False"
         )
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts how long the algorithms take, from latency and bandwidth inside nodes and between them (Singh, section 6.2).
 
-The paper says where ring or recursive wins, and why, but gives no formulas. These are the usual ones with one latency
-and one bandwidth (Thakur et al., "Optimization of collective communication operations in MPICH", 2005), extended for
-two levels: the ranks of a node share its network interfaces, and distant nodes may share links. It uses no GPU library.
+The paper states where ring or recursive is faster, and why, but gives no formulas. These are the usual ones with one
+latency and one bandwidth (Thakur et al., "Optimization of collective communication operations in MPICH", 2005),
+extended for two levels: the ranks of a node share its network interfaces, and distant nodes may share links. It uses no
+GPU library.
 """
 
 import math

@@ -50,7 +50,7 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
         raise ValueError(f"a connection has at least 1 FIFO slot, not {slots}")
     for name in waive:
         if name not in WAIVABLE:
-            raise ValueError(f"{name!r} cannot be waived; what can is {', '.join(WAIVABLE)}")
+            raise ValueError(f"{name!r} cannot be waived; these checks can: {', '.join(WAIVABLE)}")
     errors: list[str] = []
     graph = build_graph(schedule, errors)
     malformed = bool(errors)
@@ -76,8 +76,8 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
             errors += [error for error in found if error not in known]
     if schedule.collective.is_unknown:
         errors.append(
-            f"postcondition: nobody here knows what {schedule.collective.name!r} promises: give its conditions, as "
-            "`collective` of `read_schedule`"
+            f"postcondition: the conditions of {schedule.collective.name!r} are unknown: pass them as `collective` to "
+            "`read_schedule`"
         )
     waived = "replica_consistency" in waive
     counted = [error for error in errors if not (waived and error.startswith("replica consistency"))]

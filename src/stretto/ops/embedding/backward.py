@@ -185,7 +185,7 @@ def stage_gradients(
     fill_zeros(zeros)
     staged = None
     if lookups.dims and lookups.indices.numel():
-        # The forward pass has reported errors in the input, so nobody reads those that this sort records.
+        # The forward pass has already reported errors in the input, so the errors recorded by this sort are not read.
         staged = sort_lookups(lookups, placement, staging.own, config, staging.index_errors, firsts)
         staged = staged._replace(permit=permit)
     tiles.join_copies(staging.channel)
@@ -212,7 +212,8 @@ def _push(
 ) -> None:
     """Push each rank's columns to their owner, and wait for the columns that others push; on the current stream."""
     if not config.push_programs:
-        # The host issues copies, so it waits for the permit; not in a CUDA graph, whose capture knows no values.
+        # The host issues copies, so it waits for the permit; not in a CUDA graph, because values are unknown during
+        # capture.
         if find_capture(grad.device) is not None or int(permit) & need == need:
             _copy_columns(staging, grad, placement)
         return

@@ -52,7 +52,7 @@ class NamedTables(nn.Module):
 
 
 class EmbeddingAllToAll(nn.Module):
-    """This rank's tables, looked up for the global batch by `embedding_all_to_all`.
+    """Embedding tables of this rank, looked up for the global batch by `embedding_all_to_all`.
 
     shapes: (rows, dim) of each table; a rank may have none. All ranks of the group make their modules in one order, and
     making one is collective: the ranks compare their tables' names, through the group's store.
@@ -70,12 +70,12 @@ class EmbeddingAllToAll(nn.Module):
     was made on the meta device). dtype is the tables': settings and states are fp32, and stay so when the module is
     moved to another dtype.
 
-    DistributedDataParallel leaves tables and the optimizer's states alone, which are this rank's own, wherever in its
-    model the module is. It refuses the module with a ValueError if its group has ranks outside of the tables' group,
-    unless its ranks hold replicas (each is in another tables' group) and optimizer is None: then it averages gradients.
+    DistributedDataParallel ignores the tables and the optimizer's states, wherever in its model the module is. It
+    raises a ValueError if its group has ranks outside of the tables' group, unless its ranks hold replicas (each is in
+    another tables' group) and optimizer is None: then it averages their gradients.
 
-    ValueError, on all ranks, for invalid tables, names or optimizers of any rank; PeerError for a rank that makes no
-    module within the group's time limit.
+    ValueError, on all ranks, for invalid tables, names or optimizers of any rank; PeerError for a rank that does not
+    create its module within the group's timeout.
     """
 
     _version = 2  # of state dicts; 1 had the tables' places in keys, not their names
@@ -238,8 +238,8 @@ def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | Non
         for name in other["names"]:
             if name in owners:
                 raise ValueError(
-                    f"rank {owners[name]} and rank {rank} of the group both have a table named {name!r}, of which a "
-                    "checkpoint would hold only one: give each table of the group another name"
+                    f"rank {owners[name]} and rank {rank} of the group both have a table named {name!r}, and a "
+                    "checkpoint would contain only one of them: give each table of the group a different name"
                 )
             owners[name] = rank
 
@@ -292,7 +292,7 @@ def _are_own(module: EmbeddingAllToAll, replicas: dist.ProcessGroup) -> bool:
     if ranks & owners != {dist.get_rank()}:
         raise ValueError(
             f"DistributedDataParallel over ranks {sorted(ranks)} cannot hold an EmbeddingAllToAll over ranks "
-            f"{sorted(owners)}: of ranks outside of the tables' group, nobody would keep the tables equal to these. "
+            f"{sorted(owners)}: the tables of ranks outside of the tables' group would not be kept equal to these. "
             "Give DistributedDataParallel a group inside of the tables' group, or have it ignore the tables "
             "(_set_params_and_buffers_to_ignore_for_model) and reduce their gradients yourself"
         )

@@ -47,29 +47,31 @@ def embedding_all_to_all(
     checks: bool = True,
     sparse: bool = False,
 ) -> Tensor:
-    """Pool this rank's tables for the global batch and exchange: returns all tables' vectors of this rank's samples.
+    """Look up and pool this rank's tables for the global batch, and exchange the vectors with an all-to-all.
 
     tables: this rank's, each [rows, dim], contiguous; any number (a rank may have none), any rows, dims that are
     multiples of 4, up to 2048. All ranks' tables have one dtype: fp32, fp16 or bf16. indices: [total], int32 or int64.
     offsets: [tables x global batch + 1], feature-major: sample s has the indices from offsets[t * batch + s] to
     offsets[t * batch + s + 1] - 1 in table t; an empty bag gives zeros. weights: [total], a factor for each index,
     without a gradient. mode: "sum", or "mean", which divides by the number of indices, weighted or not. batch: the
-    global one; a rank without tables must give it. group: None for all ranks. name: a different one for each set of
-    tables that a group has: at the first call with these dims (of this rank), batch and name, the ranks tell each other
-    their tables, and later calls rely on it.
+    global one; a rank without tables must give it. group: None for all ranks. name: must differ for each set of tables
+    of a group: at the first call with these dims (of this rank), batch and name, the ranks exchange descriptions of
+    their tables, on which later calls rely.
 
-    Returns [global batch / world, sum of all ranks' dims], in the tables' dtype, columns in order of rank, then table;
-    sums are fp32. The output lies in memory that peers store into: see docs/embedding.md.
+    Returns the vectors of all tables for this rank's samples: [global batch / world, sum of all ranks' dims], in the
+    tables' dtype, with columns ordered by rank, then table; sums are fp32. The output is in symmetric memory, which
+    peers write: see docs/embedding.md.
 
-    Gradients go to the tables: dense ones, or with sparse=True coalesced sparse tensors, for which the host waits once.
-    In each call, all ranks' tables need gradients, or none; `EmbeddingAllToAll` updates its tables without making any.
-    Where gradients are enabled, a rank without tables gets an output that requires one.
+    The tables get dense gradients, or, with sparse=True, coalesced sparse tensors, for which the host synchronizes
+    once. In each call, either all ranks' tables or none must need gradients; `EmbeddingAllToAll` can update its tables
+    without gradient tensors. If gradients are enabled, the output of a rank without tables requires a gradient.
 
     checks: check every index and offset on the device. A bad one is read as zeros (an empty bag), and raises a
     ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. That call
-    stores nothing, and the other ranks raise an error, too. With checks=False it reads whatever lies there. ValueError
-    at once for other invalid input (a batch that the group does not divide, tables that disagree between ranks, ...),
-    and on a rank outside of the group; PeerError if a rank does not come. Punniyamurthy et al., section 3.
+    stores nothing, and the other ranks raise an error, too. With checks=False a bad index reads arbitrary memory.
+    ValueError immediately for other invalid input (a batch that the group does not divide, tables that disagree between
+    ranks, ...), and on a rank outside of the group; PeerError if a rank does not arrive. Punniyamurthy et al., section
+    3.
     """
     if sparse and torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         options = {"weights": weights, "mode": mode, "batch": batch, "name": name, "checks": checks, "sparse": True}
@@ -338,7 +340,7 @@ def tune_embedding(
 def check_indices(group: dist.ProcessGroup | None = None) -> None:
     """Wait for the device, and raise the errors of the group's look-ups.
 
-    ValueError for bad indices or offsets, PeerError for a rank that a kernel waited for in vain.
+    ValueError for bad indices or offsets, PeerError if a kernel's wait for another rank has timed out.
     """
     for ring in find_output_rings(find_name(group)):
         if ring.channel.device.type == "cuda":

@@ -145,9 +145,7 @@ def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> i
     bags = offsets.shape[0] - 1
     if tables == 0:
         if batch is None:
-            raise ValueError(
-                f"{name}: this rank has no tables, so nothing says how large the global batch is: give batch="
-            )
+            raise ValueError(f"{name}: this rank has no tables, so the global batch size is unknown: pass batch=")
         if bags != 0:
             raise ValueError(f"{name}: offsets for no tables have one element, not {bags + 1}")
         return batch
@@ -156,7 +154,7 @@ def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> i
             f"{name}: offsets of {tables} tables have {tables} x the global batch + 1 elements, not {bags + 1}"
         )
     if batch is not None and batch != bags // tables:
-        raise ValueError(f"{name}: offsets are for a global batch of {bags // tables}, and batch says {batch}")
+        raise ValueError(f"{name}: offsets are for a global batch of {bags // tables}, but batch is {batch}")
     return bags // tables
 
 

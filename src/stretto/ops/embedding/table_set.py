@@ -53,8 +53,8 @@ class TableSet:
         for (before, one), (after, other) in itertools.pairwise(sorted(first_of.items())):
             if before[0] + before[1] * before[2] * itemsize > after[0]:
                 raise ValueError(
-                    f"{_OPERATOR}_update: tables {min(one, other)} and {max(one, other)} have a part of their memory "
-                    "in common: give the whole table each time, or parts that are apart"
+                    f"{_OPERATOR}_update: tables {min(one, other)} and {max(one, other)} share memory partially: pass "
+                    "the whole table each time, or parts that do not overlap"
                 )
         return firsts
 

@@ -67,16 +67,17 @@ class Machine(NamedTuple):
 
 
 class KernelConfig(NamedTuple):
-    """How a call is executed; an operator ignores the fields that it has no use for.
+    """The kernel configuration of a call; an operator ignores the fields that do not apply to it.
 
     implementation: "kernel" or "library" (which ignores all other fields). blocks: the GEMM's tiles, whose columns are
     a multiple of 16; kernels that exchange tiles, or whose rows copy engines move, round them down to a power of two.
-    transfer: what moves the gathered rows, copy engines ("copies") or the first `movers` programs of the kernel
-    before they multiply ("programs"), which push or pull them (direction); and what moves tiles of partial sums, copy
-    engines or the program that has multiplied them. piece_bytes: bytes that are moved per signal. exchange: partial
-    sums travel in "tiles", or in "packets", for few rows. shots: of an all-reduce: 1, all ranks send to all ranks; 2,
-    an owner reduces and broadcasts. is_shifted: each rank begins with another rank's tiles (Flux, section 4.1); if not,
-    all begin with rank 0's. Tuning files hold these names: a renamed field makes what was measured unreadable.
+    transfer: how gathered rows are transferred: by copy engines ("copies"), or by the first `movers` programs of the
+    kernel before they multiply ("programs"), which push or pull them (direction); and how tiles of partial sums are
+    transferred: by copy engines, or by the program that has computed them. piece_bytes: bytes transferred per signal.
+    exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of an all-reduce: 1, all ranks
+    send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with another rank's tiles (Flux,
+    section 4.1); if not, all begin with rank 0's. Tuning files contain these names: renaming a field makes earlier
+    measurements unreadable.
     """
 
     implementation: str = "kernel"

@@ -35,7 +35,7 @@ _IMPLEMENTATIONS = ("auto", "library")
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """What `combine` needs to know of a `dispatch`: the way of its rows.
+    """The routing information of a `dispatch`, which `combine` needs to return the rows.
 
     num_rows: of the rows that were returned. shape: [t, k] of topk_ids. order: of this rank's copies. route: None where
     one rank has all experts.
@@ -80,11 +80,11 @@ def dispatch(
     where the host reads the rows' numbers (for others see `permute`). t may differ between ranks, and may be 0; all
     else is the same on all ranks.
 
-    max_rows: None for as many rows as there are, for which the host reads their numbers, once a call. Or how many rows
-    to return, with zeros after those that there are: the host waits for nothing, and the program may be captured in a
-    CUDA graph. t is then the same on all ranks. A rank that needs more rows returns NaN for all of them, so that its
-    results, the loss and gradients are NaN as well, and not wrong unnoticed. The host learns of it later: the next
-    dispatch on the group, or `check_rows`, raises a ValueError that names the rank and the number of rows it needs.
+    max_rows: None for a dynamic number of rows, which the host reads from the device once per call. Otherwise a fixed
+    number of rows to return, padded with zeros: the host does not wait, and the call can be captured in a CUDA graph. t
+    is then the same on all ranks. A rank that needs more rows returns NaN for all of them, so that its results, the
+    loss and gradients are NaN too. The host detects this later: the next dispatch on the group, or `check_rows`, raises
+    a ValueError that names the rank and the number of rows it needs.
 
     gather_group: another group, whose ranks have parts of the same experts and other tokens. Its ranks' rows are
     gathered after the exchange, and `combine` sums over it on the way back (Singh, section 7.3.1). An expert's rows are
@@ -125,11 +125,12 @@ def combine(
 ) -> Tensor:
     """Return rows to their tokens' ranks, and sum each token's, weighted: rows [n, h], topk_weights [t, k] -> [t, h].
 
-    rows: what became of the rows of `dispatch`, in their order; handle: its handle. group, around and implementation
-    are those of `dispatch`. With its gather_group, rows are summed over that group first. The sum over a token's
-    experts is fp32 for 16-bit rows, in the order of topk_ids, and rounded once to rows' dtype (with max_rows: once for
-    each rank, whose sums are added by a reduce-scatter). topk_weights may be of another floating dtype than rows; its
-    gradient is of its own. It cannot be differentiated twice. ValueError for other shapes, dtypes and groups.
+    rows: the experts' outputs for the rows of `dispatch`, in the same order; handle: the handle of `dispatch`. group,
+    around and implementation are those of `dispatch`. With its gather_group, rows are summed over that group first. The
+    sum over a token's experts is fp32 for 16-bit rows, in the order of topk_ids, and rounded once to rows' dtype (with
+    max_rows: once for each rank, whose sums are added by a reduce-scatter). topk_weights may be of another floating
+    dtype than rows; its gradient is of its own. It cannot be differentiated twice. ValueError for other shapes, dtypes
+    and groups.
     """
     _require_library("combine", implementation)
     require_weighted("combine", rows, topk_weights, handle.shape)

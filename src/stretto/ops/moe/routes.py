@@ -139,7 +139,7 @@ def _sort_by_expert(counts: Tensor, longest: int, total: int) -> tuple[Tensor, T
     before = lengths.cumsum(0) - lengths
     numbers = torch.arange(total, device=counts.device)
     places = numbers + torch.repeat_interleave(starts - before, lengths, output_size=total)
-    # Places without a row take the first one, which nobody reads there.
+    # Slots without a row get the first row's index; these slots are never read.
     return places, numbers.new_zeros(len(flat) * longest).scatter_(0, places, numbers)
 
 

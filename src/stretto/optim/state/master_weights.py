@@ -28,7 +28,7 @@ def round_to_bf16(master: Tensor, out: Tensor, low: Tensor | None = None) -> Ten
         launch_round(master, out, low)
         return out
     bits, is_nan = master.view(torch.int32), master.isnan()
-    # Of a NaN whose payload is rounded up, infinity or zero would be left.
+    # Rounding up the payload of a NaN would turn it into infinity or zero.
     upper = ((bits + _HALF) >> 16).masked_fill_(is_nan, 0x7FC0)
     out.view(torch.int16).copy_(upper)
     if low is not None:

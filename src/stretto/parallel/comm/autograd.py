@@ -38,8 +38,8 @@ def is_asked_for(ctx: Any, place: int) -> bool:
         if "autograd.grad" not in str(error):
             raise
         raise RuntimeError(
-            "torch.autograd.grad was asked for the gradient of a weight that stretto.parallelize has sharded, which "
-            "reaches .grad beside autograd: call backward(), or backward(inputs=[...])"
+            "torch.autograd.grad was called for a weight that stretto.parallelize has sharded, whose gradient is "
+            "written to .grad outside of autograd: call backward(), or backward(inputs=[...])"
         ) from error
 
 

@@ -124,7 +124,9 @@ class GradientReducer:
     def send_to(self, sink: GradientSink) -> None:
         """Give all gradients to `sink` from now on, and none to `.grad`."""
         if self.accumulates_unsharded:
-            raise ValueError("accumulate_unsharded keeps sums of whole gradients, which optimizer state apart does not")
+            raise ValueError(
+                "accumulate_unsharded keeps unsharded gradients, which optimizer_state 'device' and 'host' do not"
+            )
         self.sink = sink
         for parameter in self._groups:
             if parameter not in self._weights and parameter not in self._hooks:
@@ -143,8 +145,8 @@ class GradientReducer:
         """Raise ValueError if a user has hooked a weight: autograd sees no gradient of it."""
         if parameter in self._weights and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise ValueError(
-                f"{name} has a hook, which would be called before there is a gradient: those of weights reach .grad "
-                "beside autograd, when backward() returns. Remove the hook, and do its work then"
+                f"{name} has a hook, which would be called before there is a gradient: gradients of weights are "
+                "written to .grad outside of autograd, when backward() returns. Remove the hook, and do its work then"
             )
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
@@ -262,8 +264,9 @@ class GradientReducer:
         shown, versions = note_state(parameter)
         if shown is not kept.shown or versions != kept.versions:
             raise RuntimeError(
-                "a gradient was written to between micro-batches of no_sync(unsharded=True), which keeps their sum "
-                "apart from .grad: drop gradients with zero_grad(set_to_none=True), and change them after the last "
+                "a gradient was written to between micro-batches of no_sync(unsharded=True), which accumulates "
+                "gradients outside of .grad: drop gradients with zero_grad(set_to_none=True), and change them after "
+                "the last "
                 "micro-batch"
             )
         return kept
@@ -486,7 +489,10 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
     if not isinstance(reducer, GradientReducer):
         raise ValueError("no_sync takes a model that stretto.parallelize has returned")
     if unsharded and reducer.sink is not None:
-        raise ValueError("no_sync(unsharded=True) keeps whole gradients, which optimizer state apart does not take")
+        raise ValueError(
+            "no_sync(unsharded=True) keeps unsharded gradients, which optimizer_state 'device' and "
+            "'host' do not support"
+        )
     before = reducer.is_syncing, reducer.keeps_unsharded
     reducer.is_syncing = False
     reducer.keeps_unsharded = reducer.accumulates_unsharded if unsharded is None else unsharded

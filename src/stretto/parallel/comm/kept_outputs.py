@@ -134,7 +134,7 @@ class _Pass(AbstractContextManager["_Pass"]):
             return kept.get()
         if name == _ONCE:
             raise RuntimeError(
-                "what run_once has returned was overwritten in place, or is an inference tensor: return a copy of it, "
+                "the result of run_once was overwritten in place, or is an inference tensor: return a copy of it, "
                 "made outside of torch.inference_mode"
             )
         return self.make(make)  # on every rank: all run the same code
@@ -212,11 +212,11 @@ def keep_output(name: str, make: Callable[[], T]) -> T:
 
 
 def run_once(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function in the forward pass of a block alone, and return what it returned when the block is recomputed.
+    """Call a function only in the forward pass of a block; the recomputation returns the same result again.
 
-    For what counts, or adds to a loss: in every mode of `parallelize(recompute=...)` it happens once. The function may
-    not apply anything that saves tensors for the backward pass: autograd would wait for them. Raises RuntimeError if
-    what it returned is overwritten in place.
+    Use it for side effects, such as counting or adding to a loss, which then happen once in every mode of
+    `parallelize(recompute=...)`. The function must not save tensors for the backward pass: autograd would wait for
+    them. Raises RuntimeError if the result is overwritten in place.
     """
     running = _running.current
     make = partial(function, *args, **kwargs)

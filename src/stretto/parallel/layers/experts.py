@@ -256,7 +256,7 @@ class ParallelExperts(ShardedModule):
     def _refuse_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                f"{self.plan.name}: a CUDA graph cannot wait for how many rows come from other ranks: give their most, "
+                f"{self.plan.name}: a CUDA graph cannot wait for the number of rows from other ranks: set a capacity, "
                 "parallelize(..., expert_rows=), or choose expert=1"
             )
 

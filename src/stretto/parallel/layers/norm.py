@@ -75,7 +75,7 @@ class _SplitNorm(torch.autograd.Function):
         grad_bias = gradient.sum(leading) if ctx.needs_input_grad[2] else None
         if weight is not None:
             gradient = gradient * weight
-        # Both sums run over all features, of which this rank has a part.
+        # Both sums are over all features; this rank has only a part of them.
         sums = torch.stack((gradient.sum(-1, keepdim=True), (gradient * normalized).sum(-1, keepdim=True)))
         average, projection = all_reduce(sums, ctx.group) / (x.shape[-1] * ctx.group.size())
         grad_x = gradient - normalized * projection

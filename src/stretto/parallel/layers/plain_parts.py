@@ -96,7 +96,9 @@ def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, gri
         if group.size() == 1:
             return forward(*args, **kwargs)
         if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-            raise ValueError(f"{part.whose} has the role 'gathered', but its first argument is no tensor of features")
+            raise ValueError(
+                f"{part.whose} has the role 'gathered', but its first argument is not a tensor of features"
+            )
         features = args[0].shape[-1] * group.size()
         found = forward(gather_features(args[0], features, group), *args[1:], **kwargs)
         first = found[0] if isinstance(found, tuple) else found

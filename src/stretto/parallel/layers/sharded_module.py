@@ -90,8 +90,8 @@ def whole_as_shards(
     if local_metadata.get("assign_to_params_buffers"):
         whose = prefix.rstrip(".") or "the model"
         raise ValueError(
-            f"load_state_dict(assign=True) would replace the parameters of {whose}, which is sharded: "
-            "leave assign out, and their values are copied"
+            f"load_state_dict(assign=True) would replace the parameters of {whose}, which is sharded: leave assign "
+            "out to copy their values"
         )
     own = {f"{prefix}{name}": parameter for name, parameter in parameters.items() if parameter is not None}
     return {

@@ -185,8 +185,8 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
         if own := [key for key, _ in owner.named_parameters(recurse=False)]:
             where = parent or type(model).__name__
             raise ValueError(
-                f"{where} has parameters of its own ({', '.join(own[:3])}) beside its blocks, which belong to no "
-                "pipeline stage: put them into a submodule, or use pipe=1"
+                f"{where} has parameters of its own ({', '.join(own[:3])}) in addition to its blocks, which cannot be "
+                "assigned to a pipeline stage: put them into a submodule, or use pipe=1"
             )
         within = {key: f"{parent}.{key}".removeprefix(".") for key in owner._modules}
         around = [key for key, name in within.items() if name in parents or name in blocks]
@@ -200,7 +200,7 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
                 beside[within[key]] = planned.get(within[key], found)
     for pattern, is_before in [*((name, True) for name in options.first), *((name, False) for name in options.last)]:
         if pattern not in beside:
-            raise ValueError(f"no module beside the blocks is named {pattern!r}{did_you_mean(pattern, beside)}")
+            raise ValueError(f"no module outside of the blocks is named {pattern!r}{did_you_mean(pattern, beside)}")
         beside[pattern] = is_before
     return tuple(ModelPart(name, is_before) for name, is_before in beside.items())
 

@@ -90,16 +90,16 @@ class FailureReports:
             if rank in seen or rank == root:
                 continue
             seen.append(rank)
-            said = own if rank == self._rank else self._report(rank, deadline)
-            if said is None:
+            peer_report = own if rank == self._rank else self._report(rank, deadline)
+            if peer_report is None:
                 lines.append(f"{self._name_rank(rank)} has not reported anything: it has ended, stopped or hung")
                 ends.append(rank)
-            elif said.waits_for:
-                names = " or ".join(self._name_rank(one) for one in said.waits_for)
-                lines.append(f"{self._name_rank(rank)} was waiting for {names}: {said.awaited}")
-                next_ranks += said.waits_for
+            elif peer_report.waits_for:
+                names = " or ".join(self._name_rank(one) for one in peer_report.waits_for)
+                lines.append(f"{self._name_rank(rank)} was waiting for {names}: {peer_report.awaited}")
+                next_ranks += peer_report.waits_for
             else:
-                lines.append(f"{self._name_rank(rank)} was not waiting for a message: {said.awaited}")
+                lines.append(f"{self._name_rank(rank)} was not waiting for a message: {peer_report.awaited}")
                 ends.append(rank)
         if ends:
             return self._conclude(lines, ends, "the cause is {}")

@@ -180,7 +180,7 @@ class Carrier(ABC):
                     raise ValueError(f"{key} has been taken in this step already")
                 sources = self._sources() if source is None else [source]
                 if not set(sources) & set(self._sources()):
-                    raise ValueError(f"{key} cannot come: all messages that `begin_step` was told of have")
+                    raise ValueError(f"{key} cannot arrive: all messages announced in `begin_step` have been received")
                 self._wait(lambda: key in self._messages, sources, str(key))
             if key in self._arrived:
                 self._arrived.remove(key)

@@ -65,7 +65,9 @@ class NCCLCarrier(GlooCarrier):
         if device.type != "cuda":
             raise ValueError(f"NCCL carries messages of tensors on GPUs, not on {device}: take gloo")
         if shared_gpus.is_enabled():
-            raise ValueError("NCCL takes a GPU a rank, and ranks share GPUs here: take symmetric memory")
+            raise ValueError(
+                "NCCL needs one GPU per rank, but ranks share GPUs here: use the carrier 'symmetric memory'"
+            )
 
     def _carried(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
         return tuple(None if layout is not None and self._is_data(layout) else layout for layout in header.tensors)

@@ -53,9 +53,9 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" =
 
 
 class Pipeline:
-    """Runs forward and backward passes of a model that `parallelize` has cut into stages (Singh, chapter 3).
+    """Runs training steps of a model that `parallelize` has split into pipeline stages (Singh, chapter 3).
 
-    Every rank of the grid makes it, and calls `step` with its rows of the batch: those of its data and z coordinate,
+    Every rank of the grid creates a Pipeline, and calls `step` with the rows of its data and z coordinates, which are
     the same on all ranks of pipe.
 
         model = parallelize(model, grid)                       # grid = Grid(pipe=4, data=2)
@@ -63,19 +63,19 @@ class Pipeline:
         loss = pipeline.step(input_ids=ids, labels=labels)     # gradients are final
         optimizer.step()
 
-    model: of any number of stages, one too.
+    model: with any number of stages, including one.
     schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v" or "message-driven", or a PipelineSchedule,
         whose number of micro-batches each step must have then.
     micro_batch_size: rows of a micro-batch, which must divide the rows of each step.
-    limit: of "message-driven", micro-batches in flight (default: the number of stages).
-    serve_first: of "message-driven", what is computed where an activation and a gradient both wait.
-    extra_warm_up: of "1f1b", further forward passes before the first backward pass.
-    carrier: of messages between ranks: a name of `stretto.parallel.pipeline.carriers.CARRIERS`, or one that was made
-        (default: the one that was measured to be the fastest between these ranks).
+    limit: for "message-driven": micro-batches in flight (default: the number of stages).
+    serve_first: for "message-driven": what is computed first if an activation and a gradient are both waiting.
+    extra_warm_up: for "1f1b": additional forward passes before the first backward pass.
+    carrier: transports messages between ranks: a name in `stretto.parallel.pipeline.carriers.CARRIERS`, or a carrier
+        object (default: the fastest one that connects these ranks).
 
-    A failure on any rank is raised on all, with the rank that caused it, within the grid's time limit.
+    A failure on any rank raises an error on all ranks, which names the rank that caused it, within the grid's timeout.
 
-    Raises ValueError for a schedule that does not suit the model's stages, and for options of another schedule.
+    Raises ValueError for a schedule that does not match the model's stages, and for options of another schedule.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class Pipeline:
     ) -> Tensor:
         """Run the forward and backward passes of a step, in micro-batches. Collective.
 
-        args, kwargs: of the model's forward, for this rank's rows of the global batch. Tensors whose dim 0 has as many
-            rows as the first one are cut into micro-batches; others, and other values, go to each.
+        args, kwargs: the arguments of the model's forward, for this rank's rows of the global batch. Tensors whose dim
+            0 is as long as the first tensor's are split into micro-batches; every micro-batch gets all other arguments.
         seed: seeds torch before each micro-batch, for dropout; the same on all ranks.
         scale_loss: multiplies the loss of a micro-batch before its backward pass, as a loss scaler does.
 
@@ -179,7 +179,7 @@ class Pipeline:
     def schedule_of(self, micro_batches: int, *, with_backward: bool = True) -> PipelineSchedule:
         """The schedule of a step of so many micro-batches. ValueError in message-driven order, which has none."""
         if self.is_message_driven and with_backward:
-            raise ValueError("in message-driven order messages decide what is computed, and no schedule does")
+            raise ValueError("message-driven order has no schedule: the order of messages determines the actions")
         key = micro_batches if with_backward else -micro_batches
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(micro_batches, with_backward)
@@ -273,8 +273,8 @@ class Pipeline:
     ) -> Tensor:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "a CUDA graph cannot hold a pipeline's step: the host takes its messages, and in message-driven order "
-                "they decide what it computes; run it without CapturedStep"
+                "a pipeline's step cannot be captured in a CUDA graph, because the host receives its messages; run it "
+                "without CapturedStep"
             )
         if self._failure is not None:
             raise RuntimeError(f"an earlier step of this pipeline has failed here ({self._failure}): make another one")

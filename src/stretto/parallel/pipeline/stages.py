@@ -176,7 +176,7 @@ class ModelStages:
             ends = output.tensors if isinstance(output, Activations) else tensors_of(output)
             if depend_on(ends, stage_pass.stand_ins.leaves):
                 raise ValueError(
-                    f"stage {stage} of {type(model).__name__} uses what an earlier stage has computed, beside the "
+                    f"stage {stage} of {type(model).__name__} uses tensors of an earlier stage other than the "
                     f"arguments of {self.block_names[stage_pass.first]}: a connection skips the cut before that block. "
                     "Cut elsewhere, with parallelize(..., stages=StageOptions(cuts=...)), or use pipe=1"
                 )

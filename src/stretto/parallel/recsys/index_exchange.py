@@ -55,7 +55,7 @@ def exchange_indices(
     if refused:
         raise refused
     if _REFUSED in batches:
-        raise ValueError(f"rank {batches.index(_REFUSED)} has refused its own batch: its error says why")
+        raise ValueError(f"rank {batches.index(_REFUSED)} has rejected its own batch: see its error")
     if len(set(batches)) > 1:  # before anything is split by them: backends abort, or wait forever
         raise ValueError(
             f"the ranks' batches have {', '.join(map(str, batches))} samples, but must all have as many: share the "

@@ -59,11 +59,12 @@ class TablePlacement:
 
 
 def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:
-    """Place whole tables on ranks so that no rank has much more memory or much more work than another.
+    """Assign tables to ranks such that memory and work are balanced.
 
-    Greedy: the largest table first, by its part of all memory plus its part of all work, each on the rank whose larger
-    part, of memory or of work, it makes the smallest. Ties go to the lower sum, then to the lower rank. A table larger
-    than a rank's fair share cannot be balanced: it is not cut. ValueError where there is nothing to place, or no rank.
+    Greedy: tables are sorted by their fraction of all memory plus their fraction of all work, the largest first; each
+    is assigned to the rank where the larger of the rank's two fractions is then smallest. Ties go to the lower sum,
+    then to the lower rank. A table larger than 1/ranks of the total cannot be balanced, because tables are not split.
+    ValueError without tables or ranks.
     """
     if not tables or ranks < 1:
         raise ValueError(f"{len(tables)} tables on {ranks} ranks: there must be at least one of each")

@@ -103,23 +103,26 @@ def distribute_tables(
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> TablePlacement:
-    """Spread the embedding tables of a model over all ranks, in place, and replicate the rest. Returns who has which.
+    """Distribute a model's embedding tables over all ranks, in place, and replicate its other modules.
 
-    model: on the meta device, as `stretto.models.DLRM`; with `tables`, an nn.ModuleList of nn.EmbeddingBag, and
-    `reorder(order)`, which is told in which order their vectors will stand. Each module is initialized from `seed` and
-    its name, alike on every grid; a rank allocates its own tables only. grid: of `data` ranks alone. placement: by
-    default `place_tables` for `pooling`, how many rows a bag has on average, by table.
+    model: a model on the meta device such as `stretto.models.DLRM`, with the attribute `tables`, an nn.ModuleList of
+    nn.EmbeddingBag, and a method `reorder(order)`, which sets the order of the tables' vectors. Each module is
+    initialized from `seed` and its name, with the same weights on every grid; a rank allocates only its own tables.
+    grid: a grid with only the axis `data`. placement: by default `place_tables` for `pooling`, the mean number of rows
+    in a bag of each table.
 
-    A rank then feeds its own samples, as many as each other one, and divides their summed loss by the global batch:
-    gradients are final when `backward()` returns. Tables have sparse ones, each on its owner; those of all others are
-    summed over the ranks.
+    Each rank then calls the model with its own samples, equally many on every rank, and divides their summed loss by
+    the global batch size. When `backward()` returns, gradients are fully reduced: each table's sparse gradient is on
+    its owner, and all other gradients are all-reduced.
 
     Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
     """
     tables = _check_model(model)
     ranks = grid.size("data")
     if grid.size("world") != ranks:
-        raise ValueError(f"{grid} has other axes than data, but tables are spread over data alone: Grid(data=...)")
+        raise ValueError(
+            f"{grid} has other axes than data, but tables are distributed only over data: use Grid(data=...)"
+        )
     if pooling is not None and len(pooling) != len(tables):
         raise ValueError(f"pooling has {len(pooling)} numbers, but there are {len(tables)} tables: give one for each")
     sizes = tuple(

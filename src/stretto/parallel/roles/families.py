@@ -228,8 +228,8 @@ def _experts(config: Any, sizes: Sizes) -> Roles:
     """The roles of a layer's router and experts."""
     if sizes["x"] * sizes["y"] > 1 and getattr(config, "router_jitter_noise", None):
         raise ValueError(
-            f"config.router_jitter_noise is {config.router_jitter_noise}: ranks of x and y share tokens, and would "
-            "draw other noise for them. Set it to 0.0"
+            f"config.router_jitter_noise is {config.router_jitter_noise}: ranks of x and y have the same tokens, but "
+            "would draw different noise for them. Set it to 0.0"
         )
     return {"mlp.gate": "router", "mlp.experts": "experts"}
 
@@ -259,7 +259,8 @@ def _olmoe(config: Any, sizes: Sizes) -> FamilyPlan:
 
 
 def _deepseek_v3(config: Any, sizes: Sizes) -> FamilyPlan:
-    # Latent attention: queries, and keys with values, are compressed to few features, of which each head makes its own.
+    # Latent attention: queries, and keys with values, are compressed to few features; each head computes its own from
+    # these.
     queries, keys = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_nope_head_dim + config.v_head_dim
     attention: Roles = {
         "q_proj": _heads(queries),  # of models that do not compress queries
@@ -329,7 +330,7 @@ FAMILIES: dict[str, Callable[[Any, Sizes], FamilyPlan]] = {
     "vit": _vit,
 }
 
-# Parts of whole models, beside the base model, by model type: heads that are not one linear `lm_head`.
+# Modules outside of the base model, by model type: heads other than one linear `lm_head`.
 HEADS: dict[str, Roles] = {
     "bert": {"cls.predictions.transform": "replicated", "cls.predictions.decoder": "head"},
     "roberta": {"lm_head.dense": "replicated", "lm_head.layer_norm": "replicated", "lm_head.decoder": "head"},

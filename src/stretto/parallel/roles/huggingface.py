@@ -84,7 +84,7 @@ def plan_of(
     inputs = None
     with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
         inputs = model.get_input_embeddings()  # type: ignore[operator]
-    # A model of images gives the module that makes patches, whose role is the user's to say.
+    # A vision model returns its patch embedding, whose role the user must pass.
     if isinstance(inputs, nn.Embedding) and (roles or known):
         modules = dict(model.named_modules(remove_duplicate=False))
         named |= {name: "embedding" for name, module in modules.items() if module is inputs}
@@ -168,15 +168,15 @@ def refuse_alibi(model: nn.Module, colwise: Collection[str]) -> None:
         names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
         if found := [name for name in names if getattr(module, name, None) is not False]:
             raise UnknownRolesError(
-                f"{type(module).__name__} adds to attention what depends on a head's number (ALiBi: {found[0]}), and "
-                "its code does not know which heads a rank of x has: choose x=1"
+                f"{type(module).__name__} adds a term to attention that depends on a head's index (ALiBi: "
+                f"{found[0]}), but its code does not know which heads a rank of x has: choose x=1"
             )
 
 
 def _refuse_config_dropout(model: nn.Module) -> None:
     """Raise ValueError for dropout whose probability a module's code reads from its config: it is no nn.Dropout."""
     for kind, module in {type(module): module for module in model.modules() if hasattr(module, "config")}.items():
-        source = _source_beside_init(kind)
+        source = _source_without_init(kind)
         for option in sorted(set(re.findall(r"self\.config\.(\w*drop\w*)", source))):
             value = getattr(module.config, option, None)
             if isinstance(value, float) and value > 0:
@@ -186,7 +186,7 @@ def _refuse_config_dropout(model: nn.Module) -> None:
                 )
 
 
-def _source_beside_init(kind: type) -> str:
+def _source_without_init(kind: type) -> str:
     """The source of a class's own methods except __init__; empty where it cannot be found."""
     sources = []
     for name, method in {"forward": getattr(kind, "forward", None), **vars(kind)}.items():
@@ -196,7 +196,7 @@ def _source_beside_init(kind: type) -> str:
     return "\n".join(sources)
 
 
-def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
+def norms_next_to_linears(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
     """The norms of hidden features in a transformers model: weights [hidden] with no colwise or rowwise linear beside.
 
     A norm beside such a linear may see heads, which are split in another way: the model's plan must name it.

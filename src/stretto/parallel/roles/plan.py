@@ -56,10 +56,11 @@ _OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
 
 @dataclass(frozen=True)
 class Role:
-    """What one submodule is to `parallelize`.
+    """The role of a submodule, which determines how `parallelize` splits its parameters and activations.
 
-    `role` is one of KINDS. `segments`: how many equal fused parts the output features hold, each split on its own.
-    `unit`: how many output features must stay on one rank (a head's, say), called `unit_name` in messages.
+    `role` is one of KINDS. `segments`: the number of equal parts that are fused in the output features; each part is
+    split separately. `unit`: the number of consecutive output features that must stay on one rank (for example a
+    head's); error messages call it `unit_name`.
     """
 
     role: str
@@ -167,7 +168,7 @@ def read_plan(
             if name not in found:
                 found[name] = role
                 of_own_plan.add(name)
-    for name, kind in huggingface.norms_beside(model, found).items():
+    for name, kind in huggingface.norms_next_to_linears(model, found).items():
         found.setdefault(name, Role(kind))
     attributes: dict[str, str | None] = {}
     for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
@@ -260,16 +261,16 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collecti
             names_unknown.append(name)
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
     if unknown:
-        routers = {wildcard(name): "router" for name in names_unknown if _is_beside_experts(name, found)}
+        routers = {wildcard(name): "router" for name in names_unknown if _is_next_to_experts(name, found)}
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         raise UnknownRolesError(
-            f"nothing says what these submodules are: {shown}. Stretto does not guess: "
-            f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+            f"these submodules have no role: {shown}. Stretto does not guess roles: pass "
+            f"roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
             + (f"; if it chooses experts, roles={routers}" if routers else "")
         )
 
 
-def _is_beside_experts(name: str, found: Mapping[str, Role]) -> bool:
+def _is_next_to_experts(name: str, found: Mapping[str, Role]) -> bool:
     """Whether a submodule is in the module that holds some experts, as routers are."""
     around = f"{name.rpartition('.')[0]}."
     return any(role.role == "experts" and other.startswith(around) for other, role in found.items())

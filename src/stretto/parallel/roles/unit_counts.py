@@ -75,8 +75,9 @@ def refuse_unnamed_counts(modules: Mapping[str, nn.Module], plan: ShardingPlan, 
             for name, what in unnamed.values()
         )
         raise ValueError(
-            f"{listed}. Code reads that, and x={sizes['x']} splits it: a rank's part of the model has fewer. Pass "
-            f"local_attributes={named}, with None in place of 'x' for what stays the whole model's number"
+            f"{listed}. The model's code reads these numbers, but x={sizes['x']} splits what they count, so a rank "
+            "has fewer. Pass "
+            f"local_attributes={named}, with None in place of 'x' for a number that stays the whole model's"
         )
 
 

@@ -91,17 +91,18 @@ def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
     it needs all tokens."""
     if not getattr(model, "takes_sharded_sequence", False):
         raise ValueError(
-            f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
-            "inside attention, it must take batch size and sequence length from what linears return, not from the "
-            "input; if it does, set takes_sharded_sequence = True on it"
+            f"shard_sequence: {type(model).__name__} does not declare that it supports sequence sharding: attention "
+            "must read batch size and sequence length from the outputs of linears, not from its input; if it does, "
+            "set takes_sharded_sequence = True on it"
         )
     if plan.replicated:
         raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     for part in plan.plain:
         if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
             raise ValueError(
-                f"shard_sequence: {part.whose} has a loss of each sequence, of which a rank of x would have a part: "
-                "choose shard_sequence=False, or a balance over all tokens ('switch', or 'bias' without a loss)"
+                f"shard_sequence: {part.whose} has a loss over each sequence, but a rank of x would have only a part "
+                "of each sequence: choose shard_sequence=False, or a balance over all tokens ('switch', or 'bias' "
+                "without a loss)"
             )
 
 

@@ -38,7 +38,7 @@ from stretto.planner.pipeline.stage_times import RankStages, StageLayout, StepEd
 from stretto.planner.search_space import SearchSpace, StepChoice, set_imbalance
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
-# Of more grids with pipelines than this, those whose bound is slower than the tenth plan are left out.
+# With more grids with pipelines than this, grids whose lower bound is slower than the tenth plan are skipped.
 MOST_LISTED = 200
 REPLAYED = 10
 LISTED_WITH_EXPERTS = 3

@@ -133,9 +133,9 @@ def check_schedule_options(
         raise ValueError(f"serve_first is {serve_first!r}, but must be one of {', '.join(get_args(ServeFirst))}")
     for name, of in (("limit", limit), ("serve_first", serve_first)):
         if of is not None and schedule != MESSAGE_DRIVEN:
-            raise ValueError(f"{name} is an option of schedule='message-driven' alone")
+            raise ValueError(f"{name} is an option only of schedule='message-driven'")
     if extra_warm_up and schedule != "1f1b":
-        raise ValueError("extra_warm_up is an option of schedule='1f1b' alone")
+        raise ValueError("extra_warm_up is an option only of schedule='1f1b'")
 
 
 def why_too_many_stages(model: Architecture, pipe: int, virtual_stages: int) -> str | None:

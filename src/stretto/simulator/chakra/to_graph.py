@@ -312,7 +312,7 @@ def _match_messages(trace: ChakraTrace) -> dict[_Key, _Key]:
                 source, tag = _peer(trace, node, rank, "comm_src", "comm_dst"), quantity(node, rank, "comm_tag", 0)
                 if not sent[source, rank, tag]:
                     raise ValueError(
-                        f"{node.describe(rank)} receives from rank {source} with tag {tag}, which nobody sends"
+                        f"{node.describe(rank)} receives from rank {source} with tag {tag}, but no rank sends it"
                     )
                 key = matched[rank, place] = sent[source, rank, tag].popleft()
                 sender = trace.nodes[source][key[1]]
@@ -325,7 +325,7 @@ def _match_messages(trace: ChakraTrace) -> dict[_Key, _Key]:
     for (source, target, tag), keys in sent.items():
         if keys:
             node = trace.nodes[source][keys[0][1]]
-            raise ValueError(f"{node.describe(source)} sends to rank {target} with tag {tag}, which nobody receives")
+            raise ValueError(f"{node.describe(source)} sends to rank {target} with tag {tag}, but no rank receives it")
     return matched
 
 

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from stretto.cluster import Cluster
-from stretto.simulator.network.shapes import both_ways, check_counts
+from stretto.simulator.network.shapes import both_directions, check_counts
 from stretto.simulator.network.topology import DirectedLink, NetworkTopology, check_link
 
 # What a message takes at the least where a cluster does not say its latencies: assumptions, not measurements.
@@ -151,7 +151,7 @@ def _links_in_node(layout: _Layout, node: int, about: _Node) -> list[DirectedLin
         pairs = [(one, other) for one in gpus for other in gpus if one != other]
         return [DirectedLink(*pair, about.pair_bandwidth, about.latency) for pair in pairs]
     hub = layout.node_switch(node)
-    return [link for gpu in gpus for link in both_ways(gpu, hub, about.bandwidth, about.latency / 2)]
+    return [link for gpu in gpus for link in both_directions(gpu, hub, about.bandwidth, about.latency / 2)]
 
 
 def _links_of_nics(layout: _Layout, node: int, about: _Node, bandwidth: float, latency: float) -> list[DirectedLink]:

@@ -33,7 +33,7 @@ def fully_connected(n: int, bandwidth: float, latency: float) -> NetworkTopology
 def switch(n: int, bandwidth: float, latency: float) -> NetworkTopology:
     """n devices around one switch that never blocks. A message crosses two links, each with the latency."""
     check_counts("a switch", devices=n)
-    links = [link for device in range(n) for link in both_ways(device, n, bandwidth, latency)]
+    links = [link for device in range(n) for link in both_directions(device, n, bandwidth, latency)]
     return NetworkTopology(f"switch:{n}", n, links, vertices=n + 1)
 
 
@@ -68,11 +68,11 @@ def fat_tree(ports: int, bandwidth: float, latency: float) -> NetworkTopology:
     cores = aggregations + ports * half
     links: list[DirectedLink] = []
     for device in range(devices):
-        links += both_ways(device, edges + device // half, bandwidth, latency)
+        links += both_directions(device, edges + device // half, bandwidth, latency)
     for pod, edge, place in product(range(ports), range(half), range(half)):
-        links += both_ways(edges + pod * half + edge, aggregations + pod * half + place, bandwidth, latency)
+        links += both_directions(edges + pod * half + edge, aggregations + pod * half + place, bandwidth, latency)
     for pod, place, core in product(range(ports), range(half), range(half)):
-        links += both_ways(aggregations + pod * half + place, cores + place * half + core, bandwidth, latency)
+        links += both_directions(aggregations + pod * half + place, cores + place * half + core, bandwidth, latency)
     return NetworkTopology(f"fat-tree:{ports}", devices, links, vertices=cores + half * half)
 
 
@@ -86,21 +86,21 @@ def dragonfly(groups: int, routers: int, devices: int, bandwidth: float, latency
     total = groups * routers * devices
     links: list[DirectedLink] = []
     for device in range(total):
-        links += both_ways(device, total + device // devices, bandwidth, latency)
+        links += both_directions(device, total + device // devices, bandwidth, latency)
     for group, one in product(range(groups), range(routers)):
         first = total + group * routers
         for other in range(one + 1, routers):
-            links += both_ways(first + one, first + other, bandwidth, latency)
+            links += both_directions(first + one, first + other, bandwidth, latency)
     for group in range(groups):
         for other in range(group + 1, groups):
             router = total + group * routers + (other - group - 1) % routers
             peer = total + other * routers + (groups + group - other - 1) % routers
-            links += both_ways(router, peer, bandwidth, latency)
+            links += both_directions(router, peer, bandwidth, latency)
     name = f"dragonfly:{groups}x{routers}x{devices}"
     return NetworkTopology(name, total, links, vertices=total + groups * routers)
 
 
-def both_ways(one: int, other: int, bandwidth: float, latency: float) -> Iterator[DirectedLink]:
+def both_directions(one: int, other: int, bandwidth: float, latency: float) -> Iterator[DirectedLink]:
     yield DirectedLink(one, other, bandwidth, latency)
     yield DirectedLink(other, one, bandwidth, latency)
 

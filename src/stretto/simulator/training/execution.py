@@ -75,7 +75,7 @@ class _SlowedRun(GraphRun):
         super().__init__(graph, network)
         streams = [*graph.stream_names, ""]  # the last for operations on none
         lost = [slowdowns.get(name, 0.0) for name in streams]
-        # What an operation costs a second of computation beside it, and whether it is such computation.
+        # By how much an operation slows down concurrent computation per second, and whether it is computation itself.
         self._lost = [lost[each] for each in graph.streams.tolist()]
         self._computes = [streams[each] == COMPUTE for each in graph.streams.tolist()]
         self._beside: list[list[float]] = [[] for _ in range(graph.world)]  # what each rank sends now

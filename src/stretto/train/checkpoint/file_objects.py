@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from stretto.train.checkpoint.integrity import combine, crc32_beside, to_text
+from stretto.train.checkpoint.integrity import combine, crc32_in_background, to_text
 
 
 class _ChecksummedFile:
@@ -32,7 +32,7 @@ class _ChecksummedFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        with crc32_beside(view) as checksum:
+        with crc32_in_background(view) as checksum:
             self._file.write(view)
         self._crc = combine(self._crc, checksum(), len(view)) if self._length else checksum()
         self._length += len(view)

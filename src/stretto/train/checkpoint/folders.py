@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 _EARLIER = "earlier-run-"  # folders of checkpoints that another run has written
-# What this process and those that it starts have said of checkpoints: they inherit it. Checksums of the texts.
-_SAID = "STRETTO_SAID_OF_CHECKPOINTS"
+# Environment variable with checksums of the messages already printed about checkpoints; child processes inherit it.
+_PRINTED = "STRETTO_SAID_OF_CHECKPOINTS"
 
 
 def checkpoint_path(out: Path, step: int) -> Path:
@@ -87,10 +87,10 @@ def advise_checkpoint_before(before: Path | None) -> str:
 
 def warn_once(text: str) -> None:
     """Log a warning about a checkpoint, on rank 0, unless this process or one that has started it has logged it."""
-    key, said = f"{zlib.crc32(text.encode(errors='surrogateescape')):08x}", os.environ.get(_SAID, "").split()
-    if key not in said and os.environ.get("RANK", "0") == "0":
+    key, printed = f"{zlib.crc32(text.encode(errors='surrogateescape')):08x}", os.environ.get(_PRINTED, "").split()
+    if key not in printed and os.environ.get("RANK", "0") == "0":
         logger.warning("%s", text)
-        os.environ[_SAID] = " ".join([*said, key])
+        os.environ[_PRINTED] = " ".join([*printed, key])
 
 
 def resolve_checkpoint(folder: Path) -> Path:

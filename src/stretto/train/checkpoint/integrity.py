@@ -69,13 +69,13 @@ def to_text(checksum: int) -> str:
 
 def crc32(data: Buffer, threads: int | None = None) -> int:
     """The CRC-32 of bytes (zlib's), computed by several threads for many bytes (None: as many as this rank may)."""
-    with crc32_beside(data, threads) as checksum:
+    with crc32_in_background(data, threads) as checksum:
         pass
     return checksum()
 
 
 @contextmanager
-def crc32_beside(data: Buffer, threads: int | None = None) -> Iterator["_PendingChecksum"]:
+def crc32_in_background(data: Buffer, threads: int | None = None) -> Iterator["_PendingChecksum"]:
     """Compute the CRC-32 of bytes in other threads while the block runs, which may write them, say.
 
     Yields a function that returns the checksum once the block has ended. The bytes must not change meanwhile.

@@ -171,8 +171,8 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
     numbered = next((name for name, match in slots.items() if match["parameter"].isdigit()), None)
     if numbered is not None:
         raise ValueError(
-            f"{path} has {numbered}: its optimizer's state goes by numbers and not by the parameters' names: write "
-            "what get_optimizer_state_dict of torch.distributed.checkpoint.state_dict returns"
+            f"{path} has {numbered}: its optimizer's state is keyed by numbers and not by parameter names: save the "
+            "result of get_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
         )
     if other := next((name for name, match in slots.items() if match["key"] not in _KEYS), None):
         raise ValueError(f"{path} has {other}: of optimizers' states, those of AdamW and SGD with momentum are read")
@@ -181,7 +181,7 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
         raise ValueError(f"{path} has the states of two optimizers, AdamW and SGD, and one is read")
     others = [name for name in shapes if name not in slots]
     prefix = next((each for each in _WEIGHTS if _has_prefix(each, others, shapes)), "")
-    # Numbers beside the weights, such as a count of steps, are not the model's.
+    # Numbers outside of the weights, such as a step count, do not belong to the model.
     weights = [name for name in others if name.startswith(prefix) and shapes[name] and ".param_groups." not in name]
     if not weights:
         raise ValueError(f"{path} has no weights, but {len(shapes)} other tensors")

@@ -46,7 +46,7 @@ FOLDER_FILE_BYTES = 5 * 10**9
 MAX_INDEX_BYTES = 1 << 26  # a tensor takes about 100
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes
-# What a folder has beside weights and config.json: tokenizer and chat template, and how to generate.
+# Other files of a folder besides weights and config.json: tokenizer, chat template and generation configuration.
 _COPIED = ("*token*", "*.model", "vocab*", "merges.txt", "*chat_template*", "tekken.json", "generation_config.json")
 
 

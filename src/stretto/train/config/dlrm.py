@@ -167,7 +167,7 @@ def _contradictions(config: DLRMTrainConfig) -> list[str]:
         problems.append("data.path is missing: name Criteo's files, or take data.format='synthetic'")
     for name in ("path", "evaluation_path"):
         if data.format == "synthetic" and getattr(data, name) is not None:
-            problems.append(f"data.{name} is {getattr(data, name)!r}, but synthetic samples come from no file")
+            problems.append(f"data.{name} is {getattr(data, name)!r}, but synthetic samples are not read from files")
     if data.format == "criteo" and data.jagged:
         problems.append("data.jagged is true, but only synthetic samples can be jagged; data.jagged=false would do")
     return problems

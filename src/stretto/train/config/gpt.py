@@ -28,8 +28,8 @@ class DataConfig(Section):
     )
     format: Literal["auto", "text", "chat", "nanogpt", "megatron"] = option(
         "auto",
-        "text, conversations (.jsonl) or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` decides by "
-        "the files",
+        "text, conversations (.jsonl) or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` detects "
+        "the format",
     )
     tokenizer: Annotated[str | None, CanBeNone] = option(
         None, "for text: `bytes`, or the path of a Hugging Face tokenizer.json", unset="`bytes`, or the tokenizer of "
@@ -41,7 +41,7 @@ class DataConfig(Section):
     )
     evaluation_sequences: Annotated[int | None, CanBeNone] = option(
         None, "how many sequences to evaluate on: the first of `data.evaluation_path`, or else the last of "
-        "`data.path`, which are not trained on then", unit="sequences",
+        "`data.path`, which are then not used for training", unit="sequences",
         unset="all of `data.evaluation_path`, or none of `data.path`", ge=1, lt=1 << 40,
     )  # fmt: skip
 
@@ -74,27 +74,30 @@ class RunConfig(RunOptions):
         1.0, "clip gradients to this global norm; `none` does not clip", gt=0
     )
     recompute: Annotated[str, AfterValidator(_check_recompute)] = option(
-        "none", "activation checkpointing: what blocks compute again in the backward pass instead of storing it: "
-        "`none`, `full`, `every:k`, `products`, `communication` or `host` ([memory.md](memory.md))",
+        "none", "activation checkpointing: which activations are recomputed in the backward pass: `none`, `full`, "
+        "`every:k`, `products`, `communication` or `host` ([memory.md](memory.md))",
     )  # fmt: skip
-    checkpoint_activations: bool = option(False, '`train.recompute = "full"`, if that does not say otherwise')
+    checkpoint_activations: bool = option(
+        False, 'short for `train.recompute = "full"`, unless `train.recompute` is set'
+    )
     keep_gathered: bool = option(
         True, "keep the weights that were all-gathered over z for the backward pass instead of gathering them again"
     )
     gather_once: bool = option(
-        False, "gather weights over z once a step, and keep them whole for all micro-batches, also where blocks are "
-        "computed again; takes the memory of all weights in `train.dtype`. Pipelines do it in any case",
+        False, "all-gather weights over z once per step, and keep them gathered for all micro-batches and for "
+        "recomputation; takes the memory of all weights in `train.dtype`. Pipelines always do this",
     )  # fmt: skip
     accumulate_unsharded: bool = option(
-        False, "with micro-batches, add up the weights' gradients whole, and reduce-scatter them over z once a step in "
-        "place of once a micro-batch; takes memory for gradients that z does not divide",
+        False, "with micro-batches, accumulate unsharded weight gradients, and reduce-scatter them over z once per "
+        "step instead of once per micro-batch; takes memory for gradients that are not sharded by z",
     )  # fmt: skip
     drop_duplicates: bool = option(
-        True, "of tokens that every rank of x has, each sends its part to the experts of other ranks"
+        True,
+        "each rank of x sends only its part of the tokens to the experts, because all ranks of x have the same tokens",
     )
     expert_rows: Annotated[int | None, CanBeNone] = option(
-        None, "rows of experts' inputs that a rank has room for, with which nothing waits for their number; more are "
-        "an error", unit="rows", unset="as many as come", ge=1, lt=1 << 40,
+        None, "fixed capacity of a rank, in rows of experts' inputs, so that the host need not wait for their number; "
+        "more rows are an error", unit="rows", unset="dynamic", ge=1, lt=1 << 40,
     )  # fmt: skip
     tune_matmuls: bool = option(False, "autotune the layouts of each linear's matrix products in the first step")
     shard_sequence: bool = option(
@@ -105,40 +108,42 @@ class RunConfig(RunOptions):
         False, "replay each step as one CUDA graph; faster where steps are so short that the host limits the GPU"
     )
     writes_copies: bool = option(
-        False, "adamw on GPUs also writes each weight in bf16, for the next step; 2 more bytes a parameter"
+        False, "adamw on GPUs also writes each weight in bf16, for the next step; 2 more bytes per parameter"
     )
     optimizer_state: Literal["fp32", "device", "host"] = option(
         "fp32", "`fp32`: parameters, gradients and optimizer state are fp32, on the device; `device`: weights and "
-        "gradients have 16 bits (`train.dtype`), with fp32 weights and optimizer state beside them on the device; "
-        "`host`: these lie in pinned host memory, and are stepped bucket by bucket",
+        "gradients have 16 bits (`train.dtype`), and fp32 weights and optimizer state are stored separately on "
+        "the device; `host`: fp32 weights and optimizer state are in pinned host memory, and are updated bucket "
+        "by bucket",
     )  # fmt: skip
     state_bucket: int = option(
-        1 << 24, "optimizer_state device and host: numbers that are stepped, and fetched from the host, at once; a "
-        "multiple of 64", ge=64, lt=1 << 40, multiple_of=64,
+        1 << 24, "optimizer_state device and host: parameters in a bucket, which are updated, and copied from the "
+        "host, together; a multiple of 64", ge=64, lt=1 << 40, multiple_of=64,
     )  # fmt: skip
     state_buffers: int = option(
-        3, "optimizer_state host: buckets that are on the device at once; with 1, fetches, steps and returns do not "
-        "overlap", unit="buckets", ge=1, le=64,
+        3, "optimizer_state host: number of bucket buffers on the device; with 1, copies and updates do not overlap",
+        unit="buckets", ge=1, le=64,
     )  # fmt: skip
     reduce_buckets: int = option(
-        4, "optimizer_state device and host: buckets whose gradients one all-reduce sums (k of Singh, section 3.3.3)",
+        4, "optimizer_state device and host: buckets per all-reduce of gradients (k of Singh, section 3.3.3)",
         unit="buckets", ge=1, le=1 << 20,
     )  # fmt: skip
     split_weights: bool = option(
-        True, "optimizer_state host with bf16: beside a bf16 weight keep the lower half of the fp32 weight alone, "
-        "exactly; 2 bytes a parameter less travel each way",
+        True, "optimizer_state host with bf16: store only the lower 16 bits of each fp32 weight, whose upper bits are "
+        "the bf16 weight; copies 2 bytes per parameter less in each direction",
     )  # fmt: skip
     step_on: Literal["device", "host", "auto"] = option(
-        "device", "optimizer_state host: where a step is computed; `auto` measures both when training begins"
+        "device", "optimizer_state host: where the optimizer step runs; `auto` measures both when training begins"
     )
     host_memory: Annotated[float | None, CanBeNone] = option(
         None, "optimizer_state host: how much of this machine's memory all ranks may use", unit="bytes",
-        unset="what the container's or the machine's limit is", gt=0,
+        unset="the container's or the machine's limit", gt=0,
     )  # fmt: skip
     accumulate_fp32: bool = option(
-        False, "optimizer_state device and host: add up gradients of micro-batches in fp32; 2 more bytes a parameter"
+        False,
+        "optimizer_state device and host: accumulate gradients of micro-batches in fp32; 2 more bytes per parameter",
     )
-    loss_scale: float = option(65536.0, "fp16: the first loss scale; it adapts", ge=1, le=2.0**24)
+    loss_scale: float = option(65536.0, "fp16: the initial loss scale, which is adapted dynamically", ge=1, le=2.0**24)
     loss_scale_steps: int = option(
         2000, "fp16: steps without an overflow after which the loss scale is doubled", unit="steps", ge=1, le=1 << 31
     )
@@ -166,7 +171,7 @@ class PipelineConfig(Section):
     """How a step of a model in pipeline stages (`grid.pipe` > 1) executes."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "message-driven"] = option(
-        "1f1b", "the order of forward and backward passes; `message-driven` computes what has arrived "
+        "1f1b", "the order of forward and backward passes; `message-driven` computes whichever message arrives first "
         "([pipelines.md](pipelines.md))",
     )  # fmt: skip
     virtual_stages: Annotated[int | None, CanBeNone] = option(
@@ -174,10 +179,10 @@ class PipelineConfig(Section):
         unset="2 for interleaved, zb-v and dualpipe-v, else 1", ge=1, le=MAX_LAYERS,
     )  # fmt: skip
     limit: Annotated[int | None, CanBeNone] = option(
-        None, "message-driven: micro-batches in flight at once", unset="`grid.pipe`", ge=1, le=1 << 20
+        None, "message-driven: number of micro-batches in flight", unset="`grid.pipe`", ge=1, le=1 << 20
     )
     serve_first: Annotated[Literal["arrival", "backward", "forward"] | None, CanBeNone] = option(
-        None, "message-driven: what is computed first where an activation and a gradient both wait",
+        None, "message-driven: what is computed first if an activation and a gradient are both waiting",
         unset="`backward`",
     )  # fmt: skip
     extra_warm_up: int = option(

@@ -97,7 +97,7 @@ def on_grid(config: AnyConfig, grid: GridConfig) -> AnyConfig:
     values = config.model_dump(mode="json")
     if isinstance(config, DLRMTrainConfig):
         if grid != GridConfig(data=grid.ranks):
-            raise ValueError(f"a DLRM has the axis data alone; data={grid.ranks} would do")
+            raise ValueError(f"a DLRM has only the axis data; data={grid.ranks} would do")
     else:
         values["grid"] = grid.model_dump()
     try:

@@ -24,7 +24,7 @@ MAX_EXPERTS = 1 << 14
 
 
 class ModelConfig(Section):
-    """The model to train: a GPT, by a preset, by its numbers, or by both; or the folder of a Hugging Face model."""
+    """The model to train: a GPT, given by a preset, by its sizes, or by both; or the folder of a Hugging Face model."""
 
     path: Annotated[str | None, CanBeNone] = option(
         None, "a Hugging Face folder in place of a GPT's shape: config.json, weights (safetensors), tokenizer; of the "
@@ -65,20 +65,20 @@ class ModelConfig(Section):
         None, "whether the output layer shares the embedding's weights", unset="`true`"
     )
     dropout: Annotated[float | None, CanBeNone] = option(
-        None, "dropout probability", unset="`0`, or what the folder of `model.path` says", ge=0, lt=1
+        None, "dropout probability", unset="`0`, or the value in the folder of `model.path`", ge=0, lt=1
     )
     num_experts: Annotated[int | None, CanBeNone] = option(
-        None, "experts of a block that has a mixture of experts for an MLP ([experts.md](experts.md)); the options "
-        "below belong to it", unset="a dense model", ge=1, le=MAX_EXPERTS,
+        None, "number of experts in a block with a mixture of experts ([experts.md](experts.md)); the options below "
+        "apply only to mixtures of experts", unset="a dense model", ge=1, le=MAX_EXPERTS,
     )  # fmt: skip
     experts_per_token: Annotated[int | None, CanBeNone] = option(
-        None, "experts that each token passes", unset="2", ge=1, le=MAX_EXPERTS
+        None, "number of experts that process each token", unset="2", ge=1, le=MAX_EXPERTS
     )
     expert_ffn: Annotated[int | None, CanBeNone] = option(
         None, "inner width of an expert", unset="`model.ffn`", ge=1, le=4 * MAX_WIDTH
     )
     shared_ffn: Annotated[int | None, CanBeNone] = option(
-        None, "inner width of an MLP beside the experts that every token passes (shared experts)", ge=1,
+        None, "inner width of an additional MLP that processes every token (shared experts)", ge=1,
         le=4 * MAX_WIDTH,
     )  # fmt: skip
     shared_expert_gate: Annotated[bool | None, CanBeNone] = option(
@@ -89,27 +89,29 @@ class ModelConfig(Section):
         "a list of their numbers, from 0", unset="`all`",
     )  # fmt: skip
     router_scores: Annotated[Literal["softmax", "sigmoid"] | None, CanBeNone] = option(
-        None, "how scores are made of the router's logits", unset="`softmax`"
+        None, "function that computes scores from the router's logits", unset="`softmax`"
     )
     normalize_expert_weights: Annotated[bool | None, CanBeNone] = option(
-        None, "whether the weights of a token's experts are divided by their sum", unset="with several experts a token"
+        None,
+        "whether the weights of a token's experts are divided by their sum",
+        unset="true with several experts per token",
     )
     expert_weight_scale: Annotated[float | None, CanBeNone] = option(
         None, "factor of the weights of a token's experts", unset="`1`", gt=0
     )
     expert_groups: Annotated[int | None, CanBeNone] = option(
-        None, "groups of experts, of which a token chooses `model.groups_per_token` first", unset="`1`", ge=1,
-        le=MAX_EXPERTS,
+        None, "number of groups of experts; for each token the router first chooses `model.groups_per_token` of them",
+        unset="`1`", ge=1, le=MAX_EXPERTS,
     )  # fmt: skip
     groups_per_token: Annotated[int | None, CanBeNone] = option(
-        None, "groups that a token's experts are in", unset="`1`", ge=1, le=MAX_EXPERTS
+        None, "number of groups from which a token's experts are chosen", unset="`1`", ge=1, le=MAX_EXPERTS
     )
     balance: Literal["switch", "sequence", "bias", "none"] | None = option(  # "none" is a value of its own
-        None, "what spreads tokens evenly over experts: the `switch` loss over all tokens of a micro-batch, a loss "
-        "over each `sequence`, or a `bias` for the choice alone, without a loss", unset="`switch`",
+        None, "load balancing: the `switch` loss over all tokens of a micro-batch, a loss over each `sequence`, or a "
+        "`bias` that is added to scores only when experts are chosen, without a loss", unset="`switch`",
     )  # fmt: skip
     balance_loss: Annotated[float | None, CanBeNone] = option(
-        None, "coefficient of that loss; with `bias`, of the loss over each sequence beside it",
+        None, "coefficient of that loss; with `bias`, of an additional loss over each sequence",
         unset="`0.01` for switch, `0.0001` for sequence, `0` for bias", ge=0,
     )  # fmt: skip
     bias_rate: Annotated[float | None, CanBeNone] = option(
@@ -119,7 +121,7 @@ class ModelConfig(Section):
         None, "coefficient of the router's z-loss, which keeps its logits small", unset="`0`", ge=0
     )
     capacity_factor: Annotated[float | None, CanBeNone] = option(
-        None, "tokens that an expert takes at most in a training step's micro-batch, as a multiple of its even share; "
+        None, "most tokens of an expert in a training step's micro-batch, as a multiple of the mean over experts; "
         "others are dropped", unset="no token is dropped", gt=0,
     )  # fmt: skip
 

@@ -72,13 +72,13 @@ def _folder_of_text(value: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A table of the file. It refuses unknown options, values of another type, infinities and NaN."""
+    """A table of the file. Unknown options, values of another type, infinities and NaN are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class _GridSection(Section):
-    """How the ranks are laid out. The number of ranks is the product of the sizes, without that of expert."""
+    """The sizes of the grid's axes. The number of ranks is the product of all sizes except for expert."""
 
     @property
     def ranks(self) -> int:
@@ -202,16 +202,16 @@ class RunOptions(Section):
         ge=1,
     )  # fmt: skip
     async_save: Annotated[Literal["auto"] | bool, BeforeValidator(_switch_of_text)] = option(
-        "auto", "whether to train on while a checkpoint is written, from a copy in host memory: `auto` where memory "
-        "suffices; with `false` training waits",
+        "auto", "write checkpoints asynchronously, from a copy in host memory: `auto` if there is enough memory; with "
+        "`false` training waits",
     )  # fmt: skip
     keep_checkpoints: int = option(2, "how many of the newest checkpoints to keep", unit="checkpoints", ge=1)
     keep_every: Annotated[int | None, CanBeNone] = option(
-        None, "also keep, for ever, the checkpoints of multiples of so many steps; a multiple of "
+        None, "also keep permanently the checkpoints whose step is a multiple of this; must be a multiple of "
         "`train.checkpoint_every`", unit="steps", ge=1,
     )  # fmt: skip
     keep_best: int = option(
-        0, "also keep so many checkpoints with the lowest loss on held-out data; needs an evaluation at each "
+        0, "also keep this many checkpoints with the lowest loss on held-out data; needs an evaluation at each "
         "checkpoint", unit="checkpoints", ge=0,
     )  # fmt: skip
     evaluate_every: Annotated[int | None, CanBeNone] = option(
@@ -224,26 +224,26 @@ class RunOptions(Section):
     )  # fmt: skip
     log_every: int = option(10, "steps between log lines where the output is not a terminal", unit="steps", ge=1)
     timeout: float = option(
-        600.0, "how long a rank may make no progress while others wait for it, for example because it compiles or "
-        "saves, before the run ends and names it; the time limit of all process groups", unit="seconds", ge=1,
+        600.0, "the run ends with an error that names the rank if a rank makes no progress for this long while others "
+        "wait for it; also the timeout of all process groups", unit="seconds", ge=1,
         le=MAX_TIMEOUT,
     )  # fmt: skip
     on_nonfinite: Literal["stop", "skip"] = option(
-        "stop", "what a step whose loss or gradient norm is not finite does: `stop` ends the run; `skip` changes no "
-        "weight and no optimizer state on any rank, and training goes on. Both save the step's batch",
+        "stop", "what happens if a step's loss or gradient norm is not finite: `stop` ends the run; `skip` skips the "
+        "update on all ranks and continues. Both save the step's batch",
     )  # fmt: skip
     verify_steps: Annotated[int | None, CanBeNone] = option(
-        None, "how often the ranks that hold the same weights compare a hash of them, which finds silent corruption "
-        "and names the rank ([silent-corruption.md](silent-corruption.md)); also before each checkpoint",
+        None, "how often ranks compare a hash of replicated weights, to detect silent data corruption "
+        "([silent-corruption.md](silent-corruption.md)); also before each checkpoint",
         unit="steps", ge=1,
     )  # fmt: skip
     max_restarts: int = option(
-        0, "how often in a row, without a new checkpoint in between, the ranks are started again after one has failed, "
-        "from the newest checkpoint ([restarts.md](restarts.md))", unit="restarts", ge=0, le=MAX_RESTARTS,
+        0, "most consecutive restarts from the newest checkpoint after a rank has failed, without a new checkpoint in "
+        "between ([restarts.md](restarts.md))", unit="restarts", ge=0, le=MAX_RESTARTS,
     )  # fmt: skip
     grids: Grids = option(
-        None, "grids for fewer ranks, which a restart may take: a list of tables, `[{data = 2, x = 2}, {x = 2}]`, or "
-        'of texts, `["data=2 x=2", "x=2"]`; `auto` takes the one that the planner predicts to be the fastest',
+        None, "grids for restarts on fewer ranks: a list of tables, `[{data = 2, x = 2}, {x = 2}]`, or of texts, "
+        '`["data=2 x=2", "x=2"]`; `auto` uses the grid that the planner predicts to be the fastest',
     )  # fmt: skip
     retry_after: float = option(
         600.0, "how long a restarted run trains on a smaller grid before it tries all ranks again; twice as long each "
@@ -253,7 +253,7 @@ class RunOptions(Section):
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
     wandb: Annotated[str | None, CanBeNone] = option(
         None, "also log to this project of Weights & Biases (pip install 'stretto[wandb]'); WANDB_MODE=offline writes "
-        "to the run's folder alone",
+        "only to the run's folder",
     )  # fmt: skip
 
     @property
@@ -270,7 +270,7 @@ class JobConfig(Section):
 
     out: Annotated[Path, BeforeValidator(_folder_of_text), Field(strict=False)] = option(..., "the run's folder")
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "`cuda` communicates by NCCL, `cpu` by gloo; `auto` takes cuda if there is a GPU for each rank"
+        "auto", "`cuda` communicates by NCCL, `cpu` by gloo; `auto` uses cuda if there is a GPU for each rank"
     )
 
     if TYPE_CHECKING:  # each kind of run has these, as an option or as a property

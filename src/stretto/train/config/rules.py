@@ -48,13 +48,13 @@ def contradictions(config: "TrainConfig") -> list[str]:
     if run.shard_sequence and (model.balance == "sequence" or (model.balance == "bias" and model.balance_loss)):
         loss = "model.balance" if model.balance == "sequence" else "model.balance_loss"
         problems.append(
-            f"train.shard_sequence is on, but {loss} is {getattr(model, loss.partition('.')[2])!r}, the loss of each "
-            "sequence, of which a rank of x would have a part; model.balance='switch' would do"
+            f"train.shard_sequence is on, but {loss} is {getattr(model, loss.partition('.')[2])!r}, a loss over each "
+            "sequence, but a rank of x would have only a part of each sequence; model.balance='switch' would do"
         )
     problems += contradictions_of_run(run)
     if run.gather_once and not run.keep_gathered:
         problems.append(
-            "train.gather_once is on and train.keep_gathered is off, which frees what the other keeps; "
+            "train.gather_once is on and train.keep_gathered is off, which contradict each other; "
             "train.gather_once=false would do"
         )
     problems += _contradictions_of_copies(config)
@@ -72,19 +72,19 @@ def contradictions(config: "TrainConfig") -> list[str]:
         ]
     if run.cuda_graph and run.trace:
         problems.append(
-            "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "
+            "train.cuda_graph and train.trace are both on, but the kernels of a graph cannot be attributed in a trace; "
             "train.cuda_graph=false would do"
         )
     if run.cuda_graph and run.recompute_mode != "none":
         name = "checkpoint_activations" if run.checkpoint_activations else "recompute"
         problems.append(
-            f"train.cuda_graph and train.{name} are both on, but a block that is run again asks for the "
-            "state of random numbers, which a graph does not have; train.cuda_graph=false would do"
+            f"train.cuda_graph and train.{name} are both on, but recomputation restores the state of random number "
+            "generators, which a graph cannot do; train.cuda_graph=false would do"
         )
     if run.cuda_graph and grid.expert > 1 and run.expert_rows is None:
         problems.append(
-            f"train.cuda_graph is on and grid.expert is {grid.expert}, but a graph cannot wait for how many rows come "
-            "to a rank's experts; train.expert_rows=(their most), grid.expert=1 or train.cuda_graph=false would do"
+            f"train.cuda_graph is on and grid.expert is {grid.expert}, but a graph cannot wait for the number of rows "
+            "of a rank's experts; train.expert_rows=(a capacity), grid.expert=1 or train.cuda_graph=false would do"
         )
     if run.cuda_graph and config.model.dropout:
         problems.append(
@@ -124,7 +124,7 @@ def _contradictions_of_state(config: "TrainConfig") -> list[str]:
     if run.optimizer_state == "fp32":
         if run.dtype == "fp16":
             problems.append(
-                "train.dtype is 'fp16', which needs its fp32 weights apart: train.optimizer_state='device' or 'host' "
+                "train.dtype is 'fp16', which needs separate fp32 weights: train.optimizer_state='device' or 'host' "
                 "would do"
             )
         changed = [name for name in _STATE_OPTIONS if getattr(run, name) != type(run).model_fields[name].default]

@@ -76,7 +76,7 @@ def counters() -> dict[str, int]:
     for name, function in _functions():
         for group, status in _parse(function(False, False)).get("pg_status", {}).items():
             found[f"{name} {group}"] = int(status["last_enqueued_collective"])
-            # Counted too: a group whose collectives finish makes progress.
+            # Finished collectives are counted too: they are progress of their group.
             found[f"{name} {group} finished"] = int(status["last_completed_collective"])
     return found
 

@@ -260,8 +260,8 @@ class Monitor:
         return self._say([self._describe_culprit(rank) for rank in culprits], culprits, waiting, seconds)
 
     def _say(self, parts: list[str], culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float) -> str:
-        said = f"{'; '.join(parts)}: no progress for {seconds:.3g} s (train.timeout is {self.timeout:g} s)"
-        return said + self._describe_waiting(waiting, culprits)
+        message = f"{'; '.join(parts)}: no progress for {seconds:.3g} s (train.timeout is {self.timeout:g} s)"
+        return message + self._describe_waiting(waiting, culprits)
 
     def _describe_culprit(self, rank: int, *, in_save: bool = False) -> str:
         beat = self.beats.get(rank)

@@ -23,7 +23,8 @@ from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
-# Not sem.mp-*: the semaphores of other programs cannot be told from orphans, since no process has them by that name.
+# Not sem.mp-*: semaphores of other programs cannot be distinguished from orphans, because no process opens them by
+# name.
 PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
 END = 5.0  # seconds for killed processes to end
 NAMESPACES = Path("/proc/self/ns")

@@ -20,7 +20,7 @@ from stretto.train.health.failures import seen_file
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Seconds in which a failed rank keeps its connections, until the launcher has read all errors: if it closed them, ranks
-# that wait for it would fail, too, and hide who failed first.
+# that wait for it would fail, too, and hide which rank failed first.
 LINGER = 10.0
 
 

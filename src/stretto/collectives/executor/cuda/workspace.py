@@ -144,8 +144,8 @@ class _TimeLimit:
 
 
 def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: _TimeLimit, words: Sequence[int]) -> str:
-    said = describe_report(words, kernels, limit.nanoseconds)
-    return f"rank {rank} of {world}: {said}: the group's kernels are broken from here on"
+    description = describe_report(words, kernels, limit.nanoseconds)
+    return f"rank {rank} of {world}: {description}: the group's kernels are broken from here on"
 
 
 class SymmetricView(NamedTuple):

@@ -67,7 +67,7 @@ def begin_putting(channel, exchange, counts, fingerprint, BLOCK: tl.constexpr): 
     tl.store(channel.state + EPOCH, epoch)
     tl.store(exchange.tickets, 0)
     announced = (epoch.to(tl.int64) << CALL) | fingerprint
-    # After a failed wait, announce 0, which stands for no call. An atomic shows all threads the same flag.
+    # After a failed wait, announce 0, which is never a call's number. An atomic returns the same flag to all threads.
     announced = tl.where(tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0, announced, 0)
     own = exchange.begun + (epoch & 1) * channel.world + channel.rank
     for distance in tl.static_range(1, channel.world):

@@ -302,7 +302,7 @@ def _require_call(group: str, tables: TableSet, reach: Sequence[bool] | None, wo
     if torch.is_grad_enabled() and tables.needs_grad():
         raise ValueError(f"{NAME} has no gradients: call it under torch.no_grad, or take embedding_all_to_all")
     if reach is not None and len(reach) != world:
-        raise ValueError(f"{NAME}: reach says of {len(reach)} ranks what there are {world} of")
+        raise ValueError(f"{NAME}: reach has {len(reach)} values, but there are {world} ranks")
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(f"{NAME}: a CUDA graph would give all its replays one of the two outputs: call it outside")
 

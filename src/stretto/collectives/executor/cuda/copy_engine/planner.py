@@ -203,7 +203,7 @@ class CopyPlanner(ABC):
         self._num_mailbox_sets = sets = self._count_mailbox_sets()
         room = (self._area.size - HEAD) // max(sets * self._mailboxes, 1) // 256 * 256
         self._largest = min(LARGEST_PIECE, room) if sets > 1 else room  # the largest piece: a round takes all
-        # Messages that nobody reduces or moves need no pieces.
+        # Messages that are neither reduced nor moved are sent in one piece.
         self._is_whole = len(zero_copy) == sum(program.mailboxes for program in fused.ranks)
         self.kernels: list[Launchable | None] = []
         self._load_kernels()

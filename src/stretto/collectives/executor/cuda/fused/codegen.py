@@ -196,7 +196,7 @@ class _Writer:
             yield f"      v{reduce.value}[u] = narrow(w{reduce.value}[u]);"
             yield "    }"
         if level.sends:
-            # A value whose message never arrived is not sent on.
+            # If a message never arrived, its value is not forwarded.
             yield f"    const bool keeps_{number} = warp_any(wait.is_given_up);"
             yield "    converge();"
         for send in level.sends:

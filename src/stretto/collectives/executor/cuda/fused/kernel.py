@@ -140,7 +140,8 @@ class FusedScheduleKernel:
         most = self.workspace.most_blocks
         if not 1 <= max_blocks <= most:
             raise ValueError(
-                f"a kernel that waits for peers has 1 to {most} blocks, so that it leaves others a place, not "
+                f"a kernel that waits for peers has 1 to {most} blocks, so that other kernels can run at the same "
+                "time, not "
                 f"{max_blocks}: {min(max(max_blocks, 1), most)} would do"
             )
         self.threads, self.max_blocks, self._is_tuned = threads, max_blocks, True
