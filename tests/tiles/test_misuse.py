@@ -37,7 +37,7 @@ def ask_wrongly():
             ("counts are for", begin(dynamic, consumer)),
             ("counts are for", begin(producer, consumer, counts=table)),
             ("counts are contiguous int32 [2, 2, 4]", begin(dynamic, dynamic, counts=table)),
-            ("no call that began by begin", lambda: tiles.rank_wait(channel, 0, 0)),
+            ("no call that `begin` has begun is active", lambda: tiles.rank_wait(channel, 0, 0)),
             ("channels 0 to 3, not 4", lambda: tiles.rank_notify(channel, 4, 0)),
             ("ranks 0 to 1, not 2", lambda: tiles.rank_notify(channel, 0, 2)),
             ("multiple of 128 bytes, not at 8", lambda: channel.tensor((1,), torch.int8, offset=8)),
@@ -122,7 +122,7 @@ def launch_wrongly():
             with pytest.raises(InterpreterError, match=re.escape(words)):
                 kernel[(1,)](*arguments)
         for call in (lambda: tiles.rank_notify(channel, 0, 0), lambda: tiles.rank_wait(channel, 0, 0)):
-            with pytest.raises(ValueError, match="no call that began by begin"):
+            with pytest.raises(ValueError, match="no call that `begin` has begun is active"):
                 call()
         assert channel.tensor([4, 4], torch.float32).shape == (4, 4)
         dist.barrier()

@@ -317,7 +317,7 @@ def test_a_weight_that_is_changed_inside_is_gathered_again(interpret):
 
 def test_gather_once_says_what_it_needs(ranks):
     with (
-        pytest.raises(ValueError, match=r"needs a model that stretto.parallelize has returned"),
+        pytest.raises(ValueError, match=r"takes a model that stretto.parallelize has returned"),
         gather_once(GPT(CONFIG)),
     ):
         pass

@@ -58,7 +58,7 @@ WITHOUT_UNIT = {Q: "colwise", OUT: "rowwise"}
     ],
 )
 def test_a_number_of_heads_that_nobody_has_named_is_refused(roles: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=rf"^blocks\.0\.heads is 6, {why}.*x=2 splits it") as caught:
+    with pytest.raises(ValueError, match=rf"^blocks\.0\.heads is 6, {why}.*x=2 splits what they count") as caught:
         validate(model_of(), {"x": 2}, roles=roles)
     named = literal_eval(str(caught.value).partition("local_attributes=")[2].partition(", with None")[0])
     assert named == {"blocks.*.heads": "x"}

@@ -238,7 +238,7 @@ def test_the_options_of_experts_are_checked_before_a_run(tmp_path: Path) -> None
         preflight(runs.configure(tmp_path / "run", *SMALL, "model.experts_per_token=5"))
     with pytest.raises(ValueError, match=r"model\.z_loss is 0\.1, but belongs to a mixture of experts"):
         preflight(runs.configure(tmp_path / "run", "model.z_loss=0.1"))
-    with pytest.raises(ConfigError, match=r"model\.balance is 'sequence', the loss of each .*='switch' would do"):
+    with pytest.raises(ConfigError, match=r"model\.balance is 'sequence', a loss over each .*='switch' would do"):
         runs.configure(tmp_path / "run", *SMALL, "grid.x=2", "train.shard_sequence=true", "model.balance=sequence")
     blocks = runs.configure(tmp_path / "run", *SMALL, "model.moe_layers=[0, 1]")
     assert blocks.model.to_gpt(data_vocab=256, seq_len=16).moe_blocks == (0, 1)

@@ -48,7 +48,7 @@ def contradictions(config: "TrainConfig") -> list[str]:
     if run.shard_sequence and (model.balance == "sequence" or (model.balance == "bias" and model.balance_loss)):
         loss = "model.balance" if model.balance == "sequence" else "model.balance_loss"
         problems.append(
-            f"train.shard_sequence is on, but {loss} is {getattr(model, loss.partition('.')[2])!r}, a loss over each "
+            f"train.shard_sequence is on and {loss} is {getattr(model, loss.partition('.')[2])!r}, a loss over each "
             "sequence, but a rank of x would have only a part of each sequence; model.balance='switch' would do"
         )
     problems += contradictions_of_run(run)
