@@ -187,10 +187,10 @@ PLANS = {
 }
 
 
-def write_to_outputs():
+def write_to_outputs(most_plans_of_batches):
     """Outputs that were given hold the bits of those that are returned, and memory around them is left alone."""
     rank = dist.get_rank()
-    for shape, most_plans in (((12, 16), None), ((4, 3, 16), 1)):
+    for shape, most_plans in (((12, 16), None), ((4, 3, 16), most_plans_of_batches)):
         x, weights = random_of(rank, *shape), [random_of(10 + rank, n, 16) for n in (24, 8)]
         for operator, plans in PLANS.items():
             for plan in plans[:most_plans]:
@@ -229,8 +229,9 @@ def write_to_outputs():
     assert torch.equal(out, ops.matmul_reduce_scatter(x, weights[0]))
 
 
-def test_outputs_that_are_given_are_written_to(interpret):
-    interpret(2, write_to_outputs, timeout=200.0)
+@pytest.mark.parametrize("most_plans_of_batches", [1, pytest.param(None, marks=pytest.mark.long)])
+def test_outputs_that_are_given_are_written_to(interpret, most_plans_of_batches):
+    interpret(2, write_to_outputs, most_plans_of_batches, timeout=200.0)
 
 
 def refuse_outputs():

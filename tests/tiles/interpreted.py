@@ -9,7 +9,41 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-import stretto.tiles  # noqa: F401  (it mends Triton's interpreter)
+from stretto.tiles import call_state, waits
+
+
+@triton.jit
+def compare_counters(seen, target, is_before, of_peer, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    counter, aim = tl.load(seen + at), tl.load(target + at)
+    tl.store(is_before + at, waits._is_before(counter, aim, waits.OF_CONSUMER))
+    tl.store(of_peer + at, waits._is_before(counter, aim, waits.OF_PEER))
+
+
+@triton.jit
+def add_counts(words, counts, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    call_state._add_to(words + at, tl.load(counts + at), at < SIZE - 1)
+
+
+def let_counters_wrap_around():
+    """Counters are compared and added modulo 2^32; only a peer's slot may not be far ahead."""
+    last, first = 2**31 - 1, -(2**31)
+    cases = [  # what is seen, the target, whether a counter is still below it, whether a peer's slot is
+        (5, 6, True, True), (6, 6, False, False), (7, 6, False, False),
+        (last, first, True, True), (first, first, False, False),
+        (first, last, False, False), (first + 2, last, False, False), (last - 3, first + 4, True, True),
+        (-1, 0, True, True), (0, -1, False, False),
+        (2**30, 0, False, True), (first + 2**30, last, False, True), (-(2**30), 0, True, True),
+        (first + 8, last - 8, False, False), (last, last, False, False), (0, 0, False, False),
+    ]  # fmt: skip
+    seen, target, *expected = (torch.tensor(column) for column in zip(*cases, strict=True))
+    found = [torch.zeros(16, dtype=torch.bool) for _ in range(2)]
+    compare_counters[(1,)](seen.int(), target.int(), *found, 16)
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    words = torch.tensor([last, last - 1, first, 5], dtype=torch.int32)
+    add_counts[(1,)](words, torch.tensor([1, 5, -1, 9], dtype=torch.int32), 4)
+    assert words.tolist() == [first, first + 3, last, 5]  # the last is masked
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.tiles import interpreted
 from tests.tiles.channels import (
     COLUMNS,
     HALF,
@@ -60,6 +61,10 @@ def mix_calls(calls, start):
 )
 def test_counters_serve_call_after_call_past_stragglers_and_around_their_end(interpret, calls, start):
     assert interpret(3, mix_calls, calls, start) == [[]] * 3
+
+
+def test_counters_are_compared_and_added_around_their_end(interpret):
+    interpret(1, interpreted.let_counters_wrap_around)
 
 
 def take_turns(slots):
