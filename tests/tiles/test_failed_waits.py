@@ -53,6 +53,8 @@ def lose(what, loser):
         x = torch.zeros(24, COLUMNS)
         if rank != loser:
             kernels.push_tiles[(2,)](device, producer, x, gathered, COLUMNS, 2, BLOCK)
+        if what == "peer":
+            dist.barrier()  # on a busy machine a rank that is not lost must not be late either
         if what == "producer":
             kernels.copy_tiles[(count,)](device, consumer, gathered, out, COLUMNS, count, 16, BLOCK)
         elif what == "peer" and rank != loser:
