@@ -199,6 +199,15 @@ def test_the_failure_is_reported_though_a_rank_cannot_be_killed(
 
 def test_ranks_do_not_outlive_one_that_could_not_be_started(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
+    read_bytes, read = Path.read_bytes, set[str]()
+
+    def read_as_in_exec(path: Path) -> bytes:
+        """A process's environment is empty at first, as while the kernel sets up its program."""
+        is_early = path.name == "environ" and str(path) not in read
+        read.add(str(path))
+        return b"" if is_early else read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_as_in_exec)
 
     class Popen(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -27,6 +27,7 @@ FOLDER = Path("/dev/shm")
 # name.
 PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
 END = 5.0  # seconds for killed processes to end
+EXEC = 1.0  # seconds in which a started process has its environment variables; one may have been started without any
 NAMESPACES = Path("/proc/self/ns")
 # Linux's inode numbers of the namespaces in which the machine's first process is.
 FIRST_IPC, FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
@@ -85,12 +86,30 @@ def kill_ranks(job: str) -> None:
     marked = f"TORCHELASTIC_RUN_ID={job}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # of another user, or it has ended
-            fields = (process / "stat").read_text().rpartition(")")[2].split()  # the name before may have anything
-            if int(fields[1]) == os.getpid() and marked in (process / "environ").read_bytes().split(b"\0"):
+            if _state_and_parent(process)[1] == os.getpid() and marked in _environment(process):
                 pid = int(process.name)
                 os.killpg(pid, signal.SIGKILL)
                 while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
                     time.sleep(0.05)
+
+
+def _state_and_parent(process: Path) -> tuple[str, int]:
+    """A process's state, as "R" or "Z", and its parent's number. process: its folder in /proc."""
+    fields = (process / "stat").read_text().rpartition(")")[2].split()  # the name before may contain anything
+    return fields[0], int(fields[1])
+
+
+def _environment(process: Path) -> list[bytes]:
+    """The environment variables of a process that has just been started.
+
+    While the kernel sets up a new program, whose caller goes on already, the process seems to have none.
+    """
+    deadline = time.monotonic() + EXEC
+    while True:
+        found = (process / "environ").read_bytes()
+        if found or time.monotonic() > deadline or _state_and_parent(process)[0] == "Z":
+            return found.split(b"\0")
+        time.sleep(0.001)
 
 
 def _sees_all_users() -> bool:
