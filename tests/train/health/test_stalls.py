@@ -71,12 +71,13 @@ def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_me
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_async", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
-def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeypatch, is_async):
+def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeypatch, caplog, is_async):
     failure = fail(tmp_path / "out", monkeypatch, "loop write 1", f"train.async_save={is_async}")
     assert (failure.kind, failure.rank) == ("stalled", 1)
     assert "is stuck in phase save of step 6, in the thread that writes, at fault_runs.py:" in failure.reason
     assert "in spin" in failure.reason
-    assert "rank 0 waits for it in " in failure.reason
+    # At the limit rank 0's own wait may have ended: the warning at half of it tells, too.
+    assert "rank 0 waits for it in " in failure.reason + caplog.text
     # Beside a thread that writes, a step goes on, and on a busy machine rank 0 may wait for a collective of its own.
     assert is_async == "true" or "of group saves" in failure.reason
 
