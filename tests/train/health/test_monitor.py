@@ -504,3 +504,28 @@ def test_the_stack_of_a_stopped_process_is_that_of_where_it_was_stopped():
                 process.send_signal(signal.SIGCONT)
         finally:
             process.kill()
+
+
+def test_a_process_that_was_stopped_is_stopped_again_when_its_stacks_have_been_read(monkeypatch):
+    """On a busy machine it runs on after the signal, and would write over what was read."""
+    kill, timers = os.kill, []
+
+    def kill_late(pid, number):
+        if number != signal.SIGSTOP:
+            return kill(pid, number)
+        timers.append(threading.Timer(0.3, kill, (pid, number)))
+        return timers[-1].start()
+
+    # It stops once, by itself.
+    code = STOPS.replace("while True:\n    stop()\n", "stop()\nwhile True:\n")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            descriptor = int(process.stdout.readline())
+            os.waitpid(process.pid, os.WUNTRACED)
+            monkeypatch.setattr(os, "kill", kill_late)
+            assert "in stop\n" in (stacks.read_stacks(process.pid, descriptor) or "")
+            assert stacks.process_state(process.pid) == "its process is stopped by a signal"
+        finally:
+            for timer in timers:
+                timer.join()
+            process.kill()

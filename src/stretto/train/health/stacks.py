@@ -86,8 +86,19 @@ def read_stacks(pid: int, descriptor: int | None) -> str | None:
         return None
     finally:
         if was_stopped:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGSTOP)
+            _stop(pid)
+
+
+def _stop(pid: int) -> None:
+    """Stop a process, and wait until it is: its threads run on until the one that gets the signal is scheduled.
+
+    Its heartbeat would otherwise replace the stacks of where it was stopped by its own, of where it went on.
+    """
+    with suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + ANSWER
+    while process_state(pid) not in UNABLE and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def spy(pid: int) -> str | None:
