@@ -97,7 +97,7 @@ class Router(nn.Module):
     in transformers, and its weight 0.
 
     A loss is no output: the backward pass adds its gradient, times `loss_scale`. It depends on the choices of all
-    ranks, which are summed while the model goes on: without a capacity only the backward pass waits for the sum.
+    ranks, which are all-reduced asynchronously: without a capacity only the backward pass waits for the result.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Router(nn.Module):
         # Sums a tensor over the ranks that have other tokens of the micro-batch; over those of lower rank.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = _identity
         self.sum_over_earlier_ranks: Callable[[Tensor], Tensor] = torch.zeros_like
-        # Begins `sum_over_ranks`, and returns what waits for it and gives the sum, as often as it is called.
+        # Starts `sum_over_ranks`, and returns a function that waits for the sum and returns it; it may be called again.
         self.start_sum_over_ranks: Callable[[Tensor], Callable[[], Tensor]] | None = None
         self._statistics: Tensor | None = None
         # Forward passes whose statistics are not added yet, by their get_total.

@@ -158,7 +158,7 @@ class Dispatcher:
     def start(self, call: BackendCall) -> "Work | None":
         """Start a schedule for this call, as `__call__`.
 
-        ValueError for a user's own collective that has none, and for tensors that gloo would add up in part.
+        ValueError for a user's own collective that has none, and for tensors that gloo would reduce only in part.
         """
         if self.is_closed:
             raise RuntimeError(f"{call.operation}: the process group {self.member.name} was destroyed or aborted")
@@ -284,15 +284,15 @@ class Dispatcher:
         return None, "; ".join(f"schedule {name}: {obstacle}" for name, obstacle in obstacles.items())
 
 
-_ADDED_IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
+_REDUCED_IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
 
 
 def _refuse_gaps(call: BackendCall, reason: str) -> None:
-    """Raise ValueError for gaps between elements: gloo adds in place what lies in the first bytes, gaps among it."""
-    for tensor in call.inputs if call.operation in _ADDED_IN_PLACE else ():
-        is_strided = tensor.layout == torch.strided  # gloo has its own way for sparse ones
+    """Raise ValueError for tensors with gaps between their elements, of which gloo would reduce other bytes."""
+    for tensor in call.inputs if call.operation in _REDUCED_IN_PLACE else ():
+        is_strided = tensor.layout == torch.strided  # gloo has another implementation for sparse tensors
         if is_strided and not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             raise ValueError(
                 f"{call.operation} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: gloo, "
-                f"which runs this call ({reason}), takes no gaps between elements: give tensor.contiguous()"
+                f"which runs this call ({reason}), does not support gaps between elements: pass tensor.contiguous()"
             )

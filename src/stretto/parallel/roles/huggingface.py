@@ -251,7 +251,7 @@ def refuse_saving(model: nn.Module) -> None:
 
 
 def refuse_resizing(model: nn.Module) -> None:
-    """Have `resize_token_embeddings` raise ValueError, which would make parameters that no rank shards."""
+    """Have `resize_token_embeddings` raise ValueError: it would replace sharded parameters by unsharded ones."""
     resize: Any = getattr(model, "resize_token_embeddings", None)
     if not callable(resize):
         return
@@ -261,8 +261,8 @@ def refuse_resizing(model: nn.Module) -> None:
         if new_num_tokens is None:  # asks for the embedding
             return resize(new_num_tokens, *args, **kwargs)
         raise ValueError(
-            f"resize_token_embeddings({new_num_tokens}): the embedding of a parallelized model is cut over ranks. "
-            "Resize it before parallelize; a vocabulary that x does not divide is padded inside"
+            f"resize_token_embeddings({new_num_tokens}): the embedding of a parallelized model is sharded. Resize it "
+            "before parallelize; Stretto pads a vocabulary that x does not divide"
         )
 
     model.resize_token_embeddings = resize_before  # type: ignore[assignment]

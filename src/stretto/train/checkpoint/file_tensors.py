@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FP8 = "F8_E4M3"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # those that Stretto writes
-_WHOLE_NUMBERS = {f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)} | {"BOOL"}
+_INTEGERS = {f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)} | {"BOOL"}
 _BYTES_AT_ONCE = 1 << 26
 
 
@@ -189,17 +189,17 @@ def with_scales(tensors: Mapping[str, PlainTensor]) -> dict[str, FileTensor]:
 
 
 def refusal_of_dtypes(name: str, found: frozenset[str], wanted: "torch.dtype") -> str | None:
-    """Why a tensor of these dtypes is not the values of one that a model has as `wanted`; None if it may be.
+    """Why a tensor stored in these dtypes cannot be copied into a parameter of dtype `wanted`; None if it can.
 
-    Whole numbers in the place of weights are quantized ones, whose scales other libraries keep elsewhere.
+    Integers in place of floating-point weights are quantized weights, whose scales are stored separately.
     """
     if wanted.is_complex:
         return None
-    known = _DTYPES.keys() if wanted.is_floating_point else _WHOLE_NUMBERS
+    known = _DTYPES.keys() if wanted.is_floating_point else _INTEGERS
     if not (odd := sorted(found - known)):
         return None
-    what = "floating-point" if wanted.is_floating_point else "whole"
+    what = "floating-point" if wanted.is_floating_point else "integer"
     return (
-        f"{name} is stored as {', '.join(odd)}, and the model's has {what} numbers ({', '.join(sorted(known))} would "
-        "do): dequantize it with the library that wrote it"
+        f"{name} is stored as {', '.join(odd)}, but the model needs {what} values ({', '.join(sorted(known))}): "
+        "dequantize it with the library that wrote it"
     )

@@ -90,9 +90,10 @@ def read_stacks(pid: int, descriptor: int | None) -> str | None:
 
 
 def _stop(pid: int) -> None:
-    """Stop a process, and wait until it is: its threads run on until the one that gets the signal is scheduled.
+    """Stop a process, and wait until it has stopped.
 
-    Its heartbeat would otherwise replace the stacks of where it was stopped by its own, of where it went on.
+    The kernel delivers the signal to one thread, and the others run until that thread is scheduled. The heartbeat
+    thread could meanwhile overwrite the report with stacks from after the process was continued.
     """
     with suppress(OSError):
         os.kill(pid, signal.SIGSTOP)

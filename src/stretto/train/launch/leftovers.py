@@ -100,9 +100,9 @@ def _state_and_parent(process: Path) -> tuple[str, int]:
 
 
 def _environment(process: Path) -> list[bytes]:
-    """The environment variables of a process that has just been started.
+    """The environment variables of a process that may have just been started.
 
-    While the kernel sets up a new program, whose caller goes on already, the process seems to have none.
+    The caller of exec continues before the kernel has set up the new program; until then /proc shows no variables.
     """
     deadline = time.monotonic() + EXEC
     while True:
