@@ -130,7 +130,7 @@ def gaps_on_gloo():
         lambda: group.reduce([wide[:, ::2]], opts),
         lambda: dist.all_reduce_coalesced([wide[0], wide[:, 1]], group=group),
     ):
-        with pytest.raises(ValueError, match=r"with strides \(.*gloo.*give tensor\.contiguous\(\)"):
+        with pytest.raises(ValueError, match=r"with strides \(.*gloo.*pass tensor\.contiguous\(\)"):
             call()
     assert wide.tolist() == torch.arange(12.0).view(3, 4).tolist()
     turned = torch.arange(6.0).view(2, 3).t()  # without gaps
