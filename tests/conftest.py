@@ -112,10 +112,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Fork the servers of this session's processes, which now has what they need.
 
-    Not before: while tests are collected, pytest has changed how warnings are shown.
+    Not before: while tests are collected, pytest has changed how warnings are shown. Nor where there are GPUs: what is
+    forked from a process that has looked for them cannot use them, so that servers are Pythons of their own there.
     """
+    import torch
+
     is_run = _POOL in session.config.stash and not session.config.getoption("collectonly")  # not where xdist only waits
-    if is_run and sys.platform == "linux":
+    if is_run and sys.platform == "linux" and not torch.cuda.is_available():
         from tests.pool import fork_default_server
 
         capture = session.config.pluginmanager.getplugin("capturemanager")
