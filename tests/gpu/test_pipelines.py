@@ -39,7 +39,7 @@ def run_all(schedule: str, carrier: str) -> list[str]:
     return found
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, own=(4,), among=(4,))
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("schedule", ["1f1b", "message-driven", "zb-h1"])
 def test_training_in_stages_is_plain_training(schedule: str, carrier: str, world: int, run_ranks: RunRanks) -> None:
@@ -70,6 +70,6 @@ def train_virtual_stages() -> None:
     assert len(set(used[1:])) == 1, used
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, own=(1,), among=(1,))
 def test_virtual_stages_on_one_rank(world: int, run_ranks: RunRanks) -> None:
     run_ranks(world, train_virtual_stages)
