@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.execution import ExecutionOptions, Recomputation
 from stretto.models import GPT, GPTConfig
-from stretto.models.gpt import rotary_angles
+from stretto.models.fused import rotary_angles
 from stretto.parallel import (
     Grid,
     checkpoint_activations,

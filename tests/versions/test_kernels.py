@@ -17,7 +17,7 @@ from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
 from stretto.bench.stress.kernels import list_kernels
-from stretto.ops import cross_entropy
+from stretto.ops import cross_entropy, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import activation, copies_kernels
@@ -86,8 +86,14 @@ def launch_copies(name: str) -> Launch:
 
 
 def launch_gates(name: str) -> Launch:
-    halves = [FLOATS.bfloat16() for _ in range(3 if name == "differentiate_silu_gate" else 2)]
-    return Launch(getattr(activation, name), (*halves, 4096, 1024), {})
+    halves = [FLOATS.bfloat16() for _ in range(5 if name == "differentiate_silu_gate" else 3)]
+    return Launch(getattr(activation, name), (*halves, 8192, 4096, 1024), {})
+
+
+def launch_rotation(name: str) -> Launch:
+    halves = [FLOATS.bfloat16() for _ in range(4)]
+    arguments = (halves[0], FLOATS, FLOATS, *halves[1:], 4096, 8, 4, 64, 64, 16)
+    return Launch(getattr(rotary, name), arguments, {})
 
 
 def launch_clearing(name: str) -> Launch:
@@ -165,6 +171,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         )
         for name in names
     },
+    **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,

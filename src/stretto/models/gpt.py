@@ -13,24 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stretto.models.fused import Angles, rotary_angles, rotate_heads, swiglu
 from stretto.models.gpt_config import GPTConfig
 from stretto.models.moe import Experts, MoE, Router, SharedExpert
 
 IGNORED_TARGET = -100
-
-
-def rotary_angles(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000)."""
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), 10_000.0**-exponents)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the two halves of each head of `x` [batch, seq, groups, heads, head_dim] by the position's angles."""
-    cos, sin = (angle.to(x.dtype)[:, None, None] for angle in angles)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 class Attention(nn.Module):
@@ -48,13 +35,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, width, bias=config.bias)
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
         groups = self.qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
-        query, key, value = groups.split((self.queries_per_group, 1, 1), dim=-2)
         if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+            heads = rotate_heads(groups, angles, self.queries_per_group)
+        else:
+            parts = groups.split((self.queries_per_group, 1, 1), dim=-2)
+            heads = (parts[0].flatten(2, 3), parts[1].flatten(2, 3), parts[2].flatten(2, 3))
         # The output has the query's strides: heads of a token lie together, so that flattening it copies nothing.
-        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        query, key, value = (part.transpose(1, 2) for part in heads)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.queries_per_group > 1)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -72,7 +61,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
-        return self.down(F.silu(self.gate(x)) * up if self.is_gated else F.gelu(up, approximate="tanh"))
+        return self.down(swiglu(self.gate(x), up) if self.is_gated else F.gelu(up, approximate="tanh"))
 
 
 class TransformerBlock(nn.Module):
@@ -89,7 +78,7 @@ class TransformerBlock(nn.Module):
         self.mlp = MoE(config) if has_experts else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), angles))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import record_function
 
+from stretto.models.fused import swiglu
 from stretto.models.gpt_config import GPTConfig
 from stretto.models.router import Router, RouterOptions, RoutingStatistics, routers, scale_losses, update_biases
 
@@ -92,7 +93,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
-        y = self.down(F.silu(self.gate(x)) * up if self.is_gated else F.gelu(up, approximate="tanh"))
+        y = self.down(swiglu(self.gate(x), up) if self.is_gated else F.gelu(up, approximate="tanh"))
         return y if self.output_gate is None else y * self.output_gate(x).sigmoid()
 
 

@@ -182,7 +182,7 @@ class _TorchStage(nn.Module):
         self.head_dim = model.config.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        from stretto.models.gpt import rotary_angles
+        from stretto.models.fused import rotary_angles
 
         angles = rotary_angles(x.shape[1], self.head_dim, x.device)
         if self.embedding is not None:

@@ -72,53 +72,73 @@ def suits_kernel(x: Tensor) -> bool:
 
 
 @triton.jit
-def gate_by_silu(x, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [n, columns] = silu(x[:, :columns]) * x[:, columns:], rounded once.
+def gate_by_silu(gates, ups, out, stride, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [n, columns] = silu(gates) * ups, rounded once. stride: from a row of gates, and of ups, to the next.
 
     A program has BLOCK columns of one row. Bytes: 2 * columns numbers a row are read and `columns` written.
     Synchronization: none: programs own their part of out.
     """
-    dtype = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    dtype = tl.float64 if gates.dtype.element_ty == tl.float64 else tl.float32
     row, at, mask = find_block(columns, BLOCK)
-    gate = tl.load(x + row * 2 * columns + at, mask=mask, other=0.0).to(dtype)
-    up = tl.load(x + (row * 2 + 1) * columns + at, mask=mask, other=0.0).to(dtype)
+    gate = tl.load(gates + row * stride + at, mask=mask, other=0.0).to(dtype)
+    up = tl.load(ups + row * stride + at, mask=mask, other=0.0).to(dtype)
     gated = gate / (1 + tl.exp(-gate)) * up
     tl.store(out + row * columns + at, gated.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def differentiate_silu_gate(x, grad, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [n, 2 * columns] = the gradient of x, of `gate_by_silu`, for a gradient [n, columns] of its result.
+def differentiate_silu_gate(  # type: ignore[no-untyped-def]
+    gates, ups, grad, of_gates, of_ups, stride, columns, BLOCK: tl.constexpr
+):
+    """of_gates, of_ups = the gradients of `gate_by_silu`, for a gradient [n, columns] of its result.
 
-    With s = 1 / (1 + exp(-gate)), silu(gate) is gate * s, and its derivative s * (1 + gate * (1 - s)). A program has
-    BLOCK columns of one row. Bytes: 3 * columns numbers a row are read and 2 * columns written. Synchronization: none:
-    programs own their part of out.
+    stride: from a row of gates, ups, and their gradients to the next. With s = 1 / (1 + exp(-gate)), silu(gate) is
+    gate * s, and its derivative s * (1 + gate * (1 - s)). A program has BLOCK columns of one row. Bytes: 3 * columns
+    numbers a row are read and 2 * columns written. Synchronization: none: programs own their parts of the gradients.
     """
-    dtype = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    dtype = tl.float64 if gates.dtype.element_ty == tl.float64 else tl.float32
     row, at, mask = find_block(columns, BLOCK)
-    gates, ups = row * 2 * columns + at, (row * 2 + 1) * columns + at
-    gate = tl.load(x + gates, mask=mask, other=0.0).to(dtype)
-    up = tl.load(x + ups, mask=mask, other=0.0).to(dtype)
+    gate = tl.load(gates + row * stride + at, mask=mask, other=0.0).to(dtype)
+    up = tl.load(ups + row * stride + at, mask=mask, other=0.0).to(dtype)
     of_out = tl.load(grad + row * columns + at, mask=mask, other=0.0).to(dtype)
     share = 1 / (1 + tl.exp(-gate))
     of_gate = of_out * up * (share * (1 + gate * (1 - share)))
-    tl.store(out + gates, of_gate.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + ups, (of_out * (gate * share)).to(out.dtype.element_ty), mask=mask)
+    tl.store(of_gates + row * stride + at, of_gate.to(of_gates.dtype.element_ty), mask=mask)
+    tl.store(of_ups + row * stride + at, (of_out * (gate * share)).to(of_ups.dtype.element_ty), mask=mask)
+
+
+def multiply_by_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of two CUDA tensors of one shape and dtype, as `gated_activation` computes it."""
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    rows = out.view(gate.shape[:-1].numel(), gate.shape[-1])
+    _launch(gate_by_silu, rows, gate.contiguous(), up.contiguous(), rows, rows.shape[1])
+    return out
+
+
+def differentiate_swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `multiply_by_silu`'s arguments, for a gradient of its result."""
+    of_gate, of_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    rows = of_gate.view(gate.shape[:-1].numel(), gate.shape[-1])
+    whole = gate.contiguous(), up.contiguous(), grad.contiguous()
+    _launch(differentiate_silu_gate, rows, *whole, of_gate, of_up, rows.shape[1])
+    return of_gate, of_up
 
 
 def _run(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    _launch(gate_by_silu, out, x.contiguous(), out)
+    x = x.contiguous()
+    _launch(gate_by_silu, out, *x.chunk(2, 1), out, x.shape[1])
     return out
 
 
 def _run_gradient(x: Tensor, grad: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
-    _launch(differentiate_silu_gate, grad, x.contiguous(), grad.contiguous(), out)
+    x, grad = x.contiguous(), grad.contiguous()
+    _launch(differentiate_silu_gate, grad, *x.chunk(2, 1), grad, *out.chunk(2, 1), x.shape[1])
     return out
 
 
-def _launch(kernel: Any, result: Tensor, *arguments: Tensor) -> None:
+def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int) -> None:
     """Launch a kernel on the parts of a result [n, F]."""
     n, columns = result.shape
     if result.numel():

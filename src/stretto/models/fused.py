@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding and SwiGLU: one kernel each on GPUs, and few saved tensors everywhere.
+
+The same by PyTorch's operators takes some forty kernels a block, most of them on strided halves of heads, and saves
+activations that a backward pass can do without. Where PyTorch has to see the operators (`torch.compile`, `torch.func`,
+forward-mode derivatives, dispatch modes, tensor subclasses), they are used.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines, fp32 [seq_len, head_dim / 2]."""
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def rotary_angles(seq_len: int, head_dim: int, device: torch.device) -> Angles:
+    """Compute cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000)."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), 10_000.0**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate_heads(qkv: Tensor, angles: Angles, queries_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the outputs of attention's linear, and rotate queries and keys by their positions' angles.
+
+    qkv [batch, seq, groups, queries_per_group + 2, head_dim]: each KV head's queries, its key and its value. Returns
+    queries [batch, seq, groups * queries_per_group, head_dim], keys and values [batch, seq, groups, head_dim]. Feature
+    i of a head is rotated with feature i + head_dim / 2 (Su et al., RoFormer, section 3.4, in the order of GPT-NeoX).
+
+    On a GPU this is one kernel forward and one backward. It computes in fp32 for 16-bit dtypes and rounds once, so that
+    its bits differ from those of PyTorch's operators, which round angles and products as well.
+    """
+    if _needs_operators(qkv):
+        query, key, value = qkv.split((queries_per_group, 1, 1), dim=-2)
+        query, key = _rotate(query, angles), _rotate(key, angles)
+        return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+    heads: tuple[Tensor, Tensor, Tensor] = _RotateHeads.apply(qkv, *angles, queries_per_group)
+    return heads
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of two tensors of one shape and dtype (Shazeer, GLU Variants Improve Transformer).
+
+    Only gate and up are saved for the backward pass. On a GPU it is one kernel forward and one backward, which compute
+    in fp32 for 16-bit dtypes and round once.
+    """
+    if _needs_operators(gate, up) or gate.shape != up.shape or gate.dtype != up.dtype:
+        return F.silu(gate) * up
+    product: Tensor = _SwiGLU.apply(gate, up)
+    return product
+
+
+def _needs_operators(*tensors: Tensor) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any(type(tensor) is not Tensor for tensor in tensors)
+    )
+
+
+def _suits_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dim() > 0 and tensor.dtype in _KERNEL_DTYPES
+
+
+def _rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate the two halves of each head of `x` [batch, seq, groups, heads, head_dim] by the position's angles."""
+    cos, sin = (angle.to(x.dtype)[:, None, None] for angle in angles)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class _RotateHeads(torch.autograd.Function):
+    """`rotate_heads`; its gradient is `_JoinHeads`, and the other way round, to any order."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        if _suits_kernel(qkv):
+            from stretto.ops.rotary import rotate_and_split
+
+            return rotate_and_split(qkv, cos, sin, queries)
+        query, key, value = qkv.split((queries, 1, 1), dim=-2)
+        query, key = _rotate(query, (cos, sin)), _rotate(key, (cos, sin))
+        # The values are copied so that they do not keep the linear's whole output alive.
+        return query.flatten(2, 3), key.flatten(2, 3), value.clone(memory_format=torch.contiguous_format).flatten(2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None, None]:
+        return _JoinHeads.apply(query, key, value, *ctx.saved_tensors), None, None, None
+
+
+class _JoinHeads(torch.autograd.Function):
+    """Rotate queries and keys back, and join them with the values: the gradient of `rotate_heads`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        groups = key.shape[2]
+        ctx.queries = query.shape[2] // groups
+        if _suits_kernel(query):
+            from stretto.ops.rotary import rotate_back_and_join
+
+            return rotate_back_and_join(query, key, value, cos, sin)
+        query, key, value = (part.unflatten(2, (groups, -1)) for part in (query, key, value))
+        return torch.cat((_rotate(query, (cos, -sin)), _rotate(key, (cos, -sin)), value), dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, qkv: Tensor) -> tuple[Tensor | None, ...]:
+        return *_RotateHeads.apply(qkv, *ctx.saved_tensors, ctx.queries), None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """`swiglu`, which computes silu(gate) again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        if _suits_kernel(gate):
+            from stretto.ops.moe.activation import multiply_by_silu
+
+            return multiply_by_silu(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for gradients of gradients
+            share = gate.sigmoid()
+            return grad * up * (share * (1 + gate * (1 - share))), grad * (gate * share)
+        if _suits_kernel(gate):
+            from stretto.ops.moe.activation import differentiate_swiglu
+
+            return differentiate_swiglu(gate, up, grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)

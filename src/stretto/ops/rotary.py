@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of rotary position embedding, which read and write each head once.
+
+`stretto.models.fused` calls them for CUDA tensors. They compute in fp32 (fp64 for fp64), and round once.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.tiles.launches import launch_kernel
+
+_TILE = 1024  # elements of each half of heads in a program
+
+
+@triton.jit
+def _find_heads(groups, QUERIES: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(token, head, query, group, which of the heads are queries, keys and values) of this program's HEADS heads.
+
+    All but the token are [HEADS, 1]. head: its number among all heads of the token in all tokens' heads, and query and
+    group the same among queries and among groups, each of which has QUERIES queries, a key and a value.
+    """
+    heads = groups * (QUERIES + 2)
+    parts = tl.cdiv(heads, HEADS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
+    group, place = head // (QUERIES + 2), head % (QUERIES + 2)
+    is_query, is_key = (head < heads) & (place < QUERIES), (head < heads) & (place == QUERIES)
+    is_value = (head < heads) & (place > QUERIES)
+    group += token * groups
+    return token, head + token * heads, group * QUERIES + place, group, is_query, is_key, is_value
+
+
+@triton.jit
+def _load(query, key, value, is_query, is_key, is_value):  # type: ignore[no-untyped-def]
+    """What lies at one of three addresses each."""
+    of_query, of_key = tl.load(query, mask=is_query, other=0.0), tl.load(key, mask=is_key, other=0.0)
+    return tl.where(is_query, of_query, tl.where(is_key, of_key, tl.load(value, mask=is_value, other=0.0)))
+
+
+@triton.jit
+def split_heads(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, queries, keys, values, seq_len, groups,
+    QUERIES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """queries, keys, values = the parts of qkv [tokens, groups, QUERIES + 2, 2 * HALF], the first two rotated.
+
+    A program has HEADS heads of one token, and LANES >= HALF features of each half. Bytes: all of qkv is read and
+    written once. Synchronization: none: programs own their heads.
+    """
+    dtype = tl.float64 if qkv.dtype.element_ty == tl.float64 else tl.float32
+    token, head, query, group, is_query, is_key, is_value = _find_heads(groups, QUERIES, HEADS)
+    lane = tl.arange(0, LANES)[None, :]
+    inside = lane < HALF
+    angle = (token % seq_len) * HALF + lane
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(dtype)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(dtype)
+    at = head * 2 * HALF + lane
+    of_query, of_group = query * 2 * HALF + lane, group * 2 * HALF + lane
+    is_query, is_key, is_value = is_query & inside, is_key & inside, is_value & inside
+    first = tl.load(qkv + at, mask=is_query | is_key | is_value, other=0.0).to(dtype)
+    second = tl.load(qkv + at + HALF, mask=is_query | is_key | is_value, other=0.0).to(dtype)
+    rotated = (first * c - second * s).to(qkv.dtype.element_ty)
+    other = (first * s + second * c).to(qkv.dtype.element_ty)
+    tl.store(queries + of_query, rotated, mask=is_query)
+    tl.store(queries + of_query + HALF, other, mask=is_query)
+    tl.store(keys + of_group, rotated, mask=is_key)
+    tl.store(keys + of_group + HALF, other, mask=is_key)
+    tl.store(values + of_group, first.to(qkv.dtype.element_ty), mask=is_value)
+    tl.store(values + of_group + HALF, second.to(qkv.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def join_heads(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, queries, keys, values, seq_len, groups,
+    QUERIES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """qkv = queries and keys, rotated by the negative angles, and values: the inverse of `split_heads`.
+
+    A program has HEADS heads of one token, and LANES >= HALF features of each half. Bytes: all heads are read and
+    written once. Synchronization: none: programs own their heads.
+    """
+    dtype = tl.float64 if qkv.dtype.element_ty == tl.float64 else tl.float32
+    token, head, query, group, is_query, is_key, is_value = _find_heads(groups, QUERIES, HEADS)
+    lane = tl.arange(0, LANES)[None, :]
+    inside = lane < HALF
+    angle = (token % seq_len) * HALF + lane
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(dtype)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(dtype)
+    at = head * 2 * HALF + lane
+    of_query, of_group = query * 2 * HALF + lane, group * 2 * HALF + lane
+    is_query, is_key, is_value = is_query & inside, is_key & inside, is_value & inside
+    first = _load(queries + of_query, keys + of_group, values + of_group, is_query, is_key, is_value).to(dtype)
+    second = _load(
+        queries + of_query + HALF, keys + of_group + HALF, values + of_group + HALF, is_query, is_key, is_value
+    ).to(dtype)
+    rotated = tl.where(is_value, first, first * c + second * s)
+    other = tl.where(is_value, second, second * c - first * s)
+    tl.store(qkv + at, rotated.to(qkv.dtype.element_ty), mask=is_query | is_key | is_value)
+    tl.store(qkv + at + HALF, other.to(qkv.dtype.element_ty), mask=is_query | is_key | is_value)
+
+
+def rotate_and_split(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`stretto.models.fused.rotate_heads` of a tensor [batch, seq, groups, queries + 2, head_dim] on a GPU."""
+    batch, seq_len, groups, _, head_dim = qkv.shape
+    heads = (
+        qkv.new_empty(batch, seq_len, groups * queries, head_dim),
+        qkv.new_empty(batch, seq_len, groups, head_dim),
+        qkv.new_empty(batch, seq_len, groups, head_dim),
+    )
+    _launch(split_heads, qkv.contiguous(), cos, sin, heads, queries)
+    return heads
+
+
+def rotate_back_and_join(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `rotate_and_split`'s input, for gradients of its results."""
+    batch, seq_len, groups, head_dim = key.shape
+    queries = query.shape[2] // groups
+    qkv = query.new_empty(batch, seq_len, groups, queries + 2, head_dim)
+    _launch(join_heads, qkv, cos, sin, (query.contiguous(), key.contiguous(), value.contiguous()), queries)
+    return qkv
+
+
+def _launch(kernel: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[Tensor, ...], queries: int) -> None:
+    batch, seq_len, groups, _, head_dim = qkv.shape
+    if not qkv.numel():
+        return
+    lanes = triton.next_power_of_2(head_dim // 2)
+    block = min(triton.next_power_of_2(groups * (queries + 2)), max(1, _TILE // lanes))
+    with torch.cuda.device_of(qkv):
+        launch_kernel(
+            kernel, batch * seq_len * triton.cdiv(groups * (queries + 2), block),
+            qkv, cos.contiguous(), sin.contiguous(), *heads, seq_len, groups,
+            QUERIES=queries, HALF=head_dim // 2, LANES=lanes, HEADS=block,
+        )  # fmt: skip
