@@ -18,13 +18,14 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops import Blocks, KernelConfig, matmul_reduce_scatter_copies, small_m
+from stretto.ops import Blocks, KernelConfig, cross_entropy, matmul_reduce_scatter_copies, rotary, small_m
 from stretto.ops.embedding import backward, forward, output_ring, placement
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.gemm.config import FP8
 from stretto.ops.gemm.tile import Scales
+from stretto.ops.moe import activation, copies_kernels
 from stretto.ops.workspace import OperatorWorkspace
 
 # As attributes of the package these are the functions.
@@ -250,6 +251,51 @@ def run_look_up(kind: LookUp) -> None:
     backward.reduce_rows(staged, kind.dims, found.addresses, zeros, kind.action, settings)
 
 
+class Alone(NamedTuple):
+    """All that kernels without a workspace, which `launch_again` launches, may be compiled for."""
+
+    kernel: str
+    columns: int
+    rows: int
+    dtype: torch.dtype
+    is_odd: bool
+
+
+ALONE_CHOICES: dict[str, list[Any]] = {
+    "kernel": ["rotary", "swiglu", "copies", "loss"],
+    "columns": [16, 64, 1, 40],
+    "rows": [1, 16, 3, 17],
+    "dtype": [torch.bfloat16, torch.float32],
+    "is_odd": [False, True],
+}
+
+
+def run_alone(kind: Alone) -> None:
+    """Kernels and their gradients, of new tensors."""
+
+    def make(*sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        numbers = torch.zeros(torch.Size(sizes).numel() + 1, dtype=dtype or kind.dtype)
+        return numbers[1:].view(sizes) if kind.is_odd else numbers[:-1].view(sizes)
+
+    rows, columns = kind.rows, kind.columns
+    match kind.kernel:
+        case "rotary":
+            angles = make(rows, columns, dtype=torch.float32), make(rows, columns, dtype=torch.float32)
+            heads = rotary.rotate_and_split(make(2, rows, 3, 4, 2 * columns), *angles, 2)
+            rotary.rotate_back_and_join(*heads, *angles)
+        case "swiglu":
+            activation.multiply_by_silu(make(rows, columns), make(rows, columns))
+            activation.differentiate_swiglu(*(make(rows, columns) for _ in range(3)))
+            activation._run(make(rows, 2 * columns))
+        case "copies":
+            positions = make(rows, 2, dtype=torch.int64)
+            copies_kernels._run_sum(make(2 * rows, columns), positions, make(rows, 2, dtype=torch.float32), None)
+            copies_kernels._run_sum(make(2 * rows, columns), positions, None, None)
+            copies_kernels._run_multiply(make(rows, columns), make(2 * rows, columns), positions, None)
+        case "loss":
+            cross_entropy.read_statistics(make(rows, columns), make(rows, dtype=torch.int64), columns)
+
+
 def run_call(call: Any, workspaces: dict[str, OperatorWorkspace]) -> None:
     name, plan, x, weight, bias, dtype, scales = call
     n = weight.shape[0]
@@ -283,8 +329,8 @@ def main(seed: int, calls: int) -> None:
     tiles.rank_await_count = lambda *_: None  # nothing is counted, as no kernel runs
 
     def run(kind: Any, number: int) -> None:
-        if isinstance(kind, LookUp):
-            run_look_up(kind)
+        if isinstance(kind, LookUp | Alone):
+            run_look_up(kind) if isinstance(kind, LookUp) else run_alone(kind)
             return
         for workspace in workspaces.values():
             object.__setattr__(workspace, "slot_cycle", itertools.cycle([number % 2]))
@@ -292,7 +338,8 @@ def main(seed: int, calls: int) -> None:
 
     rng, found, wrong = random.Random(seed), 0, []
     gemms, look_ups = draw_kinds(rng, calls, Kind, CHOICES), draw_kinds(rng, calls, LookUp, LOOK_UP_CHOICES)
-    for number, kind in enumerate(itertools.chain(gemms, look_ups)):
+    alone = draw_kinds(rng, 2 * calls, Alone, ALONE_CHOICES)
+    for number, kind in enumerate(itertools.chain(gemms, look_ups, alone)):
         counts, launched = [count_known()], []
         for forgets in (False, True):
             before = [dict(one._known) for one in all_launches]
@@ -310,7 +357,7 @@ def main(seed: int, calls: int) -> None:
         found += counts[0] == counts[1]
         if not launched[0] or not agree(*launched):
             wrong.append((number, kind))
-    print(f"{found} of {2 * calls} calls were known; wrong: {wrong}")
+    print(f"{found} of {4 * calls} calls were known; wrong: {wrong}")
     sys.exit(bool(wrong) or found < calls // 2)
 
 

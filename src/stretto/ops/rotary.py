@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.tiles.launches import launch_kernel
+from stretto.tiles.launches import launch_again
 
-_TILE = 1024  # elements of each half of heads in a program
+_TILE = 2048  # elements of each half of heads in a program
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def _launch(kernel: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[Ten
     lanes = triton.next_power_of_2(head_dim // 2)
     block = min(triton.next_power_of_2(groups * (queries + 2)), max(1, _TILE // lanes))
     with torch.cuda.device_of(qkv):
-        launch_kernel(
+        launch_again(
             kernel, batch * seq_len * triton.cdiv(groups * (queries + 2), block),
             qkv, cos.contiguous(), sin.contiguous(), *heads, seq_len, groups,
             QUERIES=queries, HALF=head_dim // 2, LANES=lanes, HEADS=block,

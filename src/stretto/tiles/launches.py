@@ -2,11 +2,12 @@
 """Launches of kernels: with fixed options, and again without Triton's inspection of every argument."""
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from triton import knobs
+from triton import JITFunction, knobs
 from triton.runtime import driver
 
 from stretto.tiles.descriptors import remember_descriptors
@@ -85,6 +86,37 @@ class Launches:
         """Forget all launches."""
         self._known.clear()
         self._addresses.clear()
+
+
+def launch_again(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """As `launch_kernel` on the current device, but fast where arguments of the same kinds were launched before.
+
+    For kernels whose arguments are tensors, numbers and None, and which a training step launches often: a launch by
+    Triton takes the host 20 to 60 microseconds, and one by this function a fraction of that.
+    """
+    if not isinstance(kernel, JITFunction):  # it is interpreted
+        launch_kernel(kernel, programs, *arguments, **options)
+        return
+    names, is_constant = _parameters_of(kernel)
+    arguments += tuple([options.pop(name) for name in names[len(arguments) :]])
+    kinds = [
+        argument if constant else float if type(argument) is float else kind_of(argument)
+        for argument, constant in zip(arguments, is_constant, strict=True)
+    ]
+    device = driver.active.get_current_device()
+    launches = _of_devices.get(device)
+    if launches is None:
+        launches = _of_devices[device] = Launches()
+    launches(kernel, (*kinds, *options.items()), programs, arguments, **options)
+
+
+@lru_cache(maxsize=256)
+def _parameters_of(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """A kernel's parameters: their names, and which are constants that it is compiled for."""
+    return tuple(one.name for one in kernel.params), tuple(one.is_constexpr for one in kernel.params)
+
+
+_of_devices: dict[int, Launches] = {}
 
 
 def pass_addresses(argument: Any) -> Any:
