@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stress configurations of experts' kernels and the loss's, which each rank launches by itself, on whole numbers."""
+"""Stress configurations of kernels of experts, loss and rotary positions, which each rank launches by itself."""
 
 from collections.abc import Sequence
 
@@ -14,6 +14,7 @@ K = 3
 _CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
 _COPIES = tuple(f"ops.moe.copies_kernels.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
+_ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads"))
 _GATES = tuple(f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate"))
 
 
@@ -87,15 +88,18 @@ class GatedCase(StressCase):
             gate, up = wide.chunk(2, 1)
             out = gate * gate.sigmoid() * up
             (of_x,) = torch.autograd.grad(out, wide, grad.double())
-            for one, right in zip(found, (out.detach(), of_x), strict=True):
+            for one, right in zip(found, (out.detach(), of_x) * 2, strict=True):
                 if not torch.allclose(one.double(), right, rtol=2**-8, atol=1e-4):
                     raise AssertionError("the kernels of gated SiLU compute something else")
 
-    def _run(self, entry: int) -> tuple[Tensor, Tensor]:
+    def _run(self, entry: int) -> tuple[Tensor, ...]:
         from stretto.ops.moe import activation
 
         x, grad = self._calls[entry]
-        return activation.gate_on_gpu(x), activation.gate_gradient_on_gpu(x, grad)
+        gate, up = x.chunk(2, 1)
+        of_both = torch.cat(activation.differentiate_swiglu(gate, up, grad), 1)
+        product = activation.multiply_by_silu(gate, up)
+        return activation.gate_on_gpu(x), activation.gate_gradient_on_gpu(x, grad), product, of_both
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
@@ -170,9 +174,50 @@ class LossCase(StressCase):
         return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
 
 
+class RotaryCase(StressCase):
+    """Heads that are split and rotated, and joined again, with cosines and sines that are small whole numbers."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._queries = 3
+        tokens, groups, half = (130, 4, 40) if team.is_cuda else (3, 2, 3)
+        self._calls = [
+            (
+                team.integers((2, tokens, groups, self._queries + 2, 2 * half), "qkv", entry, team.rank).bfloat16(),
+                team.integers((tokens, half), "cos", entry, team.rank, low=-2, high=2).float(),
+                team.integers((tokens, half), "sin", entry, team.rank, low=-2, high=2).float(),
+            )
+            for entry in range(ENTRIES)
+        ]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.ops.rotary import rotate_and_split, rotate_back_and_join
+
+        qkv, cos, sin = self._calls[entry]
+        found = rotate_and_split(qkv, cos, sin, self._queries)
+        parts = [part.flatten(2, 3) for part in qkv.double().split((self._queries, 1, 1), 3)]
+        expected = self._turn(parts[0], cos, sin), self._turn(parts[1], cos, sin), parts[2]
+        back = self._turn(parts[0], cos, -sin), self._turn(parts[1], cos, -sin), parts[2]
+        query, key, value = (part.to(qkv.dtype) for part in parts)
+        joined = rotate_back_and_join(query, key, value, cos, sin)
+        right = torch.cat([part.unflatten(2, (qkv.shape[2], -1)) for part in back], 3)
+        pairs = zip((*found, joined), (*expected, right), strict=True)
+        return [Check(one, other.to(one.dtype)) for one, other in pairs]
+
+    @staticmethod
+    def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """heads [batch, tokens, heads, 2 * half], in fp64."""
+        first, second = heads.chunk(2, -1)
+        c, s = cos.double()[:, None], sin.double()[:, None]
+        return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+
 def list_configurations() -> list[Configuration]:
-    """All configurations of experts, and that of the loss."""
+    """All configurations of experts, that of the loss, and that of rotary positions."""
     return [
+        Configuration("attention/rotary", "attention", _ROTARY, "heads rotated and split, and joined", RotaryCase),
         Configuration("experts/copies", "experts", _COPIES, "sums, products and gradients of copies", CopiesCase),
         Configuration("experts/gated", "experts", _GATES, "gated SiLU and its gradient", GatedCase),
         Configuration("experts/clearing", "experts", _CLEARING, "zeros where no expert writes", ClearingCase),
