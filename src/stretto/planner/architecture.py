@@ -32,7 +32,8 @@ class Architecture:
     position embedding (0: none). `is_rotary`: queries and keys are turned, which copies them. `block_norms` counts a
     block's norms of hidden features that have weights (where there are none, the last norm has none either), and
     `head_norm_weights` the weights of those of its queries and keys. `has_sinks`: attention has a number for each head.
-    `has_plain_attention`: plain operations make its scores. `experts`: how many of width `ffn` the MLP has (0: it is
+    `has_plain_attention`: plain operations make its scores. `has_fused_kernels`: rotary positions and gates are one
+    kernel each, as in Stretto's GPT. `experts`: how many of width `ffn` the MLP has (0: it is
     none), of which `active_experts` compute a token, in a model whose experts z alone shards (GPT-OSS). `notes`: what a
     reader of a plan must know.
 
@@ -69,6 +70,7 @@ class Architecture:
     head_norm_weights: int = 0
     has_sinks: bool = False
     has_plain_attention: bool = False
+    has_fused_kernels: bool = False
     experts: int = 0
     active_experts: int = 0
     moe: MoeShape | None = None
@@ -144,6 +146,7 @@ class Architecture:
                 self.is_rotary,
                 self.stores_inputs_first,
                 self.has_plain_attention,
+                self.has_fused_kernels,
             ),
             self._mlp,
         )
@@ -154,7 +157,9 @@ class Architecture:
             return MoeLayer(self.hidden, self.moe)
         if self.experts:
             return ExpertsLayer(self.hidden, self.ffn, self.experts, self.active_experts)
-        return MlpLayer(self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first)
+        return MlpLayer(
+            self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first, self.has_fused_kernels
+        )
 
     @cached_property
     def moe_layer(self) -> MoeLayer | None:

@@ -77,6 +77,7 @@ def from_gpt(name: str, config: GPTConfig) -> Architecture:
         has_norm_bias=config.bias and config.norm == "layernorm",
         is_tied=config.tie_embeddings,
         is_rotary=config.positions == "rotary",
+        has_fused_kernels=True,
         takes_sharded_sequence=True,
         adds_output=config.dropout == 0,
         positions=config.max_seq_len if config.positions == "learned" else 0,
@@ -94,6 +95,7 @@ def _experts_of_gpt(config: GPTConfig) -> dict[str, Any]:
         config.activation == "swiglu",
         config.shared_ffn or 0,
         config.shared_expert_gate,
+        has_fused_gates=True,
     )
     blocks = set(config.moe_blocks)
     return {"moe": shape, "moe_pattern": tuple(block in blocks for block in range(config.layers))}

@@ -24,7 +24,8 @@ class MoeShape:
 
     experts: of inner width `ffn`, of which `active` compute a token. shared_ffn: inner width of the MLP that computes
     every token beside them (0: none); has_shared_gate: one number a token scales its output. is_gated: experts and
-    shared MLP have a gate. imbalance: rows of the busiest rank over the mean, where several ranks divide the experts.
+    shared MLP have a gate. has_fused_gates: the shared MLP's is one kernel. imbalance: rows of the busiest rank over
+    the mean, where several ranks divide the experts.
     """
 
     experts: int
@@ -34,6 +35,7 @@ class MoeShape:
     shared_ffn: int = 0
     has_shared_gate: bool = False
     imbalance: float = IMBALANCE
+    has_fused_gates: bool = False
 
     @property
     def ups(self) -> int:
@@ -71,7 +73,9 @@ class MoeLayer(BlockLayer):
     def shared(self) -> MlpLayer | None:
         """The MLP that every token passes."""
         shape = self.shape
-        return MlpLayer(self.hidden, shape.shared_ffn, shape.is_gated, False, False) if shape.shared_ffn else None
+        if not shape.shared_ffn:
+            return None
+        return MlpLayer(self.hidden, shape.shared_ffn, shape.is_gated, False, False, shape.has_fused_gates)
 
     def linears(self) -> tuple[Linear, ...]:
         return self.shared.linears() if self.shared else ()
