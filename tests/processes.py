@@ -205,6 +205,10 @@ _TORCH = [
     "torch.distributed.tensor",
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
+    # What commands and ranks import, too. Not torch._dynamo: it imports Triton, which then interprets kernels, or not.
+    "torch.distributed.checkpoint",
+    "rich.console",
+    "pydantic",
 ]
 _COMMANDS = [*_TORCH, "stretto.cli.train", "stretto.cli.running", "stretto.train.launch.rank", "stretto.train.trainer"]
 _KINDS: dict[str, Callable[[], PythonServer]] = {

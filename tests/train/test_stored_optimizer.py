@@ -405,7 +405,7 @@ def steps_of_large_gradients(gradients: GradientReduction) -> list[tuple[float, 
     return found
 
 
-@pytest.mark.parametrize(("gradients", "overflows"), [("mean", 0), ("sum", 3)])
+@pytest.mark.parametrize(("gradients", "overflows"), [pytest.param("mean", 0, marks=pytest.mark.long), ("sum", 3)])
 def test_sums_over_eight_ranks_in_fp16_overflow_on_all_of_them_or_on_none(
     ranks: Any, gradients: GradientReduction, overflows: int
 ) -> None:

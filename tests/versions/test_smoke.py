@@ -95,9 +95,11 @@ def test_training_on_a_grid_of_2_x_2_equals_training_on_one_rank(ranks):
     assert ranks(4).run(disagreements, (1, 2, 1, 2), case, PRECISIONS[precision], expected) == [{}] * 4
 
 
-def test_the_command_trains_3_steps_writes_a_checkpoint_and_resumes_it_on_another_grid(tmp_path):
-    def train(*options):
-        command = [sys.executable, "-m", "stretto", "train", "configs/demo.toml"]
+def test_the_command_trains_3_steps_writes_a_checkpoint_and_resumes_it_on_another_grid(tmp_path, request):
+    """Four ranks are forked from a process that has imported torch; one rank then resumes in Pythons of its own."""
+
+    def train(python, *options):
+        command = [python, "-m", "stretto", "train", "configs/demo.toml"]
         for option in (f"out={tmp_path / 'run'}", *options):
             command += ["--set", option]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
@@ -105,9 +107,11 @@ def test_the_command_trains_3_steps_writes_a_checkpoint_and_resumes_it_on_anothe
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
 
-    losses = train("ranks=4", "grid.x=2", "grid.z=2", "train.steps=3")
+    python = sys.executable
+    request.getfixturevalue("forks_torch_processes")
+    losses = train(sys.executable, "ranks=4", "grid.x=2", "grid.z=2", "train.steps=3")
     assert sorted(losses) == [1, 2, 3]
-    again = train("ranks=2", "grid.x=1", "grid.z=2", "train.steps=4", "train.resume=latest")
+    again = train(python, "ranks=1", "grid.x=1", "grid.z=1", "train.steps=4", "train.resume=latest")
     assert sorted(again) == [1, 2, 3, 4]
     assert all(math.isfinite(loss) for loss in again.values())
     assert again[3] == losses[3]
