@@ -151,7 +151,7 @@ class GradientReducer:
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Register a parameter's hooks again: conversions (`.to`, `.double`) swap tensors and lose hooks."""
-        if parameter not in self._hooks:
+        if parameter not in self._hooks or not parameter.is_floating_point():  # integers have no gradient
             return
         for hook in self._hooks[parameter]:
             hook.remove()
