@@ -90,7 +90,7 @@ def load_another_grids() -> tuple[str, bool]:
 
 def test_shards_of_another_grid_are_refused_with_what_to_load_instead(ranks):
     for message, is_equal in ranks(2).run(load_another_grids):
-        assert "lookup.weight is sharded over x=2, and the model's over z=2" in message
+        assert "bias is sharded over x=2, and the model's over z=2" in message
         assert "stretto.parallel.gather" in message
         assert is_equal
 
