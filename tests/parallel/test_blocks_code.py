@@ -212,3 +212,45 @@ def test_a_batch_norm_of_each_ranks_rows_is_warned_of(ranks):
     first, second = ranks(2).run(warnings_of_batch_norm)
     assert any("1 is a batch norm" in each and "SyncBatchNorm" in each for each in first)
     assert second == []
+
+
+class Chooses(Chain):
+    """Runs one layer or the other."""
+
+    def forward(self, x: Tensor, layer: int) -> Tensor:
+        return self.layers[layer](self.first(x))
+
+
+def go_different_ways(sizes: dict[str, int]) -> str:
+    """What is said where ranks went through different layers of one size."""
+    grid = Grid(**sizes)
+    model = parallelize(make(Chooses), grid)
+    with pytest.raises(RuntimeError) as error:
+        model(batch()[my_rows(grid, ROWS)], grid.coordinate("batch")).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
+def test_ranks_that_go_through_different_layers_are_told(ranks, sizes):
+    for message in ranks(2).run(go_different_ways, sizes):
+        assert "every rank must go through the same submodules in the same order" in message
+
+
+def test_a_module_that_nothing_initializes_is_named(ranks):
+    for message in ranks(2).run(build_on_meta):
+        assert "the model (Bare) is on the meta device and has no reset_parameters" in message
+        assert "(scale)" in message
+
+
+class Bare(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+def build_on_meta() -> str:
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(ValueError) as error:
+        parallelize(model, Grid(z=2))
+    return str(error.value)
