@@ -43,6 +43,13 @@ def test_a_model_that_an_axis_does_not_divide_is_refused_without_any_process_gro
     assert not torch.distributed.is_initialized()
 
 
+def test_units_without_a_name_are_counted_as_units() -> None:
+    model = OwnModel()
+    model.n_heads = 0
+    with pytest.raises(ValueError, match=r"first: 2 units of 4 output features cannot be split over x=4"):
+        validate(model, {"x": 4}, roles={"first": Role("colwise", unit=4), "second": "rowwise"})
+
+
 def test_a_vocabulary_need_not_divide() -> None:
     validate(gpt(vocab=61), {"x": 2, "z": 3})
 

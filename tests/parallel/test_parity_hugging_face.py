@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face GPT-2, Llama and Qwen2 on a grid train as they do on one rank, and give whole logits when asked."""
 
+import warnings
 from ast import literal_eval
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -183,6 +184,25 @@ def test_a_sharded_model_is_not_saved_in_parts_and_says_what_to_do(ranks, tmp_pa
     for message in ranks(2).run(saved, str(tmp_path / "model")):
         assert "stretto.parallel.gather" in message
     assert not (tmp_path / "model").exists()
+
+
+def hidden_features(axis: str) -> tuple[Tensor, str]:
+    """What a model without a head returns, and the warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = parallelize(small_llama().model, Grid(**{axis: 2}))
+    with torch.no_grad():
+        return model(input_ids=PROMPTS).last_hidden_state, "".join(str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_a_model_without_a_head_returns_whole_features(ranks, axis):
+    with torch.no_grad():
+        expected = small_llama().model(input_ids=PROMPTS).last_hidden_state
+    found = ranks(2).run(hidden_features, axis)
+    for features, _ in found:
+        assert distance(features, expected) < 1e-6
+    assert ("LlamaModel has no head" in found[0][1]) == (axis == "y")
 
 
 def resized() -> list[str]:

@@ -75,6 +75,26 @@ def test_a_plain_models_state_dict_is_loaded_part_by_part(ranks, sizes):
         assert all("size mismatch for lookup.weight" in message for message in messages)
 
 
+def load_another_grids() -> tuple[str, bool]:
+    """What is said to shards of another grid, and whether whole tensors that were gathered from them arrive."""
+    first, second = parallelize(Fused(1), Grid(x=2), roles=ROLES), parallelize(Fused(2), Grid(z=2), roles=ROLES)
+    shards = first.state_dict()
+    with pytest.raises(ValueError) as caught:
+        second.load_state_dict(shards)
+    second.load_state_dict(
+        {name: gather(p) for name, p in first.named_parameters(remove_duplicate=False)}, strict=False
+    )
+    named = dict(Fused(1).named_parameters())
+    return str(caught.value), all(torch.equal(gather(p), named[name]) for name, p in second.named_parameters())
+
+
+def test_shards_of_another_grid_are_refused_with_what_to_load_instead(ranks):
+    for message, is_equal in ranks(2).run(load_another_grids):
+        assert "bias is sharded over x=2, and the model's over z=2" in message
+        assert "stretto.parallel.gather" in message
+        assert is_equal
+
+
 def converted() -> tuple[bool, float]:
     """Of a bias in two places, after a conversion: whether it is still one, and how far its gradient is."""
     grid, tokens = Grid(x=2), torch.arange(8).view(2, 4)

@@ -12,7 +12,7 @@ from torch import nn
 
 from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
-from stretto.parallel.blocks import BlockBuilder, find_blocks, warn_of_replication
+from stretto.parallel.blocks import BlockBuilder, check_modules, find_blocks, warn_of_replication
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.agreement import check_ranks_agree
 from stretto.parallel.comm.autograd import in_backward
@@ -272,6 +272,7 @@ def _shard_by_blocks(
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
+    check_modules(model, grid.size(LOSS))
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
     check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops and copies > 1)
@@ -315,6 +316,7 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
     model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gatherer, gradient_reducer))
     model.register_forward_hook(lambda *_: _end_forward(gatherer), always_call=True)
+    model.register_forward_hook(_explain_shards, always_call=True)
 
 
 def validate(
@@ -369,4 +371,17 @@ def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None
             f"{type(model).__name__} is on a grid: a rank has 1/x of heads and inner features and 1/y of hidden ones. "
             "Code that views or splits by the whole model's numbers needs -1 there, or their attributes' names in "
             "parallelize(..., local_attributes=); what is passed in (inputs_embeds, say) must be this rank's part"
+        )
+
+
+@torch.compiler.disable
+def _explain_shards(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Add the cause to a forward's error about DTensors: code that reads another submodule's parameter."""
+    error = sys.exception()
+    if output is None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            f"{type(model).__name__} is on a grid: outside of the forward pass of the submodule that holds it, a "
+            "parameter is this rank's shard. Code that reads a parameter of another submodule (a sum over "
+            "model.parameters(), a weight of another block) needs both in one block: name a larger one in "
+            "parallelize(..., blocks=[...]), or pass blocks=[], which gathers all parameters for the whole forward pass"
         )

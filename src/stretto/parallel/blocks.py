@@ -15,6 +15,7 @@ from torch import nn
 
 from stretto.parallel.builder import Builder
 from stretto.parallel.grid import Grid
+from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.plain_parts import keep_through_conversions
 from stretto.parallel.layers.sharded_module import place_shared
 from stretto.parallel.roles.plan import Role
@@ -79,6 +80,37 @@ def warn_of_replication(model: nn.Module, grid: Grid, reason: str) -> None:
         )
 
 
+def check_modules(model: nn.Module, ranks: int) -> None:
+    """Raise ValueError for embeddings with options that a shard cannot follow; warn of batch norms' statistics.
+
+    ranks: how many have rows of their own.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            unsupported = ("max_norm", "sparse", "scale_grad_by_freq") if ranks > 1 else ("max_norm", "sparse")
+            if option := next((option for option in unsupported if getattr(module, option)), None):
+                why = {
+                    "max_norm": "its forward pass writes to the weight, of which it reads a copy",
+                    "sparse": "gradients are reduced as dense tensors",
+                    "scale_grad_by_freq": "each rank would count the indices of its own rows alone",
+                }[option]
+                raise ValueError(f"{name or type(model).__name__}: an embedding with {option} is not supported: {why}")
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and module.training
+    ]
+    if norms and ranks > 1 and dist.get_rank() == 0:
+        warnings.warn(
+            f"{norms[0]} is a batch norm: as under DistributedDataParallel, each of the {ranks} ranks that have rows "
+            "of their own takes its statistics from these alone, so results differ from those of one rank. On GPUs, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm takes them from all rows",
+            stacklevel=4,
+        )
+
+
 class BlockBuilder:
     """Builds the sharded parameters of all blocks, then puts them in place.
 
@@ -123,3 +155,18 @@ class BlockBuilder:
             # The model's own are needed first in the backward pass.
             shard = self.builder.block_shard(name, [*of_block.values()], scale=self.scale, frees=frees and bool(block))
             module.forward = shard.wrap(module.forward)
+            if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
+                module._call_impl = shard.wrap(module._call_impl)  # type: ignore[method-assign]
+            if not block:
+                self._gather_outside_of_forward(shard)
+
+    def _gather_outside_of_forward(self, shard: BlockShard) -> None:
+        """Have submodules find the model's own parameters where they run outside of its forward.
+
+        The user may call one directly, and activation checkpointing computes one again in the backward pass.
+        """
+        own = {id(parameter) for parameter in shard.parameters}
+        for name, module in self.model.named_modules():
+            has_own = any(id(parameter) in own for parameter in module.parameters())
+            if name and has_own and type(module).forward is not nn.Module.forward:
+                module.forward = shard.wrap_submodule(module.forward)

@@ -49,7 +49,11 @@ class MetaInitializer:
         elif callable(by_itself := getattr(target, "reset_parameters", None)):
             steps = [by_itself]
         else:
-            raise ValueError(f"{name} is on the meta device and has no reset_parameters to initialize it")
+            held = ", ".join(name for name, _ in module.named_parameters(recurse=False)) or "buffers"
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters to "
+                f"initialize what it holds itself ({held}): give it that method, or build the model on a real device"
+            )
         saved = dict(target._parameters), dict(target._buffers)
         blank = self._make_blank(target)
         versions = {key: tensor._version for key, tensor in blank.items()}

@@ -27,7 +27,12 @@ class Precision:
                 raise ValueError(f"{name} is {dtype!r}, but must be one of {known} (None: as the parameters are)")
 
     def cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self.compute is None else tensor.to(self.compute)
+        """The tensor in the compute dtype; integers stay what they are."""
+        return tensor if self.compute is None or not tensor.is_floating_point() else tensor.to(self.compute)
+
+    def sent(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype in which a parameter of this one is gathered (None: its own)."""
+        return self.compute if dtype.is_floating_point else None
 
     def wire(self, gradient: Tensor) -> torch.dtype:
         """The dtype in which a gradient is sent."""

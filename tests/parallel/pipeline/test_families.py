@@ -78,6 +78,22 @@ def test_families_train_in_stages_as_in_one_process_or_say_why_they_do_not(ranks
             assert outcome <= ROUGH.get(family, TOLERANCE)
 
 
+def losses_without_targets(family: str) -> tuple[float, float]:
+    """One step's loss in one process, and in stages, where a micro-batch has no target that counts."""
+    grid, batch = Grid(pipe=2), make_batch("causal")
+    batch["labels"][1] = -100
+    plain = zoo.build(family, "causal")(**batch).loss.item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plain, _train(parallelize(zoo.build(family, "causal"), grid), grid, batch, steps=1)[0]
+
+
+@pytest.mark.parametrize("family", ["codegen", "opt"], ids=["by blocks", "by roles"])
+def test_a_micro_batch_without_targets_adds_nothing_to_the_loss(ranks, family):
+    for plain, found in ranks(2).run(losses_without_targets, family):
+        assert found == pytest.approx(plain, rel=1e-5)
+
+
 # Inputs beside tokens.
 
 

@@ -7,15 +7,24 @@ from torch import nn
 
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.grid import Grid
+from stretto.parallel.precision import DTYPES
 
 
 def check_ranks_agree(model: nn.Module, grid: Grid, group: dist.ProcessGroup, *, drops: bool) -> None:
-    """Raise ValueError unless a group's ranks have the same weights, and, with dropout (`drops`), the same seed."""
+    """Raise ValueError unless a group's ranks have the same weights, and, with dropout (`drops`), the same seed.
+
+    ValueError for complex parameters, too.
+    """
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    sums = [
-        (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))
-        for _, p in named
-    ]
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is {parameter.dtype}, but parameters must be real: make it of real numbers, "
+                f"nn.Parameter(torch.view_as_real(...)), which forward reads by torch.view_as_complex"
+            )
+    # Quantized weights are integers, or of dtypes that have no norm.
+    real = [p.detach() if p.dtype in DTYPES else p.detach().double() for _, p in named]
+    sums = [(p.sum(dtype=torch.float64), torch.linalg.vector_norm(p, dtype=torch.float64)) for p in real]
     flat = [float(value) for pair in sums for value in pair]
     flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
     highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)

@@ -108,6 +108,7 @@ class GradientReducer:
         self._expected: dict[nn.Parameter, int] = {}
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self._was_compared = False  # whether ranks have compared which gradients they sum
+        self._scattered: list[nn.Parameter] | None = []  # in the first pass; None once ranks of z have compared them
 
     def watch(
         self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool, others: Sequence[dist.ProcessGroup] = ()
@@ -151,7 +152,7 @@ class GradientReducer:
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Register a parameter's hooks again: conversions (`.to`, `.double`) swap tensors and lose hooks."""
-        if parameter not in self._hooks:
+        if parameter not in self._hooks or not parameter.is_floating_point():  # integers have no gradient
             return
         for hook in self._hooks[parameter]:
             hook.remove()
@@ -232,6 +233,8 @@ class GradientReducer:
         if not self.overlap.reduce_scatter:
             scatter[0][1].wait()
         current.scatters.append(scatter)
+        if self._scattered is not None:
+            self._scattered += [parameter for parameter, _ in scatter]
         while len(current.scatters) > SCATTERS_IN_FLIGHT:
             self._settle_all(current, current.scatters.popleft())
 
@@ -371,6 +374,9 @@ class GradientReducer:
         current = self._passes[task]
         while current.scatters:
             self._settle_all(current, current.scatters.popleft())
+        if self._scattered:
+            scattered, self._scattered = self._scattered, None
+            self._check_order(scattered, self.grid.group("z"))
         arrived = current.counts if self.sink is not None else current.arrived
         if arrived and not self._was_compared:
             self._was_compared = True
@@ -418,17 +424,23 @@ class GradientReducer:
         A bucket does not say what is in it: if ranks of data went through different layers of one size, one layer's
         gradients would be added to another's.
         """
-        places = {parameter: place for place, parameter in enumerate(self._groups)}
         for mesh in dict.fromkeys(map(self._mesh_of, self._groups)):
-            group = self.grid.group_of_mesh(mesh)
-            order = [places[parameter] for parameter in arrived if self._mesh_of(parameter) == mesh]
-            digest = zlib.crc32(repr(order).encode())
-            total = all_reduce(torch.tensor(digest, dtype=torch.float64, device=self.grid.device), group)
-            if float(total) != digest * group.size():
-                raise RuntimeError(
-                    "ranks have gradients of different parameters, or in another order: every rank must go through the "
-                    "same submodules in the same order, and freeze the same parameters"
-                )
+            order = [parameter for parameter in arrived if self._mesh_of(parameter) == mesh]
+            self._check_order(order, self.grid.group_of_mesh(mesh))
+
+    def _check_order(self, order: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Raise RuntimeError unless a group's ranks have gradients of these parameters, in this order.
+
+        Ranks of z that went through different layers of one size have gathered parts of one for another, too.
+        """
+        places = {parameter: place for place, parameter in enumerate(self._groups)}
+        digest = zlib.crc32(repr([places[parameter] for parameter in order]).encode())
+        total = all_reduce(torch.tensor(digest, dtype=torch.float64, device=self.grid.device), group)
+        if float(total) != digest * group.size():
+            raise RuntimeError(
+                "ranks have gradients of different parameters, or in another order: every rank must go through the "
+                "same submodules in the same order, and freeze the same parameters"
+            )
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh

@@ -33,16 +33,9 @@ from stretto.parallel.comm.autograd import at_end_of_backward, with_gradient_of_
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
+from stretto.parallel.layers.held_tensors import ParameterPlace, hold_and_check
 from stretto.parallel.layout import Version, layout_of, local, version_of
 from stretto.parallel.precision import Precision
-
-
-class ParameterPlace(NamedTuple):
-    """Where a module holds a parameter: `owner._parameters[key]`. number: of those of the block."""
-
-    owner: nn.Module
-    key: str
-    number: int
 
 
 class _ParameterSlot(NamedTuple):
@@ -163,6 +156,7 @@ class BlockShard:
         number = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.places = tuple(ParameterPlace(owner, key, number[owner.get_parameter(key)]) for owner, key in places)
         self._is_running = False
+        self._was_run = False
         self._again: list[Tensor] | None = None
         self._copied: dict[int, WeightToGather] = {}
         self._kept: list[_KeptRows] = []
@@ -185,14 +179,15 @@ class BlockShard:
             left = []
             for index in indices:
                 parameter = self.parameters[index]
-                shape, dtype = layout_of(parameter).shape, self.precision.compute
+                shape, dtype = layout_of(parameter).shape, self.precision.sent(parameter.dtype)
                 if copies and torch.Size(shape).numel() * (dtype or parameter.dtype).itemsize >= LEAST_COPIED_BYTES:
                     self._copied[index] = WeightToGather(parameter, shape[0], dtype)
                 else:
                     left.append(index)
             if left:
                 parameters = [self.parameters[index] for index in left]
-                made.append((_BlockMessage.of(parameters, self.precision.compute, self.group.size()), tuple(left)))
+                dtype = self.precision.sent(parameters[0].dtype)
+                made.append((_BlockMessage.of(parameters, dtype, self.group.size()), tuple(left)))
         return made
 
     def gather(self) -> list[Tensor]:
@@ -261,18 +256,22 @@ class BlockShard:
                 mine = with_gradient_of_its_own(mine)
             whole = self.precision.cast(mine)
             wholes.append(whole if self.scale == 1 else _ScaleGradient.apply(whole, self.scale))
-        kept = [place.owner._parameters[place.key] for place in self.places]
         frees = self.frees and torch.is_grad_enabled() and not _are_saved_tensors_packed()
+        copies = [
+            index
+            for index, whole in enumerate(wholes)
+            if index not in self._copied and (index < self._sharded or whole.dtype != self.parameters[index].dtype)
+        ]
+        sums, self._was_run = not self._was_run, True
         self._is_running = True
         try:
-            for place in self.places:
-                _hold(place, wholes[place.number])
-            with self._freeing(wholes) if frees else self._checking_kept():
+            with (
+                hold_and_check(self.name, self.places, wholes, copies, sums=sums),
+                self._freeing(wholes) if frees else self._checking_kept(),
+            ):
                 yield
         finally:
             self._is_running = False
-            for place, held in zip(self.places, kept, strict=True):
-                _hold(place, held)
 
     def _freeing(self, wholes: Sequence[Tensor]) -> saved_tensors_hooks:
         """Have autograd save which parameter it needs, and not the whole tensor.
@@ -337,6 +336,16 @@ class BlockShard:
         run.block_shard = self  # type: ignore[attr-defined]
         return torch.compiler.disable(run, recursive=False)
 
+    def wrap_submodule(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a submodule, which gathers all of the block where it is called outside of the block's."""
+        outside = self.wrap(forward)
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs) if self._is_running else outside(*args, **kwargs)
+
+        return run
+
     def _cast(self, value: Any) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         return self.precision.cast(value) if is_number else value
@@ -366,13 +375,6 @@ class _SavedView(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-
-def _hold(place: ParameterPlace, tensor: Tensor | None) -> None:
-    place.owner._parameters[place.key] = tensor  # type: ignore[assignment]
-    names = getattr(place.owner, "_flat_weights_names", None)
-    if names is not None:  # recurrent modules read their parameters from a list
-        place.owner._flat_weights = [place.owner._parameters.get(name) for name in names]  # type: ignore[assignment]
 
 
 class _GatherBlock(torch.autograd.Function):

@@ -19,6 +19,7 @@ from stretto.parallel.comm.autograd import with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
+from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check
 from stretto.parallel.layers.sharded_module import (
     check_features,
     cut_features,
@@ -156,16 +157,24 @@ def _taken(argument: Any, name: str, precision: Precision, checks: bool) -> Any:
 
 @contextmanager
 def tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -> Iterator[None]:
-    kept = [(owner, key, owner._parameters[key]) for owner, key in places]
-    try:
-        for owner, key, parameter in kept:
-            if hasattr(parameter, "stretto_layout"):  # not inside another call of it
-                whole = precision.cast(with_gradient_of_its_own(local(parameter)))
-                owner._parameters[key] = whole  # type: ignore[assignment]
-        yield
-    finally:
-        for owner, key, parameter in kept:
-            owner._parameters[key] = parameter
+    """Hold plain tensors in these places, in the compute dtype, through which gradients flow to the parameters."""
+    held: list[ParameterPlace] = []
+    tensors: list[Tensor] = []
+    copies = []
+    for owner, key in places:
+        parameter = owner._parameters[key]
+        if not hasattr(parameter, "stretto_layout"):  # inside another call of it
+            continue
+        if (tensor := precision.cast(mine := with_gradient_of_its_own(local(parameter)))) is not mine:
+            copies.append(len(held))
+        held.append(ParameterPlace(owner, key, len(held)))
+        tensors.append(tensor)
+    if torch.compiler.is_compiling() or not copies:
+        with hold(held, tensors):
+            yield
+    else:
+        with hold_and_check(type(held[0].owner).__name__, held, tensors, copies, sums=False):
+            yield
 
 
 def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:

@@ -85,7 +85,7 @@ def whole_as_shards(
 ) -> dict[str, Tensor]:
     """This rank's parts of what a state dict has whole, for some of a module's own parameters.
 
-    Raises ValueError where `load_state_dict` was told to assign.
+    Raises ValueError where `load_state_dict` was told to assign, and for shards of another grid.
     """
     if local_metadata.get("assign_to_params_buffers"):
         whose = prefix.rstrip(".") or "the model"
@@ -94,11 +94,25 @@ def whole_as_shards(
             "out to copy their values"
         )
     own = {f"{prefix}{name}": parameter for name, parameter in parameters.items() if parameter is not None}
+    for key, parameter in own.items():
+        found = state_dict.get(key)
+        if isinstance(found, DTensor) and isinstance(parameter, DTensor) and found.device_mesh != parameter.device_mesh:
+            raise ValueError(
+                f"the state dict's {key} is sharded over {_describe_mesh(found)}, and the model's over "
+                f"{_describe_mesh(parameter)}: load_state_dict does not move shards between grids. Pass whole tensors, "
+                "stretto.parallel.gather(parameter) of each of the first model's, on every rank, or save and load by "
+                "torch.distributed.checkpoint"
+            )
     return {
         key: shard_like(state_dict[key], parameter)
         for key, parameter in own.items()
         if _is_whole(state_dict.get(key), parameter)
     }
+
+
+def _describe_mesh(tensor: DTensor) -> str:
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return ", ".join(f"{name}={size}" for name, size in zip(names, tensor.device_mesh.shape, strict=True)) or "no axis"
 
 
 def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:

@@ -241,7 +241,10 @@ class ActionRunner:
             output.micro_batches = step.micro_batches
             self._send("F", stage + 1, number, output.as_message())
         else:
-            loss = _loss_of(output, self.model) * step.weights[number]
+            loss, weight = _loss_of(output, self.model), step.weights[number]
+            loss = loss * weight
+            if isinstance(weight, Tensor):  # the mean over no targets is NaN
+                loss = torch.where(weight == 0, torch.zeros_like(loss), loss)
             step.losses.append(loss.detach())
             ends = [loss if self.scale_loss is None else self.scale_loss(loss)]
         if torch.is_grad_enabled():

@@ -2,6 +2,7 @@
 """Detects which formula a norm or loss computes, by running it: classes of one name differ between models."""
 
 import copy
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,21 +40,31 @@ def norm_kind(module: nn.Module, name: str) -> NormKind:
         return NormKind(True, module.eps)
     if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1:
         return NormKind(False, module.eps)
-    eps = next((getattr(module, key) for key in ("eps", "variance_epsilon", "epsilon") if hasattr(module, key)), None)
     weight = getattr(module, "weight", None)
-    if isinstance(eps, float) and isinstance(weight, nn.Parameter) and weight.dim() == 1:
-        for kind in (
-            NormKind(False, eps),
-            NormKind(False, eps, 1.0),
-            NormKind(True, eps),
-            NormKind(True, eps, 1.0),
-        ):
-            if _computes(module, kind):
-                return kind
+    if isinstance(weight, nn.Parameter) and weight.dim() == 1:
+        for eps in _possible_eps(module):
+            for kind in (
+                NormKind(False, eps),
+                NormKind(False, eps, 1.0),
+                NormKind(True, eps),
+                NormKind(True, eps, 1.0),
+            ):
+                if _computes(module, kind):
+                    return kind
     raise UnknownRolesError(
         f"{name} ({type(module).__name__}) is not a LayerNorm or RMSNorm that Stretto knows how to split: "
         "its formula, tried on random numbers, is another"
     )
+
+
+def _possible_eps(module: nn.Module) -> list[float]:
+    """What a norm may add to the variance: an attribute, or a number in the code of its methods."""
+    named = [getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon")]
+    found = [*named, *vars(module).values()]
+    for function in vars(type(module)).values():
+        if inspect.isfunction(function):
+            found += [*function.__code__.co_consts, *(function.__defaults__ or ())]
+    return list(dict.fromkeys(value for value in found if isinstance(value, float) and 0 <= value < 0.1))
 
 
 def _computes(module: nn.Module, kind: NormKind) -> bool:

@@ -81,6 +81,11 @@ def plan_of(
     named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()} | dict(beside)
     if isinstance(getattr(model, LANGUAGE_MODEL_HEAD, None), nn.Linear):
         named[LANGUAGE_MODEL_HEAD] = "head"
+    if roles and not known and sizes["y"] > 1 and "head" not in named.values():
+        raise UnknownRolesError(
+            f"{type(model).__name__} has no head: it returns hidden features, of which each rank of y={sizes['y']} "
+            "would have a part only. Choose y=1, or give roles to the model of yours that contains it"
+        )
     inputs = None
     with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
         inputs = model.get_input_embeddings()  # type: ignore[operator]

@@ -82,6 +82,12 @@ class Role:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"a role's {name} is {value!r}, but must be a whole number, at least 1")
 
+    @property
+    def units(self) -> str:
+        """What messages call units of several features."""
+        is_named = self.unit == 1 or self.unit_name != Role.unit_name
+        return self.unit_name if is_named else f"units of {self.unit} output features"
+
     @classmethod
     def parse(cls, value: "Role | str | Mapping[str, Any]") -> "Role":
         """From a Role, its kind's name, or a mapping of its fields."""

@@ -121,8 +121,7 @@ def _count(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]
         # A head may have as many features as there are heads: then its name says which of the two it is.
         is_size = role.unit % value == 0 and _SIZE_OF_A_HEAD.search(attribute) is not None
         if role.unit > 1 and value == linear.units and not is_size:
-            what = role.unit_name if role.unit_name != Role.unit_name else f"units of {role.unit} output features"
-            return f"the number of {what} of {linear.name}"
+            return f"the number of {role.units} of {linear.name}"
         if role.unit == 1 and counts_heads and linear.segment % value == 0:
             return f"by its name the number of heads that {linear.name} makes"
     return None

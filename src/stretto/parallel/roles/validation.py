@@ -237,7 +237,7 @@ def _check_inner_parameters(model: nn.Module, part: PlainPart, sizes: Mapping[st
                 f"{name}: a parameter of shape {list(model.get_parameter(name).shape)} is not {role.segments} segments "
                 f"of whole units of {role.unit} along its dim 0"
             )
-        check_divides(rows[0] // role.segments // role.unit, sizes["x"], "x", name, role.unit_name)
+        check_divides(rows[0] // role.segments // role.unit, sizes["x"], "x", name, role.units)
 
 
 def _check_gathered(
@@ -317,7 +317,7 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
             f"{name}: {outputs} output features are not {role.segments} segments of whole units of {role.unit}"
         )
     units = outputs // role.segments // role.unit
-    what = role.unit_name if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
+    what = role.units if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
     if output_axis is not None:
         check_divides(units, sizes[output_axis], output_axis, name, what)
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.

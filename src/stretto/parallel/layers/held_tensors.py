@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain tensors in place of a module's parameters while its forward runs, and a check that nothing was written to them.
+
+A forward that writes to its own parameters (an average of other weights, a codebook, weights that are initialized from
+the first batch) would write to a copy: the parameter is a shard, and the tensor in its place was gathered or cast.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class ParameterPlace(NamedTuple):
+    """Where a module holds a parameter: `owner._parameters[key]`. number: of the tensor that stands there."""
+
+    owner: nn.Module
+    key: str
+    number: int
+
+
+@contextmanager
+def hold(places: Sequence[ParameterPlace], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put `tensors` in `places`, and what was there back at the end."""
+    kept = [place.owner._parameters[place.key] for place in places]
+    try:
+        for place in places:
+            _put(place, tensors[place.number])
+        yield
+    finally:
+        for place, parameter in zip(places, kept, strict=True):
+            _put(place, parameter)
+
+
+@contextmanager
+def hold_and_check(
+    name: str, places: Sequence[ParameterPlace], tensors: Sequence[Tensor], copies: Sequence[int], *, sums: bool
+) -> Iterator[None]:
+    """`hold`, and refuse a forward that writes to what it holds.
+
+    name: of the module, for errors. copies: numbers of the tensors to which writes would be lost. sums: also compare
+    their sums, which finds writes through `.data`, at the cost of waiting for the device: for a module's first forward.
+
+    Raises ValueError if a parameter was replaced, or a copy was written to.
+    """
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        sums = False
+    watched = [number for number in copies if tensors[number].numel()] if sums else []
+    before = _sums(tensors, watched)
+    try:
+        with hold(places, tensors):
+            yield
+            replaced = [
+                place for place in places if place.owner._parameters.get(place.key) is not tensors[place.number]
+            ]
+    except RuntimeError as error:  # autograd refuses some of the writes by itself
+        if found := next((place for place in places if _was_written(tensors, versions, place.number)), None):
+            raise ValueError(_describe_write(name, found)) from error
+        raise
+    else:
+        changed = {number for number in copies if _was_written(tensors, versions, number)}
+        if watched:
+            is_changed = (before != _sums(tensors, watched)) & ~before.isnan()
+            changed |= {number for number, differs in zip(watched, is_changed.tolist(), strict=True) if differs}
+        for place in replaced:
+            raise ValueError(
+                f"the forward pass of {name} replaces its parameter {place.key!r}, which would be lost: a rank holds a "
+                "shard of it. Make it a buffer (register_buffer), or write to it outside of forward"
+            )
+        for place in places:
+            if place.number in changed:
+                raise ValueError(_describe_write(name, place))
+
+
+def _was_written(tensors: Sequence[Tensor], versions: Sequence[int | None], number: int) -> bool:
+    return versions[number] is not None and tensors[number]._version != versions[number]
+
+
+def _describe_write(name: str, place: ParameterPlace) -> str:
+    return (
+        f"the forward pass of {name} writes to its parameter {place.key!r} in place, which would be lost: its code "
+        "reads a copy that was gathered or cast from this rank's shard. Make it a buffer (register_buffer), or write "
+        "to the shard, parameter.to_local(), outside of forward"
+    )
+
+
+def _put(place: ParameterPlace, tensor: Tensor | None) -> None:
+    place.owner._parameters[place.key] = tensor  # type: ignore[assignment]
+    names = getattr(place.owner, "_flat_weights_names", None)
+    if names is not None:  # recurrent modules read their parameters from a list
+        place.owner._flat_weights = [place.owner._parameters.get(name) for name in names]  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    """The sums of the tensors, weighted by row: a change of signs or of rows' order shows, too."""
+    found = []
+    for number in numbers:
+        rows = tensors[number].detach().reshape(*(tensors[number].shape[:1] or (1,)), -1).sum(1, dtype=torch.float64)
+        found.append(rows @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device))
+    return torch.stack(found) if found else torch.zeros(0)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the code of modules does to their parameters when a model is sharded block by block: right, or refused."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from stretto.parallel import Grid, gather, parallelize
+from tests.parallel.training import distance, my_rows
+
+WIDTH = 6
+ROWS = 4
+DOUBLE = torch.float64
+
+
+class Chain(nn.Module):
+    """Layers one after another; `change` makes a model's oddity of it. Tests call its methods, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class AveragesOther(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.lerp_(self.first.weight.roll(1, 0), 0.5)
+        return super().forward(x)
+
+
+class ShrinksData(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+class Replaces(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.first.weight = nn.Parameter(self.first.weight.detach() * 0.5)
+        return x
+
+
+class Checkpoints(Chain):
+    """Checkpoints a submodule that is in no block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class ListsTwice(Chain):
+    """A module in two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.ModuleList([self.layers[0], nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for layer in self.again:
+            x = layer(x).tanh()
+        return x
+
+
+class Quantized(Chain):
+    """A frozen weight of integers, whose bits count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))  # which has no rows
+        self.codes = nn.Parameter(torch.arange(WIDTH * WIDTH, dtype=torch.int8).view(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale @ (self.codes & 7).to(x.dtype)
+
+
+class ReadsOtherBlock(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.layers[1].weight)
+
+
+def weight_normed() -> nn.Module:
+    """Blocks whose hooks compute their weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        layers = [torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+
+
+def embedding_with(option: str) -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, WIDTH, **{option: 1.0 if option == "max_norm" else True}), nn.Linear(WIDTH, 2))
+
+
+def complex_scale() -> nn.Module:
+    model = Chain()
+    model.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))
+    return model
+
+
+def make(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(4)
+    return kind().double()
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
+
+
+def train(model: nn.Module, x: Tensor, part: str = "") -> dict[str, Tensor]:
+    """Weights after two steps of the model, or of one of its submodules called by itself."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        model.get_submodule(part)(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: gather(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def largest_distance(sizes: dict[str, int], kind: Callable[[], nn.Module], part: str, options: dict[str, Any]) -> float:
+    """How far the weights are from those of one process."""
+    grid = Grid(**sizes)
+    right = train(make(kind), batch(), part)
+    found = train(parallelize(make(kind), grid, **options), batch()[my_rows(grid, ROWS)], part)
+    return max(distance(found[name].double(), right[name].double()) for name in right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "options"),
+    [
+        (weight_normed, "", {}),
+        (Checkpoints, "", {}),
+        (ListsTwice, "", {"recompute": "full"}),
+        (Quantized, "", {}),
+        (ReadsOtherBlock, "", {"blocks": []}),
+        (Chain, "first", {}),
+        (Chain, "layers.1", {}),
+    ],
+)
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
+def test_code_that_reads_parameters_in_other_ways_trains_as_in_one_process(ranks, sizes, kind, part, options):
+    assert max(ranks(2).run(largest_distance, sizes, kind, part, options)) < 1e-12
+
+
+def refusals(kinds: list[tuple[Any, ...]]) -> list[str]:
+    """What is said of each model, by `parallelize` or by its first forward pass."""
+    said = []
+    for kind, *arguments in kinds:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            parallelize(kind(*arguments) if arguments else make(kind), Grid(z=2))(batch())
+        said.append("\n".join([str(error.value), *getattr(error.value, "__notes__", [])]))
+    return said
+
+
+def test_code_that_would_be_silently_wrong_is_refused(ranks):
+    kinds = [
+        (AveragesOther,),
+        (ShrinksData,),
+        (Replaces,),
+        (ReadsOtherBlock,),
+        (embedding_with, "max_norm"),
+        (embedding_with, "sparse"),
+        (embedding_with, "scale_grad_by_freq"),
+        (complex_scale,),
+    ]
+    for said in ranks(2).run(refusals, kinds):
+        written = "writes to its parameter 'weight' in place, which would be lost"
+        assert written in said[0]
+        assert written in said[1]
+        assert "replaces its parameter 'weight', which would be lost" in said[2]
+        assert "or pass blocks=[], which gathers all parameters" in said[3]
+        assert "0: an embedding with max_norm is not supported" in said[4]
+        assert "0: an embedding with sparse is not supported" in said[5]
+        assert "0: an embedding with scale_grad_by_freq is not supported" in said[6]
+        assert "scale is torch.complex64, but parameters must be real" in said[7]
+
+
+def bits_in_bf16() -> float:
+    grid = Grid(z=2)
+    right = make(Quantized)(batch())
+    found = parallelize(make(Quantized), grid, dtype=torch.bfloat16)(batch())
+    return distance(found.double(), right)
+
+
+def test_integers_stay_integers_where_the_model_computes_in_bf16(ranks):
+    assert max(ranks(2).run(bits_in_bf16)) < 0.02
+
+
+def warnings_of_batch_norm() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), Grid(z=2))
+    return [str(each.message) for each in caught]
+
+
+def test_a_batch_norm_of_each_ranks_rows_is_warned_of(ranks):
+    first, second = ranks(2).run(warnings_of_batch_norm)
+    assert any("1 is a batch norm" in each and "SyncBatchNorm" in each for each in first)
+    assert second == []
+
+
+class Chooses(Chain):
+    """Runs one layer or the other."""
+
+    def forward(self, x: Tensor, layer: int) -> Tensor:
+        return self.layers[layer](self.first(x))
+
+
+def go_different_ways(sizes: dict[str, int]) -> str:
+    """What is said where ranks went through different layers of one size."""
+    grid = Grid(**sizes)
+    model = parallelize(make(Chooses), grid)
+    with pytest.raises(RuntimeError) as error:
+        model(batch()[my_rows(grid, ROWS)], grid.coordinate("batch")).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
+def test_ranks_that_go_through_different_layers_are_told(ranks, sizes):
+    for message in ranks(2).run(go_different_ways, sizes):
+        assert "every rank must go through the same submodules in the same order" in message
+
+
+def test_a_module_that_nothing_initializes_is_named(ranks):
+    for message in ranks(2).run(build_on_meta):
+        assert "the model (Bare) is on the meta device and has no reset_parameters" in message
+        assert "(scale)" in message
+
+
+class Bare(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+def build_on_meta() -> str:
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(ValueError) as error:
+        parallelize(model, Grid(z=2))
+    return str(error.value)
