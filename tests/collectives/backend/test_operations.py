@@ -119,7 +119,7 @@ def test_what_no_schedule_is_for_runs_on_gloo(ranks):
 
 
 def gaps_on_gloo():
-    """gloo would add what lies between the elements, and leave some elements as they are."""
+    """gloo would send and write what lies between the elements, and leave some elements as they are."""
     group = dist.new_group(backend="stretto")
     wide = torch.arange(12.0).view(3, 4)
     opts = dist.ReduceOptions()
@@ -129,17 +129,27 @@ def gaps_on_gloo():
         lambda: dist.reduce(wide[:, 1], 0, group=group),
         lambda: group.reduce([wide[:, ::2]], opts),
         lambda: dist.all_reduce_coalesced([wide[0], wide[:, 1]], group=group),
+        lambda: dist.broadcast(wide[:, 1], 0, group=group),
+        lambda: dist.scatter(wide[:, 1], [wide[0, :3]] * 2 if dist.get_rank() == 0 else None, 0, group=group),
     ):
         with pytest.raises(ValueError, match=r"with strides \(.*gloo.*pass tensor\.contiguous\(\)"):
             call()
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=r"with strides \(4,\).*gloo.*pass tensor\.contiguous\(\)"):
+            dist.scatter(torch.zeros(3), [wide[:, 0], wide[:, 1]], 0, group=group)
+    with pytest.raises(ValueError, match=r"output of shape \(2,\) with strides \(4,\).*pass a contiguous output"):
+        dist.all_to_all_single(wide[:2, 0], torch.ones(2), group=group)
     assert wide.tolist() == torch.arange(12.0).view(3, 4).tolist()
+    scattered = torch.zeros(2)
+    dist.scatter(scattered, list(torch.arange(4.0).view(2, 2)) if dist.get_rank() == 0 else None, 0, group=group)
+    assert scattered.tolist() == [2.0 * dist.get_rank(), 2.0 * dist.get_rank() + 1]
     turned = torch.arange(6.0).view(2, 3).t()  # without gaps
     dist.all_reduce(turned, group=group)
     assert turned.tolist() == [[0, 6], [2, 8], [4, 10]]
     dist.all_reduce(wide[:, 1:1], group=group)  # no elements, no gaps
 
 
-def test_tensors_with_gaps_that_gloo_would_add_wrongly_are_refused(ranks):
+def test_tensors_with_gaps_that_gloo_would_read_or_write_wrongly_are_refused(ranks):
     ranks(2).run(gaps_on_gloo)
 
 

@@ -217,7 +217,7 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
-    count_collective("scatter", outputs);
+    count_collective("scatter", outputs, first_of(inputs));
     return inner_of(outputs)->scatter(outputs, inputs, opts);
   }
 
@@ -434,10 +434,14 @@ class StrettoBackend : public Backend {
     return answer.is_none() ? nullptr : answer.cast<intrusive_ptr<Work>>();
   }
 
-  // For collectives that the inner backend always runs: the dispatcher counts and logs them.
-  void count_collective(const char* operation, const Tensors& tensors) {
+  // For collectives that the inner backend always runs: the dispatcher checks, counts and logs them.
+  void count_collective(const char* operation, const Tensors& outputs, const Tensors& inputs) {
     ++sequence_number_;
-    count_message(operation, tensors);
+    call_dispatcher(operation, outputs, inputs, "", 0, Milliseconds(0), "", false);
+  }
+
+  void count_collective(const char* operation, const Tensors& tensors) {
+    count_collective(operation, tensors, tensors);
   }
 
   // For messages and other operations that not all ranks of the group call: they have no sequence number.
