@@ -59,8 +59,8 @@ def describe(call: BackendCall) -> str:
 def _describe_shapes(call: BackendCall) -> str:
     if call.operation == "alltoall":
         return ""  # each pair of ranks has its own sizes
-    # An all-gather's list may have parts of several sizes; all ranks have the same list. Only a scatter's root has one.
-    tensors = (call.outputs if call.operation in ("allgather", "scatter") else call.inputs) or call.outputs
+    # An all-gather's list may have parts of several sizes; all ranks have the same list.
+    tensors = (call.outputs if call.operation == "allgather" else call.inputs) or call.outputs
     shapes = [str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES]]
     if call.note.endswith("sizes"):
         shapes = [re.sub(r"^\[\d+", "[*", shape) for shape in shapes]

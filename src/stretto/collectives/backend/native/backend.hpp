@@ -217,8 +217,18 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
-    count_collective("scatter", outputs, first_of(inputs));
-    return inner_of(outputs)->scatter(outputs, inputs, opts);
+    count_collective("scatter", outputs);
+    if (inner_of(outputs) != cpu_) {
+      return inner_of(outputs)->scatter(outputs, inputs, opts);
+    }
+    // gloo ignores the strides of what it sends, such as of an expanded gradient. Its Work keeps the copies.
+    auto sent = inputs;
+    for (auto& tensors : sent) {
+      for (auto& tensor : tensors) {
+        tensor = tensor.contiguous();
+      }
+    }
+    return cpu_->scatter(outputs, sent, opts);
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
@@ -435,13 +445,9 @@ class StrettoBackend : public Backend {
   }
 
   // For collectives that the inner backend always runs: the dispatcher checks, counts and logs them.
-  void count_collective(const char* operation, const Tensors& outputs, const Tensors& inputs) {
-    ++sequence_number_;
-    call_dispatcher(operation, outputs, inputs, "", 0, Milliseconds(0), "", false);
-  }
-
   void count_collective(const char* operation, const Tensors& tensors) {
-    count_collective(operation, tensors, tensors);
+    ++sequence_number_;
+    count_message(operation, tensors);
   }
 
   // For messages and other operations that not all ranks of the group call: they have no sequence number.
