@@ -158,6 +158,23 @@ def test_an_all_gather_in_place_reads_its_input_inside_the_output(imported: Impo
     assert schedule.steps == 12
 
 
+def test_chunks_before_the_own_one_of_an_all_gather_in_place_have_negative_indices(imported: Importer) -> None:
+    """As in allgather_a100_pcie_hierarchical.py of msccl-tools: rows of two ranks, then columns."""
+    schedule = only(
+        imported("""
+            with MSCCLProgram("rows", fully_connected(4), AllGather(4, 1, inplace=True), 1):
+                for rank in range(4):
+                    chunk(rank, Buffer.input, 0).copy(rank ^ 1, Buffer.input, 0)
+                for rank in range(4):
+                    for index in range(-(rank % 2), 2 - rank % 2):
+                        c = chunk(rank, Buffer.input, index)
+                        assert c.index == rank + index
+                        assert c.copy(rank ^ 2, Buffer.input, index).index == rank + index
+        """)
+    )
+    assert schedule.in_place
+
+
 def test_an_all_gather_out_of_place_needs_its_own_copy(imported: Importer) -> None:
     text = """
         with MSCCLProgram("gather", fully_connected(2), AllGather(2, 1, inplace=False), 1):

@@ -23,6 +23,7 @@ from stretto.collectives import (
 )
 from stretto.collectives.algorithms import ALGORITHMS, hierarchical_all_reduce, ring_all_reduce
 from stretto.collectives.limits import LIMITS, exceeded_limits
+from stretto.collectives.xml import read_ranks
 
 # In the manner of files that runtimes ship: a comment first, unknown attributes, unused buffers of size 0, -1 for
 # what a step does not use, a step's unused place filled all the same.
@@ -245,6 +246,24 @@ def test_the_compiler_writes_no_reductions_that_a_runtime_would_merge():
     made = compile_program(traced.program, name="sums")
     assert [step.size for step in made.ranks[0].thread_blocks[0].steps if step.type.reduces] == [2, 1]
     assert exceeded_limits(made, LIMITS["rccl"]) == []
+
+
+def test_the_number_of_ranks_is_read_from_the_beginning_of_a_file(tmp_path):
+    path = tmp_path / "large.xml"
+    for text, ranks in (
+        (SHIPPED, 2),
+        (SHIPPED[: SHIPPED.index("<tb")] + "<<<", 2),  # whatever is wrong further on
+        (SHIPPED.replace('name="pairs"', 'name="a > b"').replace('"2" coll', "'16' coll"), 16),
+        ('<?xml version="1.0"?>\n<!-- <algo ngpus="4"> -->\n' + SHIPPED[SHIPPED.index("<algo") :], 2),
+        (SHIPPED.replace("ngpus", "gpus"), None),
+        ('<list><algo ngpus="4"/></list>', None),
+        ('<!DOCTYPE algo [<!ENTITY n "4">]><algo ngpus="&n;"/>', None),
+        ("no schedule", None),
+        ("", None),
+    ):
+        path.write_text(text)
+        assert read_ranks(path) == ranks, text
+    assert read_ranks(tmp_path) is None
 
 
 def test_a_pipe_is_no_file(tmp_path):

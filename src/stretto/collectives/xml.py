@@ -5,6 +5,7 @@ Files are untrusted: no entities, no document types, no more bytes, ranks or chu
 is checked. An error is one line that says where.
 """
 
+import contextlib
 import io
 import re
 from collections.abc import Callable
@@ -150,6 +151,36 @@ def from_xml(text: bytes | str, origin: str = "schedule", *, collective: Collect
         # expat raises this for an encoding that it does not know.
         raise ScheduleFileError(f"{origin}:{reader.line()}: not XML: {str(error).splitlines()[0][:200]}") from None
     return reader.schedule()
+
+
+def read_ranks(path: Path) -> int | None:
+    """The number of ranks that a file's first element gives, from the file's first 64 KiB; None where it gives none.
+
+    The rest is not looked at: a schedule for hundreds of ranks has many megabytes. Raises OSError as `read_schedule`.
+    """
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        beginning = file.read(2**16)
+    head = _AlgoHeader()
+    with contextlib.suppress(DefusedXmlException, ParseError, LookupError, ValueError):
+        DefusedXMLParser(target=head, forbid_dtd=True).feed(beginning)
+    text = head.attributes.get("ngpus", "")
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+class _AlgoHeader:
+    """Takes the attributes of a file's first element, if that is <algo>."""
+
+    def __init__(self) -> None:
+        self.attributes: dict[str, str] = {}
+        self._has_begun = False
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        """An element begins."""
+        if not self._has_begun and tag == "algo":
+            self.attributes = attributes
+        self._has_begun = True
 
 
 class _Reader:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operation gives what gloo gives, by a schedule where one is installed, and the counter says by what."""
 
-import os
 from collections import Counter
 from datetime import timedelta
 
@@ -119,7 +118,7 @@ def test_what_no_schedule_is_for_runs_on_gloo(ranks):
 
 
 def gaps_on_gloo():
-    """gloo would add what lies between the elements, and leave some elements as they are."""
+    """gloo would send and write what lies between the elements, and leave some elements as they are."""
     group = dist.new_group(backend="stretto")
     wide = torch.arange(12.0).view(3, 4)
     opts = dist.ReduceOptions()
@@ -129,17 +128,24 @@ def gaps_on_gloo():
         lambda: dist.reduce(wide[:, 1], 0, group=group),
         lambda: group.reduce([wide[:, ::2]], opts),
         lambda: dist.all_reduce_coalesced([wide[0], wide[:, 1]], group=group),
+        lambda: dist.broadcast(wide[:, 1], 0, group=group),
+        lambda: dist.scatter(wide[:, 1], [wide[0, :3]] * 2 if dist.get_rank() == 0 else None, 0, group=group),
     ):
         with pytest.raises(ValueError, match=r"with strides \(.*gloo.*pass tensor\.contiguous\(\)"):
             call()
+    with pytest.raises(ValueError, match=r"output of shape \(2,\) with strides \(4,\).*pass a contiguous output"):
+        dist.all_to_all_single(wide[:2, 0], torch.ones(2), group=group)
     assert wide.tolist() == torch.arange(12.0).view(3, 4).tolist()
+    scattered = torch.zeros(3)  # what is only sent is copied
+    dist.scatter(scattered, [wide[:, 1], torch.ones(1).expand(3)] if dist.get_rank() == 0 else None, 0, group=group)
+    assert scattered.tolist() == ([1, 5, 9] if dist.get_rank() == 0 else [1, 1, 1])
     turned = torch.arange(6.0).view(2, 3).t()  # without gaps
     dist.all_reduce(turned, group=group)
     assert turned.tolist() == [[0, 6], [2, 8], [4, 10]]
     dist.all_reduce(wide[:, 1:1], group=group)  # no elements, no gaps
 
 
-def test_tensors_with_gaps_that_gloo_would_add_wrongly_are_refused(ranks):
+def test_tensors_with_gaps_that_gloo_would_read_or_write_wrongly_are_refused(ranks):
     ranks(2).run(gaps_on_gloo)
 
 
@@ -200,45 +206,6 @@ def exchange_lists(in_place):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_schedule_exchanges_lists_of_tensors_that_are_promised_to_be_even(ranks, in_place):
     ranks(3).run(exchange_lists, in_place)
-
-
-def run_a_folder(folder):
-    """A folder of files is installed before a group's first collective: those for its ranks, each for its sizes."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ["STRETTO_SCHEDULES"] = str(folder)
-    try:
-        group, part = dist.new_group(backend="stretto"), dist.new_group([0], backend="stretto")
-        dist.barrier(group)
-        for elements in (100, 101):
-            tensor = torch.full((elements,), float(rank))
-            dist.all_reduce(tensor, group=group)
-            assert (tensor == size * (size - 1) / 2).all()
-        dist.broadcast(torch.ones(3), 0, group)
-        ran = {key: number for key, number in call_counts(group).items() if key[0] == "allreduce"}
-        assert ran == {
-            ("allreduce", "schedule one-shot-all-reduce"): 1,
-            ("allreduce", "schedule two-shot-all-reduce"): 1,
-        }
-        if rank == 0:
-            dist.all_reduce(torch.ones(3), group=part)
-            assert call_counts(part) == {("allreduce", "gloo"): 1}
-        os.environ["STRETTO_SCHEDULES"] = str(folder / "none")
-        group = dist.new_group(backend="stretto")
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"none is no folder with schedules: it has no file \*.xml"):
-                dist.all_reduce(torch.ones(3), group=group)
-    finally:
-        del os.environ["STRETTO_SCHEDULES"]
-
-
-def test_a_folder_of_schedules_is_installed_by_a_variable_and_chosen_by_size(ranks, tmp_path):
-    for name, size, limits in (
-        ("one-shot-all-reduce", 2, {"max_bytes": 400}),
-        ("two-shot-all-reduce", 2, {"min_bytes": 401}),
-        ("ring-all-reduce", 3, {}),
-    ):
-        write_schedule(find(name).compile(ranks=size, **limits), tmp_path / f"{name}.xml")
-    ranks(2).run(run_a_folder, tmp_path)
 
 
 def run_by_tiles():

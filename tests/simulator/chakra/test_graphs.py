@@ -185,7 +185,7 @@ BROKEN = {
     "an unknown collective": ([(collective(1, 10, 8),), (collective(1, 10, 8),)], "has the unknown comm_type 10"),
     "a collective that is not simulated": (
         [(collective(1, CollectiveType.SCATTER, 8),), (collective(1, CollectiveType.SCATTER, 8),)],
-        "is a SCATTER, which is not simulated; simulated are ALL_GATHER, ALL_REDUCE",
+        "is a SCATTER, which is not simulated; simulated are ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BARRIER",
     ),
     "a message without a size": (
         [(ChakraNode(1, "s", NodeType.COMM_SEND_NODE, attributes=attributes(comm_dst=1)),), (receive(1, 0, 8),)],

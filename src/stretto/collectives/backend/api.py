@@ -17,7 +17,7 @@ from stretto.collectives.collective import Collective
 from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
-from stretto.collectives.xml import named_collective, read_schedule
+from stretto.collectives.xml import named_collective, read_ranks, read_schedule
 from stretto.memory import exchange, group_timeout
 
 if TYPE_CHECKING:
@@ -91,11 +91,16 @@ def install(
 
 
 def install_folder(
-    folder: Path | str, group: dist.ProcessGroup | None = None, *, timeout: float | None = None
+    folder: Path | str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    waive: Collection[str] = (),
+    timeout: float | None = None,
 ) -> tuple[InstalledSchedule, ...]:
     """Install all MSCCL XML files (*.xml) of a folder that are for the group's number of ranks. All ranks call it.
 
-    Each is for the sizes that its attributes minBytes and maxBytes say. Files are installed in the order of their
+    Files for other numbers of ranks are not read any further. Each of the others is for the sizes that its attributes
+    minBytes and maxBytes say; waive: as in `install`. Files are installed in the order of their
     names, and of several that match a call the last one runs. The environment variable STRETTO_SCHEDULES names a folder
     that every group of several ranks installs so before its first collective.
 
@@ -107,13 +112,16 @@ def install_folder(
         files = sorted(Path(folder).glob("*.xml"))
         if not files:
             raise ValueError(f"{folder} is no folder with schedules: it has no file *.xml")
-        read = [each for each in map(read_schedule, files) if each.collective.ranks == dispatcher.member.size]
+        size = dispatcher.member.size
+        read = [
+            read_schedule(file) for file in files if read_ranks(file) in (size, None)
+        ]  # None: it says what is wrong
         return read, "the schedules " + ", ".join(f"{each.name} ({digest(each)})" for each in read)
 
     timeout = group_timeout(group) if timeout is None else timeout
     with dispatcher.bypassed():
         schedules = _agree(check, group, timeout)
-    return tuple(install(schedule, group, timeout=timeout) for schedule in schedules)
+    return tuple(install(schedule, group, waive=waive, timeout=timeout) for schedule in schedules)
 
 
 def uninstall(

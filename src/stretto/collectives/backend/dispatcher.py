@@ -158,7 +158,7 @@ class Dispatcher:
     def start(self, call: BackendCall) -> "Work | None":
         """Start a schedule for this call, as `__call__`.
 
-        ValueError for a user's own collective that has none, and for tensors that gloo would reduce only in part.
+        ValueError for a user's own collective that has none, and for tensors with strides that gloo would ignore.
         """
         if self.is_closed:
             raise RuntimeError(f"{call.operation}: the process group {self.member.name} was destroyed or aborted")
@@ -284,15 +284,23 @@ class Dispatcher:
         return None, "; ".join(f"schedule {name}: {obstacle}" for name, obstacle in obstacles.items())
 
 
-_REDUCED_IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce")
+_SENT_AS_THEY_LIE = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "scatter")
+"""The operations of which gloo sends and writes as many consecutive elements as a tensor has, whatever its strides."""
 
 
 def _refuse_gaps(call: BackendCall, reason: str) -> None:
-    """Raise ValueError for tensors with gaps between their elements, of which gloo would reduce other bytes."""
-    for tensor in call.inputs if call.operation in _REDUCED_IN_PLACE else ():
+    """Raise ValueError for tensors with gaps between their elements, of which gloo would send or write other bytes."""
+    for tensor in (*call.inputs, *call.outputs) if call.operation in _SENT_AS_THEY_LIE else ():
         is_strided = tensor.layout == torch.strided  # gloo has another implementation for sparse tensors
         if is_strided and not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             raise ValueError(
                 f"{call.operation} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: gloo, "
                 f"which runs this call ({reason}), does not support gaps between elements: pass tensor.contiguous()"
+            )
+    # Of an all-to-all gloo itself refuses such an input, but writes the output's elements one after another.
+    for output in call.outputs if call.operation == "alltoall_base" else ():
+        if not output.is_contiguous():
+            raise ValueError(
+                f"{call.operation} into an output of shape {tuple(output.shape)} with strides {output.stride()}: gloo, "
+                f"which runs this call ({reason}), does not support that: pass a contiguous output"
             )

@@ -268,6 +268,14 @@ class PythonBackend(Backend):
         work = self._start_schedule("alltoall", outputs, inputs, opts, "even sizes" if is_even else "uneven sizes")
         return work or self._inner(inputs).alltoall(outputs, inputs, opts)
 
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        """Run the inner backend's scatter. gloo ignores the strides of what it sends, so it gets contiguous tensors."""
+        self._start_schedule("scatter", outputs, outputs, opts)
+        inner = self._inner(outputs)
+        if inner is self._cpu:
+            inputs = [[tensor.contiguous() for tensor in tensors] for tensors in inputs]
+        return inner.scatter(outputs, inputs, opts)
+
     def _inners(self) -> list[Any]:
         return [inner for inner in (self._cpu, self._cuda) if inner is not None]
 
@@ -338,6 +346,5 @@ for _name, _operation, _outputs, _inputs in (
     ("reduce_scatter_single", "_reduce_scatter_base", _one, _one),
     ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", _same, _same),
     ("gather", "gather", _first, _same),
-    ("scatter", "scatter", _same, _first),
 ):
     _define_method(_name, _operation, _outputs, _inputs)

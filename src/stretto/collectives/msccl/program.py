@@ -63,12 +63,14 @@ class Ref:
         """
         if index == -1 and buffer is None:
             buffer, index = self.buffer, self.index
-        elif index == -1:
-            if buffer in (MscclBuffer.input, MscclBuffer.output):
-                raise ScriptError(f"{script_line()}: a copy to {buffer!r} needs an index")
+        elif index == -1 and buffer not in (MscclBuffer.input, MscclBuffer.output):
             index = self.prog.end_of_scratch(dst, buffer)
-        # As in msccl-tools: a collective's own rule for places is applied for the sender's rank first.
+        # As in msccl-tools: a collective's own rule for places is applied for the sender's rank first. By that of an
+        # all-gather in place, -1 may be the chunk before the sender's own.
+        asked = buffer
         buffer, index = self.prog.collective.get_buffer_index(self.rank, buffer, index)
+        if index == -1:
+            raise ScriptError(f"{script_line()}: a copy to {asked!r} needs an index")
         destination = self.prog.get_ref(dst, buffer, index, self.size)
         self.prog.perform(OperationKind.COPY, self, destination, sendtb, recvtb, ch)
         return destination

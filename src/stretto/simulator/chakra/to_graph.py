@@ -257,7 +257,7 @@ class _Translation:
             return
         name = kind.name.lower()
         if name not in self._algorithms:
-            known = ", ".join(each.upper() for each in sorted(self._algorithms))
+            known = ", ".join(sorted([*(each.upper() for each in self._algorithms), CollectiveType.BARRIER.name]))
             raise ValueError(f"{node.describe(rank)} is a {kind.name}, which is not simulated; simulated are {known}")
         size = quantity(node, rank, "comm_size")
         if len(self._builder) > MOST_MESSAGES:

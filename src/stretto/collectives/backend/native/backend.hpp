@@ -218,7 +218,17 @@ class StrettoBackend : public Backend {
   intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
     count_collective("scatter", outputs);
-    return inner_of(outputs)->scatter(outputs, inputs, opts);
+    if (inner_of(outputs) != cpu_) {
+      return inner_of(outputs)->scatter(outputs, inputs, opts);
+    }
+    // gloo ignores the strides of what it sends, such as of an expanded gradient. Its Work keeps the copies.
+    auto sent = inputs;
+    for (auto& tensors : sent) {
+      for (auto& tensor : tensors) {
+        tensor = tensor.contiguous();
+      }
+    }
+    return cpu_->scatter(outputs, sent, opts);
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
@@ -434,7 +444,7 @@ class StrettoBackend : public Backend {
     return answer.is_none() ? nullptr : answer.cast<intrusive_ptr<Work>>();
   }
 
-  // For collectives that the inner backend always runs: the dispatcher counts and logs them.
+  // For collectives that the inner backend always runs: the dispatcher checks, counts and logs them.
   void count_collective(const char* operation, const Tensors& tensors) {
     ++sequence_number_;
     count_message(operation, tensors);
