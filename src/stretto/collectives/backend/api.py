@@ -99,10 +99,10 @@ def install_folder(
 ) -> tuple[InstalledSchedule, ...]:
     """Install all MSCCL XML files (*.xml) of a folder that are for the group's number of ranks. All ranks call it.
 
-    Files for other numbers of ranks are not read any further. Each of the others is for the sizes that its attributes
-    minBytes and maxBytes say; waive: as in `install`. Files are installed in the order of their
-    names, and of several that match a call the last one runs. The environment variable STRETTO_SCHEDULES names a folder
-    that every group of several ranks installs so before its first collective.
+    Files for other numbers of ranks are ignored. Each of the others is for the sizes that its attributes minBytes and
+    maxBytes say; waive: as in `install`. Files are installed in the order of their names, and of several that match a
+    call the last one runs. The environment variable STRETTO_SCHEDULES names a folder that every group of several ranks
+    installs so before its first collective.
 
     ValueError as `install`, on all ranks, and for a folder that is none or has no XML file.
     """
@@ -113,9 +113,8 @@ def install_folder(
         if not files:
             raise ValueError(f"{folder} is no folder with schedules: it has no file *.xml")
         size = dispatcher.member.size
-        read = [
-            read_schedule(file) for file in files if read_ranks(file) in (size, None)
-        ]  # None: it says what is wrong
+        # A file whose number of ranks cannot be read is read as well, for an error that says what is wrong with it.
+        read = [read_schedule(file) for file in files if read_ranks(file) in (size, None)]
         return read, "the schedules " + ", ".join(f"{each.name} ({digest(each)})" for each in read)
 
     timeout = group_timeout(group) if timeout is None else timeout
