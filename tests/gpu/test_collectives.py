@@ -99,7 +99,7 @@ def check_everything(folder: Path, seed: int) -> None:
                 kernel = communicator.load(schedule, variant, in_place=in_place)
             else:
                 options = {"tile_bytes": rng.choice([480, 4096, 65536]), "threads": rng.choice([128, 512])}
-                if max(len(one.thread_blocks) for one in schedule.ranks) > communicator.workspace.most_blocks:
+                if max(len(one.thread_blocks) for one in schedule.ranks) > communicator.workspace.max_blocks:
                     options["threads"] = 128  # all blocks are resident at once, and one of 512 takes a multiprocessor
                 kernel = InterpretedSchedule(schedule, communicator.workspace, variant, in_place=in_place, **options)
             for _ in range(6):

@@ -111,10 +111,10 @@ def test_the_operators_come_without_nvshmems_bindings():
 def test_a_rank_stores_to_whom_it_reaches_unless_it_is_told_to_put():
     slots = make_slots([4096, 0, 4096 + 320, 8192], rank=2)
     assert slots.channel.addresses.tolist() == [0] * 4 + [-320, 0, 0, 3776]
-    assert slots.find_reach(None) == (True, False, True, True)
-    assert slots.find_reach([False, False, False, True]) == (False, False, True, True)
+    assert slots.find_peer_access(None) == (True, False, True, True)
+    assert slots.find_peer_access([False, False, False, True]) == (False, False, True, True)
     with pytest.raises(ValueError, match=r"rank 2 cannot store into rank 1's memory: give False"):
-        slots.find_reach([True] * 4)
+        slots.find_peer_access([True] * 4)
 
 
 def test_calls_take_two_outputs_in_turn():

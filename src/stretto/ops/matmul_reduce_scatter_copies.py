@@ -73,10 +73,10 @@ def launch_scatter_by_copies(
         with tiles.copy_engine(channel):
             call.begin()
         call.multiply()
-        with tiles.copy_engine(channel, opens=False):
+        with tiles.copy_engine(channel, forks=False):
             call.push()
             tiles.open_side_stream(channel, _ADDING)
-        with tiles.copy_engine(channel, stream_index=_ADDING, opens=False):
+        with tiles.copy_engine(channel, stream_index=_ADDING, forks=False):
             for piece in call.schedule.adds:
                 tiles.rank_await_count(call.counters, piece.counter, piece.target)
                 call.add(piece.start, piece.stop)

@@ -157,7 +157,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     copies, copies_back = _copies(workload, config, device.cluster)
     state, cluster = config.state, device.cluster
     # With separate optimizer state, a rank's actual shards count; with fp32 parameters, an equal part of all.
-    parameters = local_parameters(model, grid) if state.is_apart else _parameters(workload, grid)
+    parameters = local_parameters(model, grid) if state.is_separate else _parameters(workload, grid)
     return Compute(
         forward=forward + device.traffic((casts + copies) * (1 if config.gathers_once else micro_batches)),
         backward=backward + device.traffic((casts_back + copies_back) * micro_batches),
@@ -262,7 +262,7 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
     Where optimizer state is apart, weights are in dtype, and gradients are copied or added to those that are kept.
     """
     parameters = _parameters(workload, grid)
-    if config.state.is_apart:
+    if config.state.is_separate:
         gradient, adds = number_bytes(workload, config.state).gradient, 1 - 1 / config.micro_batches(workload)
         return 0.0, parameters * (workload.element + (1 + adds) * gradient)
     # Gradients of the micro-batches after the first are added: both are read, and the sum is written. What z sums

@@ -260,7 +260,7 @@ class StepCommunication:
         """All-reduces over data, and their seconds: of a block's weights, or, where optimizer state is apart, chunks of
         all gradients."""
         workload, config, model = self.workload, self.config, self.workload.model
-        if not config.state.is_apart:
+        if not config.state.is_separate:
             return model.layers, self._of_weights[3]
         parameters = local_parameters(model, model.splitting_sizes(config.grid))
         reductions = gradient_chunks(config.state, parameters)
@@ -440,7 +440,7 @@ class StepCommunication:
         gathers = 1 if self.config.gathers_once else micro_batches
         if model.is_sharded_by_blocks:  # gathered as one block, for the forward and the backward pass
             gather, scatter, over_data = self._weights(WeightTraffic.of(model.outside_parameters, grid))
-            over_data *= not self.config.state.is_apart  # whose chunks have all gradients
+            over_data *= not self.config.state.is_separate  # whose chunks have all gradients
             return Volume(gathers * gather, self.scatters * scatter, all_reduce_data=over_data)
         tokens = workload.tokens / grid.batch_parts / micro_batches
         hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
@@ -452,7 +452,7 @@ class StepCommunication:
             of_table = (z - 1) / z * table
             gather += gathers * self.collective("all_gather", "z", of_table * element)
             scatter += self.scatters * self.collective("reduce_scatter", "z", of_table * workload.element)
-            if is_own and not self.config.state.is_apart:
+            if is_own and not self.config.state.is_separate:
                 of_shard = 2 * (data - 1) / data * table / z * workload.element
                 over_data += self.collective("all_reduce", REPLICAS, of_shard)
         # What is looked up, and the gradient by what the head is given.

@@ -60,7 +60,7 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
     ways = {
         "activation checkpointing" if mode == "full" else f"recompute={mode}": mode != "none",
         "shard_sequence": config.options.shard_sequence,
-        f"optimizer state on the {config.state.location}": config.state.is_apart,
+        f"optimizer state on the {config.state.location}": config.state.is_separate,
     }
     if config.schedule is not None:
         ways = {f"schedule {config.schedule}": True} | ways
@@ -100,7 +100,7 @@ def _differences(cost: Cost, best: Cost) -> str:
 
 def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, float], limit: float) -> str:
     needed = sum(memory.values())
-    if config.state.is_apart and not memory["activations"]:
+    if config.state.is_separate and not memory["activations"]:
         return (
             f"does not fit: when training begins, fp32 parameters stand beside those that are computed with, "
             f"{needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB; try more GPUs along x, y or z"
@@ -163,7 +163,7 @@ def list_formulas(
         "parameters": (f"{weight} phi", phi),
         "optimizer": (" + ".join(optimizer) or "0", terms),
         # Of gradients beside fp32 parameters, not all are there at every peak.
-        "gradients": (f"{gradient} phi" if state.is_apart else f"at most {gradient} phi", phi),
+        "gradients": (f"{gradient} phi" if state.is_separate else f"at most {gradient} phi", phi),
     }
     lines = [Formula(name, *made_of.get(name, ("", {})), num_bytes) for name, num_bytes in step_memory.items()]
     lines.append(Formula("peak of a step", "the sum of these", {}, sum(step_memory.values())))

@@ -149,7 +149,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     gradients = parameters * of_number.gradient
     # With several micro-batches, the gradients of the earlier ones are there all the time, as shards (of zeros, if the
     # sums are kept whole beside them). Those of optimizer state apart are, in any case.
-    accumulates = config.micro_batches(workload) > 1 or config.state.is_apart
+    accumulates = config.micro_batches(workload) > 1 or config.state.is_separate
     unsharded = 0.0
     if accumulates and config.options.accumulate_unsharded and grid.z > 1:
         unsharded = (all_weights + table + head * model.has_own_head) * workload.master
@@ -168,7 +168,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     if shards > 1:  # those of a block's divided experts go in one message
         scattered += max(each.experts for each in sizes) * (1 + 1 / shards)
     # State apart has its gradients summed where they lie.
-    bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_apart else 0.0
+    bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_separate else 0.0
     moments = [
         {  # the loss
             "gradients": earlier,
@@ -332,7 +332,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     head = model.head_outputs * model.hidden
     shards = parameters * of_number.gradient
     unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
-    earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_apart else 0.0
+    earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_separate else 0.0
     of_block = model.block_parameters / grid.z * of_number.gradient
     kept, _, growth = activations_of_a_block(workload, grid)
     kept_by_each, hidden = recomputed.between / layers, model.hidden
@@ -379,6 +379,6 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     table = model.embedding_rows * model.hidden
     note(0.0, hidden, reduced=(layers - 1) * of_block, temporary=head + table + in_flight)
     note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.z) * is_sent)
-    is_packed = grid.replicas > 1 and not config.state.is_apart
+    is_packed = grid.replicas > 1 and not config.state.is_separate
     note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if is_packed else 0.0)
     return parameters_and_optimizer(workload, config.state, parameters) | max(moments, key=peak)

@@ -97,7 +97,7 @@ def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
     if options.step_on == "auto":
         options = replace(options, step_on="device")
     element, moments = types.element, types.moments * types.master
-    if not options.is_apart:
+    if not options.is_separate:
         return NumberBytes(types.master, types.master, 0, moments)
     is_split = options.splits(element, is_bf16=types.dtype == "bf16")
     master = 0 if element == types.master else element if is_split else types.master
@@ -106,7 +106,7 @@ def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
 
 def check_state(types: NumberTypes, execution: ExecutionOptions, options: StateOptions) -> None:
     """Raise ValueError where training refuses optimizer state apart."""
-    if not options.is_apart:
+    if not options.is_separate:
         return
     if types.dtype == "fp64":
         raise ValueError(
@@ -147,7 +147,7 @@ def parameters_and_optimizer(types: NumberTypes, options: StateOptions, paramete
 
 def take_over(types: NumberTypes, options: StateOptions, parameters: float) -> dict[str, float] | None:
     """Bytes by component when the first fp32 parameter is taken over; None where none is."""
-    if not options.is_apart:
+    if not options.is_separate:
         return None
     of_number = number_bytes(types, options)
     return {
@@ -218,7 +218,7 @@ def update_bytes(types: NumberTypes, options: StateOptions) -> int:
     With state apart, one kernel does all of it; beside fp32 parameters, SGD has gradients scaled first.
     """
     weight, gradient, master, _ = of_number = number_bytes(types, options)
-    if not options.is_apart:
+    if not options.is_separate:
         passes = gradient + (2 * gradient if types.optimizer == "sgd" else 0)
         return passes + gradient + 2 * (weight + of_number.state)
     norm, is_split = gradient, master == weight
@@ -276,7 +276,7 @@ def gradient_chunks(options: StateOptions, parameters: float) -> int:
 
 def steps_in_chunks(types: NumberTypes, config: StepConfig) -> bool:
     """Whether buckets are stepped as soon as their own chunk is summed: nothing needs the norm of all gradients."""
-    return config.state.is_apart and not config.clips and types.dtype != "fp16"
+    return config.state.is_separate and not config.clips and types.dtype != "fp16"
 
 
 def exposed_sums(left: float, whole: float, chunks: int, optimizer: float) -> float:

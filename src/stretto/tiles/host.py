@@ -19,18 +19,18 @@ from stretto.tiles.streams import find_driver, find_handle
 
 
 def copy_engine(
-    channel: BlockChannel, *, stream_index: int = 0, opens: bool = True, lane: int | None = None
+    channel: BlockChannel, *, stream_index: int = 0, forks: bool = True, lane: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream, concurrently with kernels.
 
-    They run after all earlier work of the current stream; with opens=False, after the work that it had when the side
+    They run after all earlier work of the current stream; with forks=False, after the work that it had when the side
     stream was opened, earlier in the call. stream_index: the index of the side stream (`lane` is its deprecated name).
     Leaving the context does not wait: launch the kernels that overlap with the copies, then call `join_copies`.
     """
     if lane is not None:
         warnings.warn("copy_engine's lane is now stream_index", DeprecationWarning, stacklevel=2)
         stream_index = lane
-    if opens:
+    if forks:
         open_side_stream(channel, stream_index)
     return channel.side_stream(stream_index) or contextlib.nullcontext()
 

@@ -28,7 +28,7 @@ from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
-from stretto.train.health import Heartbeat, beating, flight_recorder, note, phase
+from stretto.train.health import Heartbeat, flight_recorder, heartbeats, note, phase
 from stretto.train.launch import resolve_device
 from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
@@ -69,7 +69,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     os.environ.update(flight_recorder.environment(times_nccl=not is_captured))  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    with beating(config.train.timeout, config.out, ranks=config.ranks):
+    with heartbeats(config.train.timeout, config.out, ranks=config.ranks):
         note("start")
         grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
         flight_recorder.name_groups(grid.group_names())

@@ -155,7 +155,13 @@ def _begin(
     """Begin a call, and return the argument of its kernels. PeerError if a wait has failed before."""
     ring = launch.ring
     channel = ring.channel.begin(
-        "embedding_all_to_all", launch.unused, launch.unused, "p2p", counts=launch.counts, meets=False, launches=False
+        "embedding_all_to_all",
+        launch.unused,
+        launch.unused,
+        "p2p",
+        counts=launch.counts,
+        with_barrier=False,
+        launches=False,
     )
     pointers = launch.pointers
     words = launch.unused, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit

@@ -223,9 +223,23 @@ class ParallelExperts(ShardedModule):
         if flow.sum_tokens_over is not None:
             x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
         limit, gather_over = plan.max_rows, flow.gather_over
-        found = dispatch(x, ids, self.num_experts, plan.group, max_rows=limit, gather_group=gather_over, around=_around)
+        found = dispatch(
+            x,
+            ids,
+            self.num_experts,
+            plan.group,
+            max_rows=limit,
+            gather_group=gather_over,
+            wrap_collective=_wrap_collective,
+        )
         inner = self._activate(self._multiply(self._up, found.rows, found.offsets))
-        y = combine(self._multiply(self._down, inner, found.offsets), found.handle, weights, plan.group, around=_around)
+        y = combine(
+            self._multiply(self._down, inner, found.offsets),
+            found.handle,
+            weights,
+            plan.group,
+            wrap_collective=_wrap_collective,
+        )
         if flow.cut_over is not None:
             y = gather_tokens(y, tokens, flow.cut_over)
         if flow.sum_tokens_over is not None:
@@ -265,7 +279,7 @@ class ParallelExperts(ShardedModule):
         return ", ".join(f"{name}={whole} of which {here} here" for name, whole, here in shapes)
 
 
-def _around(kind: str, make: Callable[[], T]) -> T:
+def _wrap_collective(kind: str, make: Callable[[], T]) -> T:
     """Mark and keep what a collective of `dispatch` or `combine` brings."""
 
     def marked() -> T:

@@ -325,7 +325,7 @@ def whole_model(model: nn.Module) -> nn.Module:
     return model if stages is None or stages.skeleton is None else stages.skeleton
 
 
-def names_elsewhere(model: nn.Module) -> frozenset[str]:
+def names_on_other_stages(model: nn.Module) -> frozenset[str]:
     """The names of the parameters that other pipeline stages have."""
     own = {name for name, _ in model.named_parameters()}
     return frozenset(name for name, _ in whole_model(model).named_parameters() if name not in own)

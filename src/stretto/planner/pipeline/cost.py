@@ -227,7 +227,7 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     times = {kind: times_of_rank(plan.parts, kind) for kind in plan.edges}
     busiest = max(times, key=lambda kind: times[kind].whole)
     most = times[busiest]
-    clips = config.clips or not config.state.is_apart
+    clips = config.clips or not config.state.is_separate
     ends = [plan.edges[kind] for kind in plan.ranks]
     # The optimizer waits for the norm of all stages' gradients, if they are clipped.
     last = max(range(pipe), key=lambda rank: ends[rank].sums - slack[rank] + (0.0 if clips else ends[rank].optimizer))

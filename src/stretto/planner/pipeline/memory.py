@@ -223,7 +223,7 @@ def pipeline_memory(
         kept, losses = memory.kept(live, deferred), 1
         if config.schedule.name == "gpipe":  # all forward passes come first: all losses are there, and no gradients yet
             losses = live[-1]
-            if not config.state.is_apart:
+            if not config.state.is_separate:
                 one = sum(memory.between) + memory.of_loss
                 kept -= min(memory.in_step["gradients"], one) if losses > 1 else 0.0
         memories.append(_rank_memory(rank, stages, live, kept, losses, memory))

@@ -221,7 +221,7 @@ def _block_times(block: StepCommunication, config: StepConfig, cluster: Cluster)
         slower_backward=slowdown * hidden[1],
         gather=block.all_gather if once else 0.0,
         scatter=0.0 if scatters_each else block.reduce_scatter,
-        data=0.0 if config.state.is_apart else block.data,
+        data=0.0 if config.state.is_separate else block.data,
         room=max(0.0, room - again - scattered),
         sent_gather=block.all_gather * block.gathers,
         sent_scatter=block.reduce_scatter,
@@ -348,7 +348,7 @@ def edges_of_rank(
     blocks, hides = sum(stages.blocks), config.options.overlap.hides_any
     ends = times_of_rank(parts, stages._replace(blocks=(0,), moe_blocks=(0,)))
     reductions, data = blocks, times.data
-    if config.state.is_apart:
+    if config.state.is_separate:
         reductions = gradient_chunks(config.state, parameters)
         sizes = replace(config, grid=grid)
         data = chunked_sums(own, sizes, cluster, rates, parameters, reductions)
@@ -364,7 +364,7 @@ def edges_of_rank(
         if scattered:
             scatter = ends.scatter + max(scattered - room, scattered / blocks)
             room = max(0.0, room - scattered)
-        of_ends = ends.data if not config.state.is_apart else 0.0
+        of_ends = ends.data if not config.state.is_separate else 0.0
         left = of_ends + (max(data - of_ends - room, data / reductions) if data else 0.0)
     if steps_in_chunks(workload, config):
         left = exposed_sums(left, data, reductions, optimizer)

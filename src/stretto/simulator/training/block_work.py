@@ -167,7 +167,7 @@ class BlockWorkBuilder:
         return WeightCollectives(
             gather and gather._replace(by_copy_engine=self.gathers_by_engine),
             scatter and scatter._replace(by_copy_engine=self.scatters_by_engine),
-            None if self.config.state.is_apart else data,  # whose gradients are summed in chunks of their own
+            None if self.config.state.is_separate else data,  # whose gradients are summed in chunks of their own
         )
 
     def block(self, model: Architecture, inner: StepWorkload) -> BlockWork:
@@ -224,7 +224,7 @@ class BlockWorkBuilder:
                 )
             ]
             gather, scatter, data = (each if each.seconds > 0 else None for each in found)
-            weights.append(WeightCollectives(gather, scatter, None if self.config.state.is_apart else data))
+            weights.append(WeightCollectives(gather, scatter, None if self.config.state.is_separate else data))
         return tuple(weights)
 
     def _linear(

@@ -233,14 +233,14 @@ class RankRecorder:
                 tape.compute("optimizer", self.optimizer / len(sums))
             return
         tape.wait(*sums)
-        if pipe > 1 and (config.clips or not config.state.is_apart):
+        if pipe > 1 and (config.clips or not config.state.is_separate):
             tape.barrier()
         tape.compute("optimizer", self.optimizer)
 
     def _gradient_chunks(self) -> tuple[GroupCollective, int] | None:
         """One of the all-reduces over data of optimizer state apart, and how many there are."""
         config = self.config
-        if not config.state.is_apart:
+        if not config.state.is_separate:
             return None
         model = self.own.model
         parameters = local_parameters(model, model.splitting_sizes(config.grid))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
 from stretto.parallel.layout import layout_of, place_on
-from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
+from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, unreadable
 from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import (
@@ -164,7 +164,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     check_shapes(path, metadata, whole)
     check_description(path, metadata, None, None if optimizer is None else optimizer.name)
     if optimizer is not None:
-        allocate_slots(path, metadata, optimizer, elsewhere=names_elsewhere(model))
+        allocate_slots(path, metadata, optimizer, other_stages=names_on_other_stages(model))
     load_state(path, metadata, _without_missing_buffers(path, metadata, model, training_state(model, optimizer)))
     return metadata
 
@@ -263,11 +263,11 @@ def _scale_state(optimizer: StoredOptimizer) -> dict[str, ShardedState]:
 
 
 def load_optimizer_state(
-    path: Path, metadata: CheckpointMetadata, optimizer: StoredOptimizer, *, elsewhere: Collection[str] = ()
+    path: Path, metadata: CheckpointMetadata, optimizer: StoredOptimizer, *, other_stages: Collection[str] = ()
 ) -> None:
     """Read a checkpoint's optimizer state into the store, whatever wrote it. The weights are in the store already.
 
-    elsewhere: the names of parameters that other pipeline stages have.
+    other_stages: the names of parameters on other pipeline stages.
 
     Collective. Raises ValueError for state that is not this optimizer's.
     """
@@ -275,7 +275,7 @@ def load_optimizer_state(
     state, scalars = dict[str, ShardedState](), dict[str, dict[str, Tensor]]()
     for full_name, entry in metadata.tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-        if not full_name.startswith("optimizer.") or name in elsewhere:
+        if not full_name.startswith("optimizer.") or name in other_stages:
             continue
         parameter = optimizer.parameters.get(name)
         slots = {} if parameter is None else optimizer.slots(name)
@@ -297,19 +297,19 @@ def allocate_slots(
     metadata: CheckpointMetadata,
     optimizer: ShardOptimizer,
     *,
-    but: tuple[str, ...] = (),
-    elsewhere: Collection[str] = (),
+    exclude: tuple[str, ...] = (),
+    other_stages: Collection[str] = (),
 ) -> None:
     """Allocate the optimizer's state, which its first step would allocate, to read a checkpoint into.
 
-    but: prefixes of the names of parameters that belong to another optimizer. elsewhere: the names of parameters that
-    other pipeline stages have.
+    exclude: prefixes of the names of parameters that belong to another optimizer. other_stages: the names of parameters
+    on other pipeline stages.
     """
     for full_name, entry in metadata.tensors.items():
-        is_other = full_name.removeprefix("optimizer.").startswith(but)
+        is_other = full_name.removeprefix("optimizer.").startswith(exclude)
         if full_name.startswith("optimizer.") and not is_other:
             name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-            if name in elsewhere:
+            if name in other_stages:
                 continue
             parameter = optimizer.parameters.get(name)
             if parameter is None or entry.shape not in ((), tuple(parameter.shape)):

@@ -93,7 +93,7 @@ class DLRMTask(TrainTask):
     def resume(self, checkpoint: Path) -> int:
         """Load a checkpoint, whatever number of ranks wrote it. Returns its step. Collective."""
         metadata = check_dlrm_checkpoint(checkpoint, self.config)
-        allocate_slots(checkpoint, metadata, self.optimizer, but=("tables.",))
+        allocate_slots(checkpoint, metadata, self.optimizer, exclude=("tables.",))
         load_state(checkpoint, metadata, self.state())
         self.compare_data(metadata)
         return metadata.step

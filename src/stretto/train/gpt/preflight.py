@@ -300,7 +300,7 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
     gpu_memory: bytes, None if unknown. Activations are not counted.
     """
     run, types = config.train, _types(config)
-    if not run.state.is_apart:
+    if not run.state.is_separate:
         return
     known = None if isinstance(model, int) else model
     sizes = check_sizes(config.grid.sizes())

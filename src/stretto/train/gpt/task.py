@@ -17,7 +17,7 @@ from stretto.axes import BATCH
 from stretto.cluster import Cluster
 from stretto.models.moe import routers, update_biases
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
-from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
+from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, training_state
 from stretto.train.checkpoint.metadata import check_description, persistent_buffers
 from stretto.train.checkpoint.storage import ShardedState
@@ -130,7 +130,9 @@ class GPTTask(TrainTask):
             metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         else:
             metadata = load_checkpoint(checkpoint, self.model)
-            load_optimizer_state(checkpoint, metadata, self._take_over(), elsewhere=names_elsewhere(self.model))
+            load_optimizer_state(
+                checkpoint, metadata, self._take_over(), other_stages=names_on_other_stages(self.model)
+            )
         self.compare_data(metadata)
         return metadata.step
 

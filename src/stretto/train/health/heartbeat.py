@@ -246,7 +246,7 @@ class Heartbeat:
 
 
 @contextmanager
-def beating(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
+def heartbeats(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
     """Have a heartbeat in the block: the one that runs already, or one of the block's own, if there are other ranks.
 
     An exception that only says that another rank is late or lost is held back until the ranks that watch each other

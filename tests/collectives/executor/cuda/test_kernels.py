@@ -362,7 +362,7 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
     variant, options = Variant("bfloat16", "sum", "LL128", unroll), {"ranks": 2}
     workspaces = make_workspaces(2, folder)
     for workspace in workspaces:
-        workspace.multiprocessors, workspace.most_blocks = 132, bound_blocks(132)
+        workspace.multiprocessors, workspace.max_blocks = 132, bound_blocks(132)
     kernel = make(FusedScheduleKernel, "two-shot-all-reduce", options, workspaces, variant, False)[0]
     kernel._capacity = 64 << 20  # as on GPUs
     text = write_source(kernel.fused, 0, kernel.block_chunks, variant)

@@ -37,12 +37,12 @@ def test_beside_nccl_and_one_kernel_there_is_a_place_for_another():
 class Crossing:
     """Two groups of two ranks, whose GPUs they share with a stand-in for NCCL that needs all its blocks at once."""
 
-    def __init__(self, folder, most_blocks, limit):
+    def __init__(self, folder, max_blocks, limit):
         self.gpus = [Places(PLACES) for _ in range(2)]
         self.groups = [make_workspaces(2, folder, limit=limit) for _ in range(2)]
         for workspaces in self.groups:
             for workspace, places in zip(workspaces, self.gpus, strict=True):
-                workspace.places, workspace.most_blocks = places, most_blocks
+                workspace.places, workspace.max_blocks = places, max_blocks
         variant = Variant("int32", "sum", "Simple")
         self.kernels = [
             make(FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, variant, True)

@@ -168,12 +168,12 @@ class InterpretedSchedule:
         self._scratch = torch.empty(0, dtype=torch.uint8, device=workspace.device)
         self._of_graphs: dict[int, Tensor] = {}  # by address: the memory that replays of CUDA graphs read and write
         self._blocks = len(schedule.ranks[workspace.rank].thread_blocks)
-        self.leaves_room = self._blocks <= workspace.most_blocks // 2
+        self.leaves_room = self._blocks <= workspace.max_blocks // 2
         if not self.leaves_room:
             logger.warning(
                 "the schedule %s has %d thread blocks, which are all resident at once: beside more than %d a kernel of "
                 "another group, launched in another order on another rank, may find no place, and both wait for ever",
-                *(self.name, self._blocks, workspace.most_blocks // 2),
+                *(self.name, self._blocks, workspace.max_blocks // 2),
             )
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:

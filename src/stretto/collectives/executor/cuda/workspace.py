@@ -227,7 +227,7 @@ class CollectiveWorkspace:
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @property
-    def most_blocks(self) -> int:
+    def max_blocks(self) -> int:
         """The most blocks of a kernel that waits for peers (`bound_blocks`)."""
         return bound_blocks(self.multiprocessors)
 
@@ -353,7 +353,7 @@ class CollectiveWorkspace:
         """Raise PeerError if a wait of this process on a device has timed out, in whichever group."""
         failures.check()
 
-    def break_off(self, kernel: int) -> None:
+    def abort(self, kernel: int) -> None:
         """Refuse all further calls, after an error in the middle of one; kernel: its number, of `register`."""
         self._record.mark(words_of_broken_off(kernel))
 

@@ -168,7 +168,7 @@ class CopyEngineExecutor:
 
     def _abort(self, streams: CopyStreams) -> None:
         """Refuse all further calls: the next one would take for its own what peers have sent for this one."""
-        self.workspace.break_off(self._fixed["kernel"])
+        self.workspace.abort(self._fixed["kernel"])
         with suppress(RuntimeError):
             streams.join()  # the tensors may be freed once the caller's stream is done with them
 

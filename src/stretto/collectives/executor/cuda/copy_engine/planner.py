@@ -264,7 +264,7 @@ class CopyPlanner(ABC):
         )
         # Half of the multiprocessors at most: the kernels that signal what they wait for need a place, too.
         half = max(self._workspace.multiprocessors // 2, 1)
-        most = min(KERNEL_BLOCKS, half, self._workspace.most_blocks) if level.operations else 1
+        most = min(KERNEL_BLOCKS, half, self._workspace.max_blocks) if level.operations else 1
         blocks = min(-(-vectors // (MAX_THREADS * self._variant.unroll)), most)
         return KernelLaunch(kernel, blocks, MAX_THREADS, values)
 

@@ -90,7 +90,7 @@ class FusedScheduleKernel:
         self._current: _Launches | None = None
         self._most_threads = most_threads(self.fused, variant)
         self.threads: int | None = None
-        self.max_blocks = workspace.most_blocks
+        self.max_blocks = workspace.max_blocks
         self._is_tuned = False
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
@@ -137,7 +137,7 @@ class FusedScheduleKernel:
             raise ValueError(
                 f"a block has a multiple of {THREADS_STEP} threads, at most {self._most_threads}, not {threads}"
             )
-        most = self.workspace.most_blocks
+        most = self.workspace.max_blocks
         if not 1 <= max_blocks <= most:
             raise ValueError(
                 f"a kernel that waits for peers has 1 to {most} blocks, so that other kernels can run at the same "
