@@ -36,7 +36,7 @@ def find_name(group: dist.ProcessGroup | None) -> str:
 def require_operands(
     operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str = "auto"
 ) -> None:
-    """ValueError unless x [., k], weight [n, k] and bias [n] are of one dtype and device, and lie as kernels take them.
+    """ValueError unless x [., k], weight [n, k] and bias [n] have one dtype and device, and a supported layout.
 
     weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
     """
@@ -179,7 +179,7 @@ def _require_place(operator: str, x: Tensor) -> None:
 
 
 def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """ValueError unless weight [n, k] and bias [n] are of x's dtype and on its device, and lie as kernels take them."""
+    """ValueError unless weight [n, k] and bias [n] have x's dtype and device, and a supported layout."""
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{operator}: a bias for weight {_say(weight)} is [{weight.shape[0]}], not {_say(bias)}")
     for name, other in (("weight", weight), ("bias", bias)):
@@ -216,7 +216,7 @@ def require_agreement(call: str, by_tma: bool, group: str, device: torch.device)
     Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
     could not find out that their ranks disagree. by_tma: whether TMA takes this rank's operands, whose addresses may
     differ from other ranks'; returns whether it took all ranks', at the first call of this kind. ValueError where
-    another rank calls something else, PeerError where one does not come within the group's time limit.
+    another rank makes a different call, PeerError if one makes none within the group's time limit.
     """
     compared = find_known(group, device, "calls", _ComparedCalls)
     if call in compared.known and not is_debugging():

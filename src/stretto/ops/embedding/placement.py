@@ -25,7 +25,7 @@ _TIMEOUT = 60.0
 
 
 class Announced(enum.IntEnum):
-    """Bits of what a rank tells the others of a call, above the 31 bits of its placement's fingerprint.
+    """Bits of a rank's announcement of a call, above the 31 bits of its placement's fingerprint.
 
     HAS_TABLES: the rank has tables. NEEDS_GRAD: it will make a backward pass. REFUSES: it raises an error in this call,
     which no rank then makes. ALWAYS: set.
@@ -83,7 +83,7 @@ class EmbeddingPlacement:
         return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode()) & 0x7FFFFFFF | 1
 
     def announce(self, *, needs_grad: bool, refuses: bool = False) -> int:
-        """Return what this rank tells all others of a call: the fingerprint, and bits above it (`Announced`).
+        """Return this rank's announcement of a call to all others: the fingerprint, and bits above it (`Announced`).
 
         It is odd and has more than 32 bits, so that Triton compiles one kernel for all values.
         """
@@ -169,7 +169,7 @@ def _require_device(name: str, offsets: Tensor) -> None:
 
 
 class _RankTables(NamedTuple):
-    """What a rank tells the others about its tables. dtype, needs_grad, index_dtype: None if it has no tables."""
+    """A rank's description of its tables for the others. dtype, needs_grad, index_dtype: None if it has no tables."""
 
     dims: tuple[int, ...]
     dtype: str | None
@@ -207,7 +207,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement) -> Tensor:
-    """Return int32 [1] on the device: what the placement's last look-up permits its backward pass (`AGREED`).
+    """Return int32 [1] on the device: the permit that the placement's last look-up gives its backward pass (`AGREED`).
 
     At first it permits everything, for callers that make no look-up.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine: tokens travel to their experts' ranks, and the experts' results back (expert parallelism).
+"""Dispatch and combine: tokens are sent to their experts' ranks, and the results back (expert parallelism).
 
 Expert parallelism, as in Singh's dissertation, section 7.1. With `gather_group`, duplicate token dropping, section
-7.3.1: tokens that tensor-parallel ranks have in common travel once, and are gathered after the all-to-all.
+7.3.1: tokens that tensor-parallel ranks have in common are sent once, and gathered after the all-to-all.
 """
 
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def dispatch(
     dtype, by a reduce-scatter). It cannot be differentiated twice.
 
     With torch.compile, a group of one rank is part of the graph; with more ranks the graph breaks here. ValueError for
-    other shapes, dtypes and numbers of experts, and where ranks call different things.
+    other shapes, dtypes and numbers of experts, and if ranks make different calls.
     """
     _require_library("dispatch", implementation)
     require_tokens("dispatch", x, topk_ids, num_experts)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def call(kind: str, make: Callable[[], T]) -> T:
-    """The default of `wrap_collective`: it issues the collective, and does nothing else."""
+    """The default of `wrap_collective`: it only issues the collective."""
     return make()
 
 

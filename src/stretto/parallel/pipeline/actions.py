@@ -55,8 +55,8 @@ class ComputedAction(NamedTuple):
 class _InFlight:
     """A micro-batch between its forward and its backward pass in one stage.
 
-    ends: what the backward pass begins with, the loss on the last stage, the edges of what was sent on others (None:
-    it needs no gradient).
+    ends: what the backward pass begins with, the loss on the last stage, the autograd edges of sent activations on
+    others (None: it needs no gradient).
     """
 
     stage_pass: StagePass
@@ -66,7 +66,7 @@ class _InFlight:
 class PipelineStep:
     """What a step is made of: the arguments of each micro-batch, and the parts of its loss.
 
-    targets: of each micro-batch. has_divisor: the caller has said what losses are divided by. weights: the factor of
+    targets: of each micro-batch. has_divisor: the caller has given the divisor of losses. weights: the factor of
     each micro-batch's loss in that of the batch.
     """
 

@@ -157,7 +157,7 @@ class SharedMemoryCarrier(Carrier):
             problem = f"could not move its messages: {error!r}"
         finally:
             self._moving.release()
-        # Without the lock: whoever fails meanwhile holds the other one.
+        # Without the lock: a thread that fails concurrently holds the other one.
         for destination, key in finished.sent:
             self.note_sent(destination, key)
         for source, message, event in finished.received:

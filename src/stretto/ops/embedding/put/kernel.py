@@ -144,8 +144,8 @@ def pool_and_put(  # type: ignore[no-untyped-def]
         target = tl.load(exchange.targets + word)
         seen = await_word(channel, exchange.signals + word, target, 0, OF_CONSUMER, index % channel.capacity, source)
         if seen >= target:
-            # The signal has arrived, so this returns at once. Behind some network cards, only NVSHMEM's own wait makes
-            # sure that the data before the signal is visible.
+            # The signal has arrived, so this returns immediately. With some network cards, only NVSHMEM's own wait
+            # makes sure that the data before the signal is visible.
             nvshmem.signal_wait_until(exchange.signals + word, GREATER_OR_EQUAL, target)
 
 
@@ -155,7 +155,7 @@ def put_bags(channel, exchange, tables, pooling, out, counter, samples, destinat
 
     samples: the first of the slice, the first of this tile, and the end of the slice.
     Order: the block's stores to the staging place, its barrier, then the puts, by all of its threads. The put of the
-    slice's last vector carries a signal that adds the number of all its vectors; a fence stands before it, since a put
+    slice's last vector carries a signal that adds the number of all its vectors; a fence precedes it, since a put
     with a signal is ordered after its own data alone. Such a put signals once, while `signal_op` would signal once for
     each thread.
     Reuse: a program has one staging place. Puts of this kind return when the source may be written to again, and the

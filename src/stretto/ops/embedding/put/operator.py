@@ -210,7 +210,7 @@ class PutSlots:
         return _head_bytes(len(self.mapped)) + self._slots.nbytes + self._staging.nbytes
 
     def find_peer_access(self, asked: Sequence[bool] | None) -> tuple[bool, ...]:
-        """Return whether to store to each rank: as asked, else wherever it can. ValueError for one that cannot be."""
+        """Return whether to store to each rank: as given, else if it is mapped. ValueError if one is not."""
         if asked is None:
             return self.mapped
         for peer, (wanted, can) in enumerate(zip(asked, self.mapped, strict=True)):
