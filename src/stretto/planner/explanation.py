@@ -21,7 +21,7 @@ from stretto.planner.optimizer_state import (
 from stretto.planner.workload import StepConfig, StepWorkload
 
 _MESSAGES = "messages_pipe"
-_NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are told together
+_NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are summed up
 
 
 def explain(
@@ -37,7 +37,7 @@ def explain(
 ) -> str:
     """One sentence: what makes the first the first, what another loses by, or what would make it fit.
 
-    Where ranks compute the same, it says so first: such grids come after all others that fit.
+    If ranks compute the same, it begins with that: such grids come after all others that fit.
     """
     copies = model.copies(config.grid)
     same = f"its x * y = {copies} ranks compute the same, {copies} times the work of x = y = 1; " if copies > 1 else ""
@@ -147,7 +147,7 @@ def _does_not_fit_the_host(host: PinnedMemory) -> str:
 def list_formulas(
     workload: StepWorkload, config: StepConfig, parameters: float, step_memory: Mapping[str, float], host: PinnedMemory
 ) -> tuple[Formula, ...]:
-    """What memory of device and host is made of, and what travels between them in a step.
+    """The components of device and host memory, and the bytes copied between them in a step.
 
     parameters: phi, those of a rank. step_memory: components of the device's at the peak of a step.
     """
@@ -162,7 +162,7 @@ def list_formulas(
     made_of = {
         "parameters": (f"{weight} phi", phi),
         "optimizer": (" + ".join(optimizer) or "0", terms),
-        # Of gradients beside fp32 parameters, not all are there at every peak.
+        # Without separate state, not all gradients are allocated at every peak.
         "gradients": (f"{gradient} phi" if state.is_separate else f"at most {gradient} phi", phi),
     }
     lines = [Formula(name, *made_of.get(name, ("", {})), num_bytes) for name, num_bytes in step_memory.items()]

@@ -60,7 +60,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     the job's process group and destroys it again, unless the caller has initialized it. It ends early, with a
     checkpoint, when a rank gets SIGINT, SIGTERM or SIGHUP. display: what rank 0 shows on the screen.
 
-    Raises ValueError for what the configuration, the data or the checkpoint does not allow, or while another run uses
+    Raises ValueError for an invalid configuration, invalid data or an invalid checkpoint, or while another run uses
     `config.out`, and DivergenceError, with the step and how to continue, when the loss is no longer finite.
     """
     require_loggers(config.train)
@@ -235,7 +235,7 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
 
 
 def _slow_rank() -> dict[str, Any]:
-    """The rank that was slow when this was last told, for `summary.json`; empty if none was."""
+    """The rank that was last reported as slow, for `summary.json`; empty if none was."""
     told = None if Heartbeat.running is None else Heartbeat.running.slow_rank()
     return {} if told is None else {"slow_rank": told}
 
@@ -255,7 +255,7 @@ def _train_steps(
     Weights are verified before they are saved, so that no checkpoint is newer than the last step that was verified.
     """
     options = task.config.train
-    # The second step's bytes are counted: the first one also sends what is sent only once.
+    # The second step's bytes are counted: the first one also has one-time communication.
     counted = min(start + 2, options.steps)
     bytes_sent: dict[str, int] = {}
     for step in range(start + 1, options.steps + 1):

@@ -122,7 +122,7 @@ def find_not_finite(state: Mapping[str, ShardedState]) -> str:
     """Find a weight (`model.<name>`) of this rank that is not finite. Returns its name; empty if there is none."""
     boxes = [(name, box) for name, whole in state.items() for box in whole.boxes]
     weights = [(name, box) for name, box in boxes if name.startswith("model.") and box.values.numel()]
-    # Minimum and maximum propagate NaN, and need no copy of the weight. Weights on one device are read at once.
+    # Minimum and maximum propagate NaN, and need no copy of the weight. Weights on one device are read together.
     bounds = [torch.stack(torch.aminmax(box.read())).isfinite().all() for _, box in weights]
     devices = {bound.device for bound in bounds}
     are_finite = torch.stack(bounds).tolist() if len(devices) == 1 else [bool(bound) for bound in bounds]
@@ -214,7 +214,7 @@ def _first_failure(make: Callable[[str, BaseException], Exception], what: str) -
 def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:
     """Collect parameters and persistent buffers as `model.<name>`, the optimizer's tensors as `optimizer.<name>.<key>`.
 
-    Of an optimizer that keeps fp32 weights apart, these are the parameters; and the loss scale is `training.<key>`.
+    For an optimizer with separate fp32 weights, these are the parameters; the loss scale is `training.<key>`.
     """
     state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in saved_tensors(model).items()}
     if isinstance(optimizer, StoredOptimizer):

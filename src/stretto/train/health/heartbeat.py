@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heartbeat of a rank: a thread that writes what the rank works on to the job's store, once a second.
+"""The heartbeat of a rank: a thread that writes the rank's current phase and step to the job's store, once a second.
 
-The thread has a connection of its own to the store, since a blocked call of another thread would hold the connection's
+The thread has its own connection to the store, since a blocked call of another thread would hold the connection's
 lock. It needs Python's interpreter lock: a rank whose main thread holds that lock, and one that is stopped, is silent.
 """
 
@@ -210,7 +210,7 @@ class Heartbeat:
         )
 
     def _look_at_save(self, counters: dict[str, int], now: float) -> Save | None:
-        """How the thread is that writes a checkpoint beside training, if there is one."""
+        """The state of the checkpoint thread, if there is one."""
         writing = progress.current_writing()
         if writing is None:
             return None
@@ -247,9 +247,9 @@ class Heartbeat:
 
 @contextmanager
 def heartbeats(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
-    """Have a heartbeat in the block: the one that runs already, or one of the block's own, if there are other ranks.
+    """Run a heartbeat in the block, if there are other ranks: the one that already runs, or a new one.
 
-    An exception that only says that another rank is late or lost is held back until the ranks that watch each other
+    An exception that only reports that another rank is late or lost is delayed until the ranks that monitor each other
     had time to find out which: then they end this process with a better message.
     """
     if Heartbeat.running is not None or ranks == 1:

@@ -97,7 +97,7 @@ class MetricsLog:
     """Appends steps to `out/metrics.jsonl`, each flushed, and to TensorBoard and Weights & Biases if asked. For rank 0.
 
     A run that starts after step `start` keeps the file's lines up to `start`, so that no step is written twice. In
-    Weights & Biases each start is a run of its own, in a group with the folder's name.
+    Weights & Biases each start is a separate run, in a group with the folder's name.
 
     wandb: the project, or None. options: of the run, for Weights & Biases.
     """
@@ -224,7 +224,7 @@ def _open_wandb(out: Path, project: str, options: Mapping[str, Any]) -> Any:
 
     try:
         return wandb.init(project=project, group=out.name, dir=str(out), config=dict(options))
-    except Exception as error:  # without a network or a login it raises errors of its own
+    except Exception as error:  # without a network or a login it raises its own exceptions
         raise ValueError(
             f"Weights & Biases does not start for train.wandb={project!r}: {error}: run `wandb login`, or set "
             "WANDB_MODE=offline in the environment, or train.wandb=none"
