@@ -231,7 +231,7 @@ def test_a_case_is_undecided_until_its_interval_leaves_the_bounds():
     assert judge([1.03] * 5) == "unclear"
 
 
-def test_every_case_exists_and_has_a_name_of_its_own():
+def test_every_case_exists_and_has_a_unique_name():
     cases = list_cases()
     assert len({one.name for one in cases}) == len(cases)
     assert {one.kind for one in cases} == {"collective", "operator", "embedding", "tiles"}
@@ -298,7 +298,7 @@ def test_the_mps_daemon_is_ended_where_the_process_that_started_it_is_killed(tmp
     assert log.read_text() == "-dquit\n"
 
 
-def test_a_machine_without_mps_is_told_so(tmp_path, monkeypatch):
+def test_a_machine_without_mps_raises(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="nvidia-cuda-mps-control, of NVIDIA's driver, is not on PATH"):
         with mps_daemon(25):

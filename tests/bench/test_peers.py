@@ -117,7 +117,7 @@ def name_runs():
         return [row["name"] for row in measure_peers(WORKLOAD, 2, "z=2", (), True, False)]
 
 
-def test_everything_that_is_compiled_says_so(ranks):
+def test_every_compilation_is_recorded(ranks):
     names = ranks(2).run(name_runs)[0]
     assert names[-2:] == ["Stretto z=2", "Stretto z=2, compiled"]
     assert [name for name in names if "compiled" in name] == [f"{name}, compiled" for name in names[::2]]

@@ -32,7 +32,7 @@ def test_what_is_no_regular_file_is_refused_and_never_opened(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_a_file_that_says_it_is_empty_and_is_not_is_bounded():
+def test_a_file_that_claims_to_be_empty_and_is_not_is_bounded():
     with open("/proc/self/status", "rb") as status:
         content = status.read()
     assert os.stat("/proc/self/status").st_size == 0 < len(content)

@@ -36,7 +36,7 @@ def written(tmp_path, content):
     return file
 
 
-def test_the_fastest_way_at_the_nearest_size_is_chosen_and_it_says_so(tmp_path):
+def test_the_fastest_choice_at_the_nearest_size_is_selected_with_its_reason(tmp_path):
     store = TuningStore(tmp_path / "times.json")
     store.add("a", measured() | measured(LIBRARY, size=1 << 20) | {"matmul of something": [1.0, 2.0]})
     table = Table.read("a", 4, has_nvlink=True, store=store)

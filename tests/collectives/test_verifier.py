@@ -239,7 +239,7 @@ def test_a_wait_for_an_end_that_is_published_too_late_is_a_deadlock():
     assert verify(schedule(one, [first, second])).min_slots is None
 
 
-def test_a_collective_that_nobody_knows_is_not_verified():
+def test_an_unknown_collective_is_not_verified():
     made = schedule(Collective("scan", 1, 1, 1, lambda rank, index: None), [])
     read = from_xml(to_xml(made))
     found = verify(read)

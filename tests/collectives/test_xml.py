@@ -148,7 +148,7 @@ ENTITIES = '<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;&b;">]>'
         ("<!-- a comment -->", '<?xml version="1.0" encoding="klingon"?>', "not XML: unknown encoding"),
     ],
 )
-def test_what_is_no_schedule_is_refused_in_one_line_that_says_where(before, after, why):
+def test_an_invalid_schedule_raises_one_line_with_the_place(before, after, why):
     text = SHIPPED.replace(before, after, 1)
     assert text != SHIPPED
     with pytest.raises(ScheduleFileError) as caught:
@@ -200,7 +200,7 @@ def why_not(text: bytes) -> str:
     return ""
 
 
-def test_what_a_runtime_would_make_something_else_of_is_told_on_request():
+def test_what_a_runtime_would_interpret_differently_is_reported_on_request():
     copy = step("cpy", ("in", 0), ("scratch", 0), awaited=True)
     twice = [step("re", ("scratch", 0), ("in", 0), size=2), step("re", ("scratch", 2), ("in", 0), size=1)]
     nops = [step("nop", waits_for=(0, 0), awaited=True), step("cpy", ("scratch", 0), ("in", 1))]

@@ -373,7 +373,7 @@ def test_repeated_calls_are_launched_without_python_and_keep_their_order(tmp_pat
 
 
 @pytest.mark.ranks(2, 4)
-def test_ddp_reduces_its_buckets_beside_the_backward_pass(tmp_path: Path, world: int) -> None:
+def test_ddp_reduces_its_buckets_during_the_backward_pass(tmp_path: Path, world: int) -> None:
     run_watched(world, trace_ddp, tmp_path)
     for rank in range(world):
         events = json.loads((tmp_path / f"ddp-{rank}.json").read_text())["traceEvents"]

@@ -97,7 +97,7 @@ def train_slowly(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_checkpoints_beside_training_are_those_between_two_steps(run_ranks: Run, tmp_path: Path) -> None:
+def test_asynchronous_checkpoints_equal_those_between_two_steps(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(1, train_slowly, tmp_path)
     for name in RUNS:
         there, here = (checkpoints_by_step(tmp_path / f"{name} {is_async}") for is_async in ("false", "true"))

@@ -159,7 +159,7 @@ def test_ranks_take_what_rank_0_has_measured(interpret, tmp_path):
     assert interpret(2, choose_by_different_stores, folders) == ["library", "library"]
 
 
-def test_on_cpus_that_do_not_interpret_the_library_runs_and_says_so(ranks):
+def test_on_cpus_that_do_not_interpret_the_library_runs_and_is_counted(ranks):
     for results, warned in ranks(2).run(uninterpreted.run_without_kernels):
         assert results == {(operator, "library"): 1 for operator in OPERATORS}
         assert "operators run by the library, unfused" in warned

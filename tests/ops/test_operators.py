@@ -174,7 +174,7 @@ def test_few_rows_are_summed_alike_on_all_ranks(interpret, case, plan):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_library_does_the_same_and_says_so(interpret, dtype):
+def test_the_library_does_the_same_and_is_counted(interpret, dtype):
     accuracy = ROUNDING.get(dtype, 1e-15)
     for error, is_gathered, _, ran in interpret(3, gather_and_multiply, (5, 24, 16), dtype, False, True, "library"):
         assert error <= accuracy

@@ -108,7 +108,7 @@ def test_the_operators_come_without_nvshmems_bindings():
     assert said.stdout.strip() == "False"
 
 
-def test_a_rank_stores_to_whom_it_reaches_unless_it_is_told_to_put():
+def test_a_rank_stores_to_ranks_with_peer_access_unless_puts_are_requested():
     slots = make_slots([4096, 0, 4096 + 320, 8192], rank=2)
     assert slots.channel.addresses.tolist() == [0] * 4 + [-320, 0, 0, 3776]
     assert slots.find_peer_access(None) == (True, False, True, True)

@@ -310,7 +310,7 @@ def notes_of_a_forward() -> list[str]:
     return caught.value.__notes__
 
 
-def test_code_that_counts_the_whole_models_heads_is_told_of_local_attributes(ranks: Ranks) -> None:
+def test_code_that_counts_the_whole_models_heads_raises_with_local_attributes(ranks: Ranks) -> None:
     for notes in ranks(2).run(notes_of_a_forward):
         assert any("local_attributes" in note for note in notes)
 

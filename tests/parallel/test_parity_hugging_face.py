@@ -179,7 +179,7 @@ def saved(folder: str) -> str:
     return str(error.value)
 
 
-def test_a_sharded_model_is_not_saved_in_parts_and_says_what_to_do(ranks, tmp_path):
+def test_a_sharded_model_is_not_saved_in_parts_and_the_error_names_the_alternative(ranks, tmp_path):
     for message in ranks(2).run(saved, str(tmp_path / "model")):
         assert "stretto.parallel.gather" in message
     assert not (tmp_path / "model").exists()
@@ -199,7 +199,7 @@ def resized() -> list[str]:
     return messages
 
 
-def test_a_sharded_vocabulary_is_not_resized_and_says_when_to(ranks):
+def test_a_sharded_vocabulary_is_not_resized_and_the_error_says_when_to(ranks):
     for messages in ranks(2).run(resized):
         assert ["resize_token_embeddings(128): the embedding" in message for message in messages] == [True, True]
         assert all("Resize it before parallelize" in message for message in messages)

@@ -271,6 +271,6 @@ def test_the_number_of_gpus_that_would_do_does_with_the_same_options(options):
     }
 
 
-def test_where_no_number_of_gpus_would_do_that_is_said():
+def test_if_no_number_of_gpus_would_do_the_error_says_so():
     with pytest.raises(ValueError, match=r"a micro-batch of 3 does not divide the 8 .*; no number of GPUs would do"):
         stretto.plan("gpt-20b", "perlmutter", gpus=8, batch=8, seq_len=64, micro_batch=3)

@@ -140,7 +140,7 @@ def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, grid, opt
 
 @pytest.mark.parametrize("cost", ["full", "paper"])
 @pytest.mark.parametrize("bandwidth", [1e9, 1e12])
-def test_grids_whose_ranks_compute_the_same_come_after_all_others_and_say_so(cost, bandwidth):
+def test_grids_whose_ranks_compute_the_same_come_after_all_others_with_a_note(cost, bandwidth):
     """Even where they send less, as with x alone, which sends nothing."""
     machine = replace(MACHINE, in_node=NodeLink(bandwidth=bandwidth))
     plans = stretto.plan(BLOCKS, machine, gpus=8, batch=64, seq_len=SEQ_LEN, cost=cost)

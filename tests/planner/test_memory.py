@@ -176,7 +176,7 @@ def test_with_nothing_hidden_copy_engines_still_bring_gradients_and_no_weight_is
     assert predict(config, H200X4_FULL, **options, **freed).memory["gathered_weights"] == 2 * 4 * 4096**2
 
 
-def test_nvlink_is_told_by_name_and_bandwidth():
+def test_nvlink_is_recognized_by_name_and_bandwidth():
     names = {name for name in stretto.Cluster.presets() if stretto.Cluster.preset(name).has_nvlink}
     assert {"perlmutter", "alps", "azure-ndv4", "dgx-h100", "dgx-h200"} <= names
     assert not names & {"frontier", "mi210-ib"}
@@ -206,7 +206,7 @@ def test_gradients_that_are_accumulated_unsharded_are_there_whole_with_several_m
     assert "gradients accumulated as shards (accumulate_unsharded=false)" in crowded.why
 
 
-def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_fit():
+def test_a_plan_that_does_not_fit_names_what_is_too_large_and_what_would_make_it_fit():
     small = stretto.Cluster(
         name="small",
         gpus_per_node=4,
@@ -437,6 +437,6 @@ def test_peak_memory_of_experts_is_within_10_percent_of_what_real_ranks_hold(
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
-def test_what_may_be_on_its_way_at_once_is_what_the_gradients_say():
+def test_messages_in_flight_match_the_gradients():
     assert planned.SCATTERS_IN_FLIGHT == gradient_reducer.SCATTERS_IN_FLIGHT
     assert planned.BUCKET_BYTES == gradient_reducer.BUCKET_BYTES

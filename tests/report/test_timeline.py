@@ -83,7 +83,7 @@ WITH_EXPERTS = [
 ]
 
 
-def test_what_experts_compute_is_a_row_of_its_own_forward_and_backward() -> None:
+def test_experts_computation_has_a_separate_row_forward_and_backward() -> None:
     on_cpu = read_timeline(cpu_trace(*WITH_EXPERTS))
     kernels = [kernel_of(number, 60 + number, 61 + number) for number in (1, 2, 4, 6)]
     on_gpu = read_timeline(gpu_trace(*WITH_EXPERTS, *kernels))
@@ -314,7 +314,7 @@ def report_of(out: Path, *, trace: dict[str, Any] | None, predicted: dict[str, A
     return (out / "summary.md").read_text()
 
 
-def test_a_summary_has_measured_beside_predicted(tmp_path: Path) -> None:
+def test_a_summary_compares_measured_with_predicted(tmp_path: Path) -> None:
     text = report_of(tmp_path / "run", trace=sample(), predicted=PREDICTED)
     for line in (
         "## Measured beside predicted",

@@ -154,5 +154,5 @@ def run_ahead():
     return True
 
 
-def test_who_is_ahead_by_a_call_waits_for_nobody(interpret):
+def test_a_rank_that_is_ahead_by_a_call_does_not_wait(interpret):
     assert interpret(2, run_ahead) == [True] * 2

@@ -110,7 +110,7 @@ def test_tensors_that_answer_in_python_go_to_the_dispatcher(group):
     assert group.all_reduce(fake)
 
 
-def test_nothing_runs_beside_the_dispatcher(group):
+def test_nothing_runs_concurrently_with_the_dispatcher(group):
     remember_all_reduce(group, torch.ones(8))
     group.fast.hold()
     group.fast.pause()

@@ -146,7 +146,7 @@ def give_up_in_a_row():
             assert str(raised.value).count("gave up") == (rank > 0)
 
 
-def test_a_reason_to_give_up_is_told_once(ranks):
+def test_a_reason_to_give_up_is_reported_once(ranks):
     ranks(4).run(give_up_in_a_row)
 
 

@@ -22,7 +22,7 @@ class FastestRunner:
         return FastestRun(None, "", "it was slower")
 
 
-def test_the_devices_own_choice_is_counted_and_said_with_its_reason(caplog):
+def test_the_devices_own_choice_is_counted_and_logged_with_its_reason(caplog):
     dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo"})
     dispatcher._runners["cpu"] = FastestRunner()
 
@@ -77,7 +77,7 @@ def test_what_no_schedule_can_do_on_gpus_is_refused_before_anything_is_launched(
         CudaRunner(Member(0, 2, "g")).start(find("direct-all-to-all").compile(ranks=2), call)
 
 
-def test_a_call_with_a_sparse_tensor_is_said_with_the_bytes_of_a_dense_one(caplog):
+def test_a_call_with_a_sparse_tensor_is_described_with_the_bytes_of_a_dense_one(caplog):
     dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo"})
     tensors = [torch.eye(3).to_sparse()]
     with caplog.at_level(logging.DEBUG, "stretto.collectives"):
@@ -106,7 +106,7 @@ BOTH = torch.arange(8.0)
         ("reducescatter", BOTH, torch.empty(2), "apart"),
     ],
 )
-def test_buffers_that_lie_in_each_other_are_told_from_those_that_overlap(collective, given, taken, expected):
+def test_nested_buffers_are_distinguished_from_overlapping_ones(collective, given, taken, expected):
     match _find_buffers(collective, given, taken, rank=1):
         case None:
             assert expected is None

@@ -180,7 +180,7 @@ class _Future:
         return self._value
 
 
-def test_what_a_caller_launches_after_an_async_call_runs_beside_it(gpu):
+def test_kernels_launched_after_an_async_call_overlap_with_it(gpu):
     begun = gpu.streams.current.put(int)
     work = gpu.call(1)
     gpu.streams.current.put(int).result(SECONDS)

@@ -112,7 +112,7 @@ def expect_what_is_there(memory, rank, index):
 
 
 @pytest.mark.parametrize("trials", [40, pytest.param(150, marks=pytest.mark.long)])
-def test_random_programs_leave_what_they_say_in_any_order(trials):
+def test_random_programs_leave_the_expected_values_in_any_order(trials):
     for trial in range(trials):
         seed = SEED + trial
         print(f"seed {seed}")

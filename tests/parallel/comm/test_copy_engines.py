@@ -315,7 +315,7 @@ def test_a_weight_that_is_changed_inside_is_gathered_again(interpret):
     assert interpret(2, change_in_a_step) == [[True] * 4] * 2
 
 
-def test_gather_once_says_what_it_needs(ranks):
+def test_gather_once_raises_with_its_requirements(ranks):
     with (
         pytest.raises(ValueError, match=r"takes a model that stretto.parallelize has returned"),
         gather_once(GPT(CONFIG)),

@@ -108,7 +108,7 @@ def test_slots_bound_what_a_message_carries():
     assert simulate_schedule(two, 16 << 20, full(4), costs).tiles == 8
 
 
-def test_calls_and_headers_cost_what_they_say():
+def test_calls_and_headers_have_their_configured_costs():
     schedule = find("direct-all-gather").compile(ranks=2, in_place=True)
     costs = ExecutorCosts(
         3e-6, {"Simple": ProtocolCosts(0.0, 1.0, call_seconds=4e-6, header_bytes=1e6)}, tile_bytes=None

@@ -209,7 +209,7 @@ def test_an_older_checkpoint_than_the_newest_is_found(saved: Path) -> None:
     assert newest_checkpoint(saved, before=checkpoint_path(saved, 1)) is None
 
 
-def test_latest_passes_over_an_incomplete_checkpoint_and_says_so(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_skips_an_incomplete_checkpoint_with_a_warning(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
     (checkpoint_path(copy, 2) / "__0_0.distcp").unlink()
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint(copy, "latest") == checkpoint_path(copy, 1)

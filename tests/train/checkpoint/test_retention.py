@@ -28,7 +28,7 @@ LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: 1.0, 60: 4.0}
         (Retention(2, every=30, best=1), {20, 30, 50, 60}),
     ],
 )
-def test_a_checkpoint_is_kept_if_one_of_the_rules_says_so(rule: Retention, kept: set[int]) -> None:
+def test_a_checkpoint_is_kept_if_one_of_the_rules_applies(rule: Retention, kept: set[int]) -> None:
     assert rule.surplus(LOSSES) == sorted(set(LOSSES) - kept)
 
 

@@ -143,7 +143,7 @@ def test_asynchronous_saves_that_were_asked_for_and_do_not_fit_are_refused(ranks
     assert names(tmp_path) == []
 
 
-def test_enough_memory_turns_them_on_and_says_so_once(ranks: MakeRanks, tmp_path: Path) -> None:
+def test_enough_memory_turns_them_on_and_is_logged_once(ranks: MakeRanks, tmp_path: Path) -> None:
     for is_async, said, error in ranks(2).run(saver_runs.prepare_with_memory, tmp_path, 1 << 40, "auto"):
         assert (is_async, error) == (True, "")
         assert len(said) == 1

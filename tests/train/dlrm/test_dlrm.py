@@ -232,7 +232,7 @@ def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(rank
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr"),
     ],
 )
-def test_what_is_wrong_is_said_with_key_value_rule_and_what_would_do(override: str, words: str) -> None:
+def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         dlrm_runs.configure(Path("unused"), "ranks=4", override)
     assert words in str(refused.value)

@@ -110,7 +110,7 @@ def test_a_restart_gives_the_bits_of_an_undisturbed_run(out: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("forks_processes")
-def test_a_run_goes_from_4_to_2_ranks_and_back_to_4_by_itself(
+def test_a_run_goes_from_4_to_2_ranks_and_back_to_4_automatically(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.1")
@@ -521,7 +521,7 @@ def test_a_machine_that_can_start_no_process_blames_no_gpu(
     assert "GPU 1 is not probed" in caplog.text
 
 
-def test_a_probe_ends_by_itself_if_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_exits_if_no_process_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPU does not answer, and the launcher was killed."""
     probe = slots_module.PROBE.replace("import torch", "import time; time.sleep(60)")
     alarm = f"signal.alarm({slots_module.PROBE_TIMEOUT:.0f} + 10)"

@@ -96,7 +96,7 @@ def test_a_run_that_fails_is_one_that_has_failed_in_weights_and_biases_too(
     wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
 
 
-def test_weights_and_biases_that_cannot_start_says_how_to_work_without_a_network(
+def test_weights_and_biases_that_cannot_start_raises_with_how_to_work_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_package("wandb", monkeypatch).init.side_effect = OSError("no API key")

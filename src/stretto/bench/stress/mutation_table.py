@@ -209,7 +209,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         "tiles/packet*",
-        (f"{_OPS}test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew",),
+        (f"{_OPS}test_packets_are_stored_whole_four_at_a_time_and_polled_again",),
     ),
     Mutation(
         "packets",

@@ -91,7 +91,7 @@ def test_more_pieces_than_mailbox_sets_wait_for_those_before_them(folder, small_
 
 
 @needs_compiler
-def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(folder, small_pieces):
+def test_a_rank_that_does_not_wait_does_not_overwrite_unread_data(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
     add_copy_areas(workspaces, planner.HEAD + (1 << 12))
@@ -265,7 +265,7 @@ def test_a_peer_that_never_comes_is_named(folder, small_pieces):
 
 
 @needs_compiler
-def test_a_rank_that_has_given_up_tells_nobody_that_its_sums_are_there(folder):
+def test_a_rank_that_has_given_up_does_not_signal_its_sums(folder):
     workspaces = make_workspaces(3, folder, limit=3.0)
     workspaces[0].limit = int(0.1e9)
     add_copy_areas(workspaces, planner.HEAD + (1 << 16))

@@ -150,7 +150,7 @@ def test_an_average_in_16_bits_does_not_overflow_where_the_sum_would(name, kind,
         ("binomial-broadcast", "LL", "float64", "sum"),
     ],
 )
-def test_fused_programs_run_beside_the_interpreter_in_one_workspace(name, protocol, dtype, reduction, folder):
+def test_fused_programs_and_the_interpreter_share_one_workspace(name, protocol, dtype, reduction, folder):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
     in_place = rng.random() < 0.5
@@ -347,7 +347,7 @@ def test_a_schedule_for_other_ranks_is_refused(folder):
             make(kind, "ring-all-gather", {"ranks": 3}, workspaces, Variant("int32", "sum", "LL"), True)
 
 
-def test_an_interpreter_whose_fifos_do_not_fit_says_so(folder):
+def test_an_interpreter_whose_fifos_do_not_fit_raises(folder):
     workspaces = make_workspaces(2, folder, bytes_each=4096)
     schedule = ALGORITHMS["ring-all-gather"].compile(ranks=2)
     kernel = InterpretedSchedule(
