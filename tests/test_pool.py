@@ -87,7 +87,7 @@ def default_dtype_and_threads() -> tuple[torch.dtype, int]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_results_come_back_in_rank_order_for_any_number_of_ranks(ranks, count):
+def test_results_are_in_rank_order_for_any_number_of_ranks(ranks, count):
     total = float(sum(range(count)) * 10)
     assert ranks(count).run(sum_of_ranks, scale=10) == [(rank, count, total) for rank in range(count)]
 

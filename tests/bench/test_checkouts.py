@@ -136,7 +136,7 @@ def test_the_slowest_rank_counts_and_a_slower_checkout_is_named(monkeypatch, tmp
 
 
 @pytest.mark.usefixtures("fake_worker")
-def test_what_a_place_on_the_gpu_is_worth_cancels(monkeypatch, tmp_path):
+def test_the_benefit_of_a_place_on_the_gpu_cancels(monkeypatch, tmp_path):
     cases = [case("placed"), case("placed slow")]
     found = run(monkeypatch, tmp_path / "two", cases, placements=2, rounds=16, most_rounds=16)
     assert [row["ratio"] for row in found["rows"]] == pytest.approx([1.0, 1.5])

@@ -141,7 +141,7 @@ def test_no_call_takes_an_input_of_the_calls_just_before():
     assert all(drawn[at] not in drawn[max(at - 3, 0) : at] for at in range(200))
 
 
-def test_what_a_graph_captures_was_called_before_and_every_call_counts(monkeypatch):
+def test_a_captured_call_was_called_before_and_every_call_counts(monkeypatch):
     events: list[Any] = []
 
     class Graph:

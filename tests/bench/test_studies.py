@@ -113,7 +113,7 @@ def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(
     ("speedups", "crossover"),
     [({32: 0.5, 128: 2.0}, 64.0), ({32: 1.5, 128: 2.0}, 32.0), ({32: 0.5, 64: 0.9}, None)],
 )
-def test_a_crossover_lies_where_speedups_pass_one(speedups, crossover):
+def test_a_crossover_is_where_speedups_pass_one(speedups, crossover):
     about = {"machine": "frontier", "collective": "all_gather", "mb": 16}
     rows = [about | {"ranks": ranks, "speedup": found, "event_speedup": None} for ranks, found in speedups.items()]
     (row,) = _crossovers(rows)

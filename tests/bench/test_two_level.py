@@ -134,7 +134,7 @@ def send_with_delay() -> tuple[float, float, bool]:
     return time.monotonic() - begin, 0.0, [int(data[0]) for data in found] == ([0, 1] if rank == 1 else [2])
 
 
-def test_a_delayed_message_comes_later_and_in_order_while_the_sender_goes_on(ranks):
+def test_a_delayed_message_arrives_later_and_in_order_while_the_sender_continues(ranks):
     (sent, waited, _), (delayed, _, in_order), (_, _, is_whole) = ranks(3).run(send_with_delay)
     assert (in_order, is_whole) == (True, True)
     assert sent < 0.2 <= waited  # starting does not wait; the buffer is in use until the message has left

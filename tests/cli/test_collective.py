@@ -347,7 +347,7 @@ def test_more_ranks_than_a_machine_has_room_for_are_refused_before_a_process_sta
     assert "300 ranks are too many processes to be tried on one machine: at most 256" in result.stderr
 
 
-def test_what_is_not_verified_is_not_run(ring):
+def test_an_unverified_schedule_is_not_run(ring):
     ring.write_text(ring.read_text().replace('type="rrcs"', 'type="rcs"', 1))
     result = run("run", ring)
     assert result.exit_code == 1

@@ -123,7 +123,7 @@ def test_a_written_schedule_is_shown_and_verified_again(tmp_path, gathers):
         (["show", "1f1b", "--pipe", 64, "--micro-batches", 512, "--out", "a.png"], 2, "too many for a picture"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, status, words):
+def test_invalid_arguments_raise(arguments, status, words):
     for more in ([], ["--json"]):
         found, text = pipeline(*arguments, *more)
         assert (found, words in text) == (status, True), text

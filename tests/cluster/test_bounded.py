@@ -24,7 +24,7 @@ def test_limits_beyond_memory_cost_nothing(tmp_path):
         assert read_bounded(tmp_path / "small.txt", limit, "a note") == b"12345"
 
 
-def test_what_is_no_regular_file_is_refused_and_never_opened(tmp_path):
+def test_other_than_regular_files_raise_and_are_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(ValueError, match="is not a regular file"):

@@ -426,7 +426,7 @@ def test_asynchronous_calls_run_beside_other_kernels_and_are_waited_for_alone(tm
 
 @pytest.mark.own_gpus("NCCL connects when all ranks have come together")
 @pytest.mark.parametrize("before", ["barrier", "all-reduce"])
-def test_some_ranks_exchange_messages_once_all_have_come_together(tmp_path: Path, before: str, world: int) -> None:
+def test_some_ranks_exchange_messages_after_a_first_collective_of_all(tmp_path: Path, before: str, world: int) -> None:
     run_watched(world, exchange_among_some, tmp_path, before)
     assert {path.name for path in tmp_path.glob("some-*")} == {f"some-{rank}" for rank in range(world)}
 

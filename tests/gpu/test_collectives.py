@@ -326,7 +326,7 @@ def lost(run_ranks: Run, tmp_path_factory: pytest.TempPathFactory, world: int) -
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("protocol", [*PROTOCOLS, "Copy"])
-def test_a_peer_that_never_comes_is_named_after_the_time_limit(lost: Path, protocol: str, world: int) -> None:
+def test_a_missing_peer_is_named_after_the_time_limit(lost: Path, protocol: str, world: int) -> None:
     for rank in range(world - 1):
         said = (lost / f"lost-{protocol}-{rank}.txt").read_text()
         assert f"rank {rank} of {world}: two-shot-all-reduce, call 3, thread block" in said

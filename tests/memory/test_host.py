@@ -109,7 +109,7 @@ def wait_for_one_who_does_not_come():
     assert mapped() == 0
 
 
-def test_ranks_that_disagree_or_do_not_come_are_named(ranks):
+def test_ranks_that_disagree_or_are_missing_are_named(ranks):
     ranks(2).run(ask_for_different_sizes)
     ranks(3).run(wait_for_one_who_does_not_come)
 

@@ -156,7 +156,7 @@ def refuse():
     assert mapped() == 0
 
 
-def test_what_cannot_be_is_refused_before_anything_is_allocated(ranks):
+def test_invalid_arguments_raise_before_anything_is_allocated(ranks):
     ranks(1).run(refuse)
     with pytest.raises(ValueError, match="no process group"):
         empty((3,))
@@ -169,7 +169,7 @@ def wait_for_one_who_does_not_come():
             empty((3,), timeout=0.5)
 
 
-def test_a_rank_that_does_not_come_is_named(ranks):
+def test_a_missing_rank_is_named(ranks):
     ranks(2).run(wait_for_one_who_does_not_come)
 
 

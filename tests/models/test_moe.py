@@ -451,6 +451,6 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_what_no_model_can_be_is_refused_with_what_would_do(message: str) -> None:
+def test_impossible_models_raise_with_a_valid_value(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(**REFUSALS[message])

@@ -111,6 +111,6 @@ def test_shapes_are_a_ranks_and_what_tma_takes():
         ({"dtype": "fp4"}, "there is no dtype 'fp4': there are bf16, fp8"),
     ],
 )
-def test_what_there_is_not_is_refused(options, words):
+def test_missing_inputs_raise(options, words):
     with pytest.raises(ValueError, match=words):
         OperatorsSetting(**options)

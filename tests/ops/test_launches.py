@@ -68,7 +68,7 @@ def test_a_kernel_that_was_launched_is_kept_so_that_no_other_gets_its_id(monkeyp
     assert known() is None
 
 
-def test_what_triton_compiles_separately_is_of_another_kind() -> None:
+def test_launches_that_triton_specializes_separately_have_different_keys() -> None:
     numbers = [1, 2, 16, 1 << 32, (1 << 32) + 1, 1 << 63, True, False, None]
     assert len({kind_of(number) for number in numbers}) == len(numbers)
     assert kind_of(2) == kind_of(3)

@@ -551,7 +551,7 @@ def test_fp32_products_of_fp8_are_stored_beside_the_loads(tmp_path):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_a_tuner_tries_at_the_sizes_that_count_compiles(name):
+def test_the_tuners_candidates_compile_at_typical_sizes(name):
     operator = OPERATORS[name]
     call = GemmProblem(operator, 8192, 12288, 12288, torch.bfloat16, False, WORLD)
     for blocks in {plan.blocks._replace(group_rows=8) for plan in vary_blocks(call, Machine(132, True, True))}:

@@ -163,7 +163,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
         (2, (36, 50, 24), torch.bfloat16, True, True),
     ],
 )
-def test_few_rows_are_summed_alike_on_all_ranks(interpret, case, plan):
+def test_few_rows_are_summed_equally_on_all_ranks(interpret, case, plan):
     ranks, shape, dtype, *rest = case
     results = interpret(ranks, multiply_and_reduce, shape, dtype, *rest, plan)
     for error, bits, is_same, ran in results:
@@ -290,7 +290,7 @@ def ask_wrongly():
             ops.all_gather_matmul(x, weight, group)
 
 
-def test_what_cannot_be_computed_is_refused_before_anything_runs(interpret):
+def test_unsupported_operands_raise_before_anything_runs(interpret):
     interpret(2, ask_wrongly)
 
 

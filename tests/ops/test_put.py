@@ -89,7 +89,7 @@ def test_tensors_on_cpus_are_refused():
         require_nvshmem(torch.device("cpu"))
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(symmetric, "is_nvshmem_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch found no NVSHMEM"):
@@ -127,7 +127,7 @@ def test_calls_take_two_outputs_in_turn():
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("bags", [1, 8])
-def test_a_put_comes_after_its_staging_and_a_barrier_and_its_signal_after_a_fence(kernels, stubs, target, bags):
+def test_a_put_is_ordered_after_its_staging_and_a_barrier_and_its_signal_after_a_fence(kernels, stubs, target, bags):
     lines = to_lines(compile_pool(kernels, stubs, target, bags))
     fence, last, put = find(lines, FENCE), find(lines, PUT_SIGNAL), find(lines, PUT)
     assert sum(bool(re.search(rf"{PUT}|{PUT_SIGNAL}", line)) for line in lines) == 2
@@ -148,7 +148,7 @@ def test_a_stored_slice_is_signalled_after_a_barrier(kernels, stubs):
     assert before[-1].startswith("bar.sync")
 
 
-def test_what_was_put_is_complete_before_a_program_waits_and_is_seen_after_an_acquire(kernels, stubs):
+def test_puts_are_complete_before_a_program_waits_and_are_visible_after_an_acquire(kernels, stubs):
     lines = to_lines(compile_pool(kernels, stubs))
     assert max(find(lines, PUT), find(lines, PUT_SIGNAL)) < find(lines, QUIET) < find(lines, ACQUIRE)
     assert find(lines, ACQUIRE, find(lines, QUIET)) < find(lines, AWAIT)

@@ -130,7 +130,7 @@ GROUPED = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 4}
     ],
     ids=str,
 )
-def test_what_a_family_adds_to_llamas_block_is_counted_and_what_its_file_leaves_out_is_its_default(kind, options):
+def test_a_familys_additions_to_llamas_block_are_counted_and_missing_entries_have_its_defaults(kind, options):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(**options)
     with torch.device("meta"):

@@ -168,7 +168,7 @@ def test_ranks_compute_the_same_only_where_the_batch_leaves_nothing_else():
     assert not any(plan.is_possible for plan in plans if plan.grid["x"] * plan.grid["y"] == 1)
 
 
-def test_what_does_not_fit_is_advised_ranks_of_z():
+def test_plans_that_do_not_fit_recommend_ranks_of_z():
     small = replace(MACHINE, gpu=replace(MACHINE.gpu, memory=2e6))
     for plan in stretto.plan(BLOCKS, small, gpus=8, batch=64, seq_len=SEQ_LEN):
         if plan.fits:

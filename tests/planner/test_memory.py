@@ -66,7 +66,7 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
     [(table["gpu_memory_gib"] * 2**30, row) for table in RECORDED for row in table["rows"]],
     ids=[row["run"] for table in RECORDED for row in table["rows"]],
 )
-def test_what_one_gpu_allocates_and_reserves_is_predicted_and_what_fits_ran(capacity, row):
+def test_one_gpus_allocated_and_reserved_memory_is_predicted_and_fitting_plans_ran(capacity, row):
     name, layers, batch = re.fullmatch(r"(.*), (\d+) layers, (\d+) x \d+ tokens", row["run"]).groups()
     (kind,) = (kind for kind in KINDS if kind.name == name)
     workload = kind.workload(int(layers), int(batch))
@@ -254,7 +254,7 @@ def test_states_that_do_not_fit_by_themselves_want_more_of_the_axes_that_cut_the
     assert "moving ranks from data to z" in why(45.5e9, data=2, z=2)
 
 
-def test_what_does_not_fit_is_planned_as_small_as_it_gets_and_advised_nothing_that_was_tried():
+def test_plans_that_do_not_fit_are_minimal_and_recommend_nothing_that_was_tried():
     plans = stretto.plan("gpt-20b", "dgx-h200", gpus=2, batch=1024, seq_len=2048)
     for plan in plans:
         assert not plan.fits

@@ -317,7 +317,7 @@ def test_a_search_of_pipelines_ranks_them_with_grids_without_and_replays_the_fir
             assert again.peak_memory == plan.peak_memory
 
 
-def test_what_is_fixed_is_taken():
+def test_fixed_options_are_used():
     options: dict[str, Any] = {"gpus": 16, "batch": 64, "seq_len": 1024}
     plans = stretto.plan(MODEL, cluster(), pipe=4, schedule="message-driven", limit=6, **options)
     assert {(plan.grid["pipe"], plan.schedule, plan.limit) for plan in plans if plan.is_possible} == {

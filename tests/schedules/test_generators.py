@@ -123,7 +123,7 @@ def test_live_micro_batches_are_counted_by_stage_and_until_their_weight_gradient
     assert live_micro_batches(split).ranks == (2,)
 
 
-def test_what_is_kept_for_weight_gradients_may_be_less():
+def test_activations_kept_for_weight_gradients_may_be_fewer():
     schedule = build_schedule("zb-h1", 4, 16)
     assert peak_activations(schedule, [10, 10, 10, 100]) == (40, 40, 40, 400)
     # Rank r keeps 4 - r micro-batches whole, and r that wait for their weight gradients.

@@ -68,6 +68,6 @@ def test_a_thousand_items_are_cut():
         (([1], 1, 0, float("inf")), "last is inf"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(arguments, message):
+def test_impossible_partitions_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         partition(*arguments)

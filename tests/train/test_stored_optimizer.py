@@ -254,7 +254,7 @@ def test_a_run_with_a_loss_scale_resumes_with_it(ranks: Any, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_incompatible_options_raise(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tmp_path / "out", {}, *overrides)
 

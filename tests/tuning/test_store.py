@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_costs_a_warning_and_leaves_the_file_as_it_was(tmp_p
     assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
 
 
-def test_what_is_damaged_is_measured_again_with_a_word_of_why(tmp_path, caplog):
+def test_damaged_entries_are_measured_again_with_the_reason(tmp_path, caplog):
     (tmp_path / "times.json").write_text("{")
     with caplog.at_level(logging.WARNING):
         assert TuningStore(tmp_path / "times.json").read("a") == {}
@@ -98,7 +98,7 @@ def test_a_file_that_the_user_names_and_has_other_content_raises(tmp_path, conte
         read_times(tmp_path / "none.json")
 
 
-def test_the_cache_lies_where_the_system_keeps_caches(tmp_path, monkeypatch):
+def test_the_cache_is_in_the_systems_cache_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("STRETTO_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "stretto"

@@ -79,7 +79,7 @@ def call_in_another_order():
     return str(error.value).partition("differs: ")[2]
 
 
-def test_ranks_that_call_alike_are_named_together(ranks):
+def test_ranks_with_equal_calls_are_named_together(ranks):
     told = "allreduce sum of [4] float32 on cpu on rank 0, 1; barrier on cpu on rank 2"
     assert ranks(3).run(call_in_another_order) == [told] * 3
 

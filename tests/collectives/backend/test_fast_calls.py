@@ -175,7 +175,7 @@ def test_calls_that_two_threads_make_through_python_do_not_mix():
     thread.join()
 
 
-def test_what_one_thread_bypasses_is_counted_on_another():
+def test_a_bypass_on_one_thread_does_not_affect_counts_of_another():
     dispatcher = Dispatcher(Member(0, 1, "g"), {"cpu": "gloo"})
     call = "allreduce", [torch.ones(8)], [torch.ones(8)], "sum", 0, 1000, ""
     with dispatcher.bypassed():

@@ -265,5 +265,5 @@ def ask_for_what_nccl_alone_has():
         dist.new_group(backend="stretto")._register_on_completion_hook(print)
 
 
-def test_what_nccl_alone_has_is_refused_by_its_name(ranks):
+def test_features_of_nccl_alone_raise_by_name(ranks):
     ranks(1).run(ask_for_what_nccl_alone_has)

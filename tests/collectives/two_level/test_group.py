@@ -318,7 +318,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_is_refused_on_every_rank(ranks, case):
+def test_invalid_arguments_raise_on_every_rank(ranks, case):
     for text in ranks(3).run(refuse, case):
         assert REFUSALS[case][1] in text
 
@@ -341,7 +341,7 @@ def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
     return str(missed.value), str(again.value)
 
 
-def test_a_peer_that_does_not_come_is_named_with_phase_and_step(ranks):
+def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "recursive")
     where = "rank 3 of 6 (node 1, place 1), all_gather (recursive), phase between nodes, step 1 of 2"
     assert where + ", receiving from rank 5: " in found[3][0]

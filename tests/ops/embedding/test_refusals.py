@@ -179,7 +179,7 @@ def wait_for_nobody():
     return "named"
 
 
-def test_a_rank_that_does_not_come_is_named(interpret):
+def test_a_missing_rank_is_named(interpret):
     assert interpret(2, wait_for_nobody) == ["named", "late"]
 
 
@@ -268,5 +268,5 @@ def ask_wrongly():
             ops.embedding_all_to_all(indices, bounds, tables, name=f"disagree {place}", batch=None if tables else 4)
 
 
-def test_what_cannot_be_looked_up_is_refused_before_anything_runs(interpret):
+def test_invalid_look_ups_raise_before_anything_runs(interpret):
     interpret(2, ask_wrongly)

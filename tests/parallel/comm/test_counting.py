@@ -322,7 +322,7 @@ def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
 
 @pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
-def test_in_bf16_weights_and_activations_travel_in_two_bytes(ranks, sizes):
+def test_in_bf16_weights_and_activations_are_sent_in_two_bytes(ranks, sizes):
     print(f"seed {SEED}")
     sent = messages_of_linears(LLAMA, sizes)
     in_bf16 = Counter(

@@ -280,7 +280,7 @@ def fail(*_: Any) -> None:
         pytest.param("a forward pass has no backward pass", marks=pytest.mark.long),
     ],
 )
-def test_what_was_learned_of_the_order_is_never_taken_for_granted(ranks, disturb):
+def test_the_learned_order_is_verified_in_each_pass(ranks, disturb):
     print(f"seed {SEED}")
     for hidden, plain in ranks(4).run(gradients_after, (2, 1, 1, 2), disturb):
         assert [torch.equal(a, b) for a, b in zip(hidden, plain, strict=True)] == [True] * len(plain)

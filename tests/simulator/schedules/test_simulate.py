@@ -135,7 +135,7 @@ def test_a_thread_block_waits_for_the_step_it_depends_on():
     assert result.blocks[1].busy == pytest.approx(7e-6)
 
 
-def test_tiles_of_a_chunk_travel_over_several_hops_at_once():
+def test_tiles_of_a_chunk_are_pipelined_over_several_hops():
     send = Step(StepType.SEND, Buffer.IN, 0, size=1)
     forward = Step(StepType.RECEIVE_COPY_SEND, destination_buffer=Buffer.OUT, destination=0, size=1)
     receive = Step(StepType.RECEIVE, destination_buffer=Buffer.OUT, destination=0, size=1)

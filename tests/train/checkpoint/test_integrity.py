@@ -189,7 +189,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_what_torch_writes_is_checked_bit_by_bit(name: str) -> None:
+def test_torchs_files_are_checked_bit_by_bit(name: str) -> None:
     assert check_container(memoryview(container_of(CONTAINERS[name]))) == (Checked.ALL, None)
 
 

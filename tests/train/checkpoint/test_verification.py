@@ -68,7 +68,7 @@ def damages(path: Path) -> list[str]:
 # --- verify
 
 
-def test_what_was_written_is_whole_to_the_last_byte(saved: Path) -> None:
+def test_written_files_are_complete_to_the_last_byte(saved: Path) -> None:
     for found in (
         *verify(saved),
         *verify(saved / "one.safetensors"),
@@ -437,7 +437,7 @@ def test_a_tensor_that_ends_at_a_missing_block_is_damaged(tmp_path: Path) -> Non
     assert len(stored.read(0, BLOCK)) == BLOCK
 
 
-def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_other_than_regular_files_raise_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(ValueError, match=r"pipe\.safetensors is no folder and no regular file"):
         verify(tmp_path / "pipe.safetensors")

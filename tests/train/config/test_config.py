@@ -181,7 +181,7 @@ def test_weights_cannot_be_freed_and_gathered_once() -> None:
 
 
 @pytest.mark.parametrize("option", ["cuda_graph", "writes_copies"])
-def test_what_only_gpus_have_is_refused_on_a_cpu(option: str) -> None:
+def test_features_of_gpus_raise_on_a_cpu(option: str) -> None:
     config = make_config(SMALLEST, [f"train.{option}=true", "train.dtype=bf16", "device=cpu"])
     with pytest.raises(ValueError, match=rf"train\.{option} is on, but this run's device is the CPU"):
         resolve_device(config)
@@ -306,7 +306,7 @@ numbers = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
 @given(
     paths=texts | st.lists(texts, min_size=1), lr=numbers, clip=st.none() | numbers, micro=st.sampled_from([None, 2])
 )
-def test_what_is_written_is_read_back_the_same(
+def test_written_values_are_read_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory, paths: Any, lr: float, clip: float | None, micro: int | None
 ) -> None:
     values = deepcopy(SMALLEST)

@@ -49,7 +49,7 @@ def test_the_targets_are_the_assistants_messages_and_their_end(tmp_path: Path, f
     assert dataset.notes == ()
 
 
-def test_what_is_too_long_is_cut_and_what_then_has_no_target_is_left_out(tmp_path: Path, folder: Path) -> None:
+def test_long_conversations_are_truncated_and_those_without_a_target_skipped(tmp_path: Path, folder: Path) -> None:
     """Both are counted, for the user to read."""
     short, long, late = ("a", "b"), ("a", "b" * 40), ("a" * 40, "b")
     dataset = open_turns(tmp_path / "chat.jsonl", folder, short, long, late, short, seq_len=20)

@@ -360,7 +360,7 @@ def test_ranks_that_have_lost_their_connection_and_are_about_to_report_it_are_no
     assert job.monitor.find_stall() is None
 
 
-def test_a_warning_comes_once_at_half_of_the_limit():
+def test_a_warning_is_issued_once_at_half_of_the_limit():
     job = Job(2)
     job.pass_time(5)
     job.stopped.add(1)
@@ -451,7 +451,7 @@ def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_p
     assert not watch.is_saving([0, 1], 5.0)
 
 
-def test_a_process_of_another_container_is_not_looked_at_or_killed_by_its_number():
+def test_a_process_of_another_container_is_neither_inspected_nor_killed_by_its_pid():
     """Containers with the host's network have its name, and each has a process with the same number."""
     job = Job(2)
     with subprocess.Popen(["sleep", "60"]) as other:

@@ -158,7 +158,7 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
         (launch_entries.exit_together, "rank 0 of 2 failed: it exited with status 3"),
     ],
 )
-def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
+def test_a_rank_that_fails_just_after_it_was_polled_fails_the_job(
     out: Path, monkeypatch: pytest.MonkeyPatch, entry: Callable[[TrainConfig], None], reason: str
 ) -> None:
     check, looks = Supervisor.check, []
@@ -461,7 +461,7 @@ def test_ctrl_c_with_a_stuck_rank_reports_which_one_and_what_is_not_saved(
     assert_nothing_left(out, pids(out, 2))
 
 
-def test_what_is_saved_is_derived_from_the_checkpoints_and_the_metrics(out: Path) -> None:
+def test_saved_progress_is_derived_from_the_checkpoints_and_the_metrics(out: Path) -> None:
     assert describe_saved(out) == "there is no checkpoint: no finished step is lost"
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 32)]
     (out / "metrics.jsonl").write_text("".join(lines) + '{"step": 32, "lo')

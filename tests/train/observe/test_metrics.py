@@ -135,7 +135,7 @@ def test_only_the_first_rank_of_a_run_logs(ranks: Any, tmp_path: Path) -> None:
     assert other == []
 
 
-def test_what_routers_did_is_in_a_steps_line_and_among_its_scalars() -> None:
+def test_router_statistics_are_in_a_steps_line_and_among_its_scalars() -> None:
     experts = ExpertMetrics.of([[1.5, 7.0, 0.02, 0.01, 0.1], [2.0, 0.0, 0.0, 0.02, 0.2]])
     step = StepMetrics(**{**vars(STEP), "experts": experts})
     assert {key: value for key, value in step.as_line().items() if key not in STEP.as_line()} == {

@@ -159,7 +159,7 @@ def test_a_table_from_elsewhere_is_an_error_on_all_ranks_before_anything_runs(ma
     assert [(one.closes, int(one.state[0])) for one in workspaces] == [(1, 0)] * 2
 
 
-def test_what_was_measured_elsewhere_is_not_used_from_the_store(make):
+def test_measurements_of_other_machines_are_not_used_from_the_store(make):
     TuningStore().add(
         "another GPU", {time_key("allreduce", "int32", 2, 16, AlgorithmChoice("two-shot-all-reduce", "LL")): [1.0]}
     )

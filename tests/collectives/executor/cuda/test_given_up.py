@@ -38,7 +38,7 @@ def fail_elsewhere(workspace):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_that_never_came_is_not_passed_on(kind, protocol, folder):
+def test_a_message_that_never_arrived_is_not_forwarded(kind, protocol, folder):
     """In a ring of three rank 2 never comes: rank 0 has its own chunk to send, and nothing of rank 2's."""
     workspaces = make_workspaces(3, folder, limit=0.2)
     kernels = make(kind, "ring-all-gather", {"ranks": 3}, workspaces, Variant("int32", "sum", protocol), True)
@@ -54,7 +54,7 @@ def test_a_message_that_never_came_is_not_passed_on(kind, protocol, folder):
 
 @pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_what_depends_on_a_thread_block_that_has_given_up_is_not_sent(protocol, folder):
+def test_results_of_a_thread_block_that_has_given_up_are_not_sent(protocol, folder):
     """By the interpreter a thread block adds what another one has received, and sends the sum on."""
     workspaces = make_workspaces(3, folder, limit=0.2)
     variant = Variant("int32", "sum", protocol)
