@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves beside training on a GPU: the host does not wait for the copy, and no update overtakes it, nor in a graph."""
+"""Asynchronous saves on a GPU: the host does not wait for the copy, and no update overtakes it, nor in a graph."""
 
 from collections.abc import Callable
 from pathlib import Path

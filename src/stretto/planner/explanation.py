@@ -91,10 +91,10 @@ def _differences(cost: Cost, best: Cost) -> str:
     names = dict.fromkeys((*cost.terms, *best.terms))
     by_name = {name: cost.terms.get(name, 0.0) - best.terms.get(name, 0.0) for name in names}
     largest = max(map(abs, by_name.values()))
-    told = {name: time for name, time in by_name.items() if abs(time) > _NEGLIGIBLE * largest}
-    order = sorted(told, key=lambda name: -told[name])
-    rest = sum(by_name.values()) - sum(told.values())
-    parts = [(told[name], name) for name in order] + [(rest, "the rest")] * (abs(rest) > 1e-12 * largest)
+    reported = {name: time for name, time in by_name.items() if abs(time) > _NEGLIGIBLE * largest}
+    order = sorted(reported, key=lambda name: -reported[name])
+    rest = sum(by_name.values()) - sum(reported.values())
+    parts = [(reported[name], name) for name in order] + [(rest, "the rest")] * (abs(rest) > 1e-12 * largest)
     return ", ".join(f"{_seconds(abs(time))} {'more' if time > 0 else 'less'} for {name}" for time, name in parts)
 
 

@@ -133,12 +133,12 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
     """
     _require_one_load(offsets)
     stride = tl.cast(stride, tl.int64)  # all ranks' packets may be 2^31 or more
-    low, high, late = _look_at_all(channel, pointer, stride, offsets, mask, dtype)
+    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype)
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = late >= 0
     while waits:
-        low, high, late = _look_at_all(channel, pointer, stride, offsets, mask, dtype)
+        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype)
         waits = late >= 0
         looks += 1
         if waits & (looks % LOOKS_A_TIME == 0):
@@ -149,7 +149,7 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
 
 
 @triton.jit
-def _look_at_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _poll_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (low, high, late): the sums, and the last rank with a missing packet, or -1."""
     low = tl.zeros(offsets.shape, tl.float32)
     high = tl.zeros(offsets.shape, tl.float32)

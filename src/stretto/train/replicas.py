@@ -103,17 +103,17 @@ class ReplicaCheck:
             for shards, values in zip(self._shards, hashes, strict=True)
             if shards.key in differing
         }
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (socket.gethostname(), self._tensor_shard(), own))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (socket.gethostname(), self._tensor_shard(), own))
         votes = [
-            Vote(name, {rank: told[rank][2][key][number][1] for rank in self._holders[key]})
+            Vote(name, {rank: gathered[rank][2][key][number][1] for rank in self._holders[key]})
             for key in differing
-            for number, name in enumerate(_names(told[next(iter(self._holders[key]))][2][key]))
+            for number, name in enumerate(_names(gathered[next(iter(self._holders[key]))][2][key]))
         ]
-        culprits, names = judge([vote for vote in votes if vote.differs], [shard for _, shard, _ in told])
+        culprits, names = judge([vote for vote in votes if vote.differs], [shard for _, shard, _ in gathered])
         others = sorted({rank for vote in votes if vote.name == names[0] for rank in vote.hashes} - set(culprits))
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        who = _ranks(culprits, [told[rank][0] for rank in culprits])
+        who = _ranks(culprits, [gathered[rank][0] for rank in culprits])
         than = f"other weights than {_ranks(others)}" if others else "different weights, and either may be right"
         since = "when training began" if self._verified is None else f"at step {self._verified}"
         return CorruptionError(

@@ -129,7 +129,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                 grid.device,
                 Retention.of(config.train),
                 is_async=config.train.async_save,
-                say=reporter.print_message if is_first else lambda _: None,
+                log=reporter.print_message if is_first else lambda _: None,
             )
         )
         task.before_update = saver.wait_on_device
@@ -144,7 +144,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             full_rate=task.full_rate(),
             skips_overflows=task.skips_overflows,
             skips_nonfinite=config.train.on_nonfinite == "skip",
-            on_nonfinite=partial(_look_at_nonfinite, task, replicas),
+            on_nonfinite=partial(_inspect_nonfinite, task, replicas),
         )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
@@ -296,7 +296,7 @@ def _train_steps(
     return bytes_sent
 
 
-def _look_at_nonfinite(task: TrainTask, replicas: ReplicaCheck | None, step: int) -> str:
+def _inspect_nonfinite(task: TrainTask, replicas: ReplicaCheck | None, step: int) -> str:
     """Save the batch of a step that is not finite. If that comes from one rank's weights, raise CorruptionError."""
     where = save_batch(task, step)
     if replicas is not None:

@@ -218,14 +218,14 @@ def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement)
     return find_known(group, device, ("embedding permit", placement), make)
 
 
-def _agree(group: str, device: torch.device, told: _RankTables) -> EmbeddingPlacement:
+def _agree(group: str, device: torch.device, own: _RankTables) -> EmbeddingPlacement:
     process_group = find_group(group)
     every: list[_RankTables]
     if device.type == "cpu":
-        every = exchange(told, process_group, _TIMEOUT)
+        every = exchange(own, process_group, _TIMEOUT)
     else:  # NCCL has no barrier with a time limit; the group's own counts
-        every = [told] * process_group.size()
-        dist.all_gather_object(every, told, group=process_group)
+        every = [own] * process_group.size()
+        dist.all_gather_object(every, own, group=process_group)
     owners = [(rank, other) for rank, other in enumerate(every) if other.dims]
     if not owners:
         raise ValueError("embedding_all_to_all: no rank of the group has a table")
@@ -246,7 +246,7 @@ def _agree(group: str, device: torch.device, told: _RankTables) -> EmbeddingPlac
                 )
     dtype = getattr(torch, owners[0][1].dtype or "")
     dims = tuple(other.dims for other in every)
-    return EmbeddingPlacement(process_group.rank(), dims, dtype, told.batch)
+    return EmbeddingPlacement(process_group.rank(), dims, dtype, own.batch)
 
 
 @functools.lru_cache(maxsize=256)

@@ -144,7 +144,7 @@ class ActionRunner:
                     _announce(group, action)
             else:
                 with self._waiting():
-                    action = _hear(group, stage)
+                    action = _receive_action(group, stage)
             backwards += action.operation is _B
             self.take(action, is_last=backwards == count)
 
@@ -282,7 +282,7 @@ def _announce(group: dist.ProcessGroup, action: Action) -> None:
     dist.broadcast(words, group=group, group_src=0)
 
 
-def _hear(group: dist.ProcessGroup, stage: int) -> Action:
+def _receive_action(group: dist.ProcessGroup, stage: int) -> Action:
     words = torch.empty(2, dtype=torch.int64)
     dist.broadcast(words, group=group, group_src=0)
     is_backward, number = words.tolist()

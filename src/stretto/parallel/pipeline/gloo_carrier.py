@@ -120,7 +120,7 @@ class GlooCarrier(Carrier):
     def post_message(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> list[Any]:
         """Post the sends of a message whose tensors are on the host; returns (Work, memory) of each."""
         packed = header.pack()
-        layouts = self._carried(header)
+        layouts = self._layouts_to_send(header)
         inline, others = _place(layouts, packed.numel())
         lead = _find_lead(layouts, others)
         parts = {index: as_bytes(tensors[index]) for index in others}  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ class GlooCarrier(Carrier):
         tensors = self._staging.to_host(staged.tensors, staged.event)
         return self.post_message(destination, staged.header, tensors)
 
-    def _carried(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
+    def _layouts_to_send(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
         """The tensors of a message that gloo sends: None for the others."""
         return header.tensors
 
@@ -167,7 +167,7 @@ class GlooCarrier(Carrier):
         """Receive a message and deliver it; returns what has been posted for the next one."""
         posted.first_work.wait(_WITHOUT_LIMIT)
         header, header_bytes = MessageHeader.unpack(posted.first)
-        layouts = self._carried(header)
+        layouts = self._layouts_to_send(header)
         inline, others = _place(layouts, header_bytes)
         lead = _find_lead(layouts, others)
         buffers: dict[int, Tensor] = {}

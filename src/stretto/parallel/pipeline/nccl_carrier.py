@@ -69,7 +69,7 @@ class NCCLCarrier(GlooCarrier):
                 "NCCL needs one GPU per rank, but ranks share GPUs here: use the carrier 'symmetric memory'"
             )
 
-    def _carried(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
+    def _layouts_to_send(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
         return tuple(None if layout is not None and self._is_data(layout) else layout for layout in header.tensors)
 
     def _is_data(self, layout: TensorLayout) -> bool:

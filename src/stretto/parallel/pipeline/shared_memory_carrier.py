@@ -249,10 +249,10 @@ class SharedMemoryCarrier(Carrier):
         if self._progress():
             backoff.reset()
         else:
-            self._look_at_peers()
+            self._check_peers()
             backoff.pause()
 
-    def _look_at_peers(self) -> None:
+    def _check_peers(self) -> None:
         """Fail if a peer has failed, or if one that this rank depends on has ended."""
         for peer in self._peers():
             if self._memory.seen(peer, _FAILED):

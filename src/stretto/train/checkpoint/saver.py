@@ -61,7 +61,7 @@ class Saver:
     """Saves the checkpoints of the run in `out`; a context manager, which waits for the last write. Collective.
 
     is_async: whether training continues while a checkpoint is written; "auto": if the memory suffices. That is decided
-    by the first `prepare`; without it every save is written before it returns. say: takes lines for the log of rank 0.
+    by the first `prepare`; without it every save is written before it returns. log: takes lines for the log of rank 0.
     writers: threads of this rank that write files; None for a number by the machine's cores.
     """
 
@@ -73,9 +73,9 @@ class Saver:
         *,
         is_async: AsyncSave = "auto",
         writers: int | None = None,
-        say: Callable[[str], None] = logger.info,
+        log: Callable[[str], None] = logger.info,
     ) -> None:
-        self._out, self._device, self._retention, self._say = out, device, retention, say
+        self._out, self._device, self._retention, self._log = out, device, retention, log
         self._wanted, self._is_async = is_async, False
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._writers = writers or max(1, min(MOST_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
@@ -113,9 +113,9 @@ class Saver:
         self._is_async = not lack
         if lack:
             self.staging = Staging(self._device)
-            self._say(f"checkpoints are written between two steps: {lack}")
+            self._log(f"checkpoints are written between two steps: {lack}")
         else:
-            self._say(f"checkpoints are written beside training, from a copy of {total:,.3g} GB in host memory")
+            self._log(f"checkpoints are written asynchronously, from a copy of {total:,.3g} GB in host memory")
 
     def save(
         self,
@@ -264,7 +264,7 @@ class Saver:
             if self._is_async:
                 self.staging.wait_on_host()
             with writing(writer.description["step"], lambda: writer.bytes_written(self._rank), self._group.group_name):
-                write_checkpoint(state, writer, needed=needed, group=self._group, is_beside_training=self._is_async)
+                write_checkpoint(state, writer, needed=needed, group=self._group, is_async_save=self._is_async)
             if self._rank == 0:
                 self._remove_surplus()
         except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it in the main thread)

@@ -130,11 +130,11 @@ def write_checkpoint(
     *,
     needed: int,
     group: dist.ProcessGroup | None = None,
-    is_beside_training: bool = False,
+    is_async_save: bool = False,
 ) -> None:
     """Write a checkpoint of all ranks' states; it is whole and on the disk on return. Collective over the group.
 
-    needed: bytes of the file system, for the message. group: of all ranks (None: the default one). is_beside_training:
+    needed: bytes of the file system, for the message. group: of all ranks (None: the default one). is_async_save:
     whether another thread of this process trains concurrently.
     After an error, which all ranks raise, nothing of it is left. Raises NoSpaceError for a full disk, OSError where it
     cannot be written for another reason.
@@ -142,7 +142,7 @@ def write_checkpoint(
     out = writer.final_path.parent.parent
     free = free_bytes(out)
     try:
-        with _without_zip_checksums() if is_beside_training else nullcontext():
+        with _without_zip_checksums() if is_async_save else nullcontext():
             dcp.save(state, storage_writer=writer, planner=StateSavePlanner(), process_group=group)
     except BaseException as error:
         if dist.get_rank() == 0:  # it alone can make the folder final, so it alone may delete it

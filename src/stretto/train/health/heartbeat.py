@@ -176,7 +176,7 @@ class Heartbeat:
         since = now - self._progressed
         waits: tuple[flight_recorder.OpenCollective, ...] = ()
         entered: dict[str, int] = {}
-        saves = self._look_at_save(counters, now)
+        saves = self._state_of_save(counters, now)
         idle = max(since, saves.since if saves else 0.0)
         if idle > self.interval / 2:  # the whole buffer is read only while nothing progresses
             found, entered = flight_recorder.find_collectives()
@@ -209,7 +209,7 @@ class Heartbeat:
             is_done=is_done,
         )
 
-    def _look_at_save(self, counters: dict[str, int], now: float) -> Save | None:
+    def _state_of_save(self, counters: dict[str, int], now: float) -> Save | None:
         """The state of the checkpoint thread, if there is one."""
         writing = progress.current_writing()
         if writing is None:

@@ -124,7 +124,7 @@ class Monitor:
             return None
         seconds = min(idle[rank] for rank in culprits)
         parts = [self._describe_culprit(rank, in_save=True) for rank in culprits]
-        return Stall("stalled", culprits, waiting, seconds, self._say(parts, culprits, waiting, seconds))
+        return Stall("stalled", culprits, waiting, seconds, self._describe_stall(parts, culprits, waiting, seconds))
 
     def find_warning(self, running: Collection[int] | None = None) -> Stall | None:
         """A stall that has reached half of the time limit, if it was not returned before."""
@@ -257,9 +257,11 @@ class Monitor:
                 f"{list_ranks(culprits)} are all in {_describe_collective(wait)}, which has not finished for "
                 f"{seconds:.3g} s: a connection between them is lost"
             )
-        return self._say([self._describe_culprit(rank) for rank in culprits], culprits, waiting, seconds)
+        return self._describe_stall([self._describe_culprit(rank) for rank in culprits], culprits, waiting, seconds)
 
-    def _say(self, parts: list[str], culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float) -> str:
+    def _describe_stall(
+        self, parts: list[str], culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float
+    ) -> str:
         message = f"{'; '.join(parts)}: no progress for {seconds:.3g} s (train.timeout is {self.timeout:g} s)"
         return message + self._describe_waiting(waiting, culprits)
 

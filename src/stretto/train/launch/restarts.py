@@ -56,7 +56,7 @@ class RunAttempt(Protocol):
     ) -> Signals | None: ...
 
 
-def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
+def would_recur(failure: FailedAttempt, newest: Path | None) -> bool:
     """Whether a restart would immediately fail in the same way, so that it is not attempted.
 
     A damaged checkpoint is no such failure, if the one before it can be resumed. newest: the newest checkpoint.
@@ -127,7 +127,7 @@ class Restarts:
         try:
             return self._run_attempt(attempt.config, self._job, environment, lambda: self._wants_stop(attempt, steps))
         finally:
-            self._look_at_steps(steps)
+            self._poll_steps(steps)
             self._reached = steps.reached()
 
     # --- while the ranks run
@@ -143,12 +143,12 @@ class Restarts:
         if self._is_growing or now - self._last_look < min(WATCH, max(self._config.train.retry_after / 4, 0.05)):
             return self._is_growing
         self._last_look = now
-        self._look_at_steps(steps)
+        self._poll_steps(steps)
         if attempt.config.ranks < self._config.ranks:
             self._is_growing = self._can_grow(attempt, steps)
         return self._is_growing
 
-    def _look_at_steps(self, steps: StepWatch) -> None:
+    def _poll_steps(self, steps: StepWatch) -> None:
         if self._journal.awaits_training and steps.has_trained():
             seconds = self._journal.note_training()
             print_line(f"training again {seconds:.1f} s after the failure")
@@ -244,7 +244,7 @@ class Restarts:
         """Why no restart follows a failure; None if one does."""
         if failure.stopped_by is not None:
             return f"{failure.stopped_by.name} has asked the run to stop"
-        if comes_back(failure, newest_checkpoint(self._config.out)):
+        if would_recur(failure, newest_checkpoint(self._config.out)):
             return "the same run would fail again"
         if self._failures > (most := self._config.train.max_restarts):
             times = f"{self._failures} failures" if self._failures > 1 else "1 failure"

@@ -183,7 +183,7 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return
-            raise ValueError(f"{path}: line {number} is damaged: {error}; mend or delete the file") from error
+            raise ValueError(f"{path}: line {number} is damaged: {error}; correct or delete the file") from error
         if isinstance(values, dict) and values.get("skipped") is True and values.get("loss") is None:
             values["loss"] = math.nan
         is_of_samples = isinstance(values, dict) and "samples_per_second" in values
@@ -191,7 +191,9 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for key, kind in (("step", int), ("loss", float), (rate, float)):
             value = values.get(key) if isinstance(values, dict) else None
             if isinstance(value, bool) or not isinstance(value, int | kind):
-                raise ValueError(f"{path}: line {number} is no step: it has no number {key!r}; mend or delete the file")
+                raise ValueError(
+                    f"{path}: line {number} is no step: it has no number {key!r}; correct or delete the file"
+                )
         yield text, values
 
 
