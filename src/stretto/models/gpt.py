@@ -53,7 +53,7 @@ class Attention(nn.Module):
         query, key, value = groups.split((self.queries_per_group, 1, 1), dim=-2)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
-        # The output has the query's strides: heads of a token lie together, so that flattening it copies nothing.
+        # The output has the query's strides: heads of a token are contiguous, so that flattening it copies nothing.
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.queries_per_group > 1)
         return self.out(y.transpose(1, 2).flatten(2))

@@ -118,7 +118,7 @@ def write_report(out: Path, *, compare_with: Path | None = None, sample: str | N
 
 
 def draw_loss(run: RunRecord, other: RunRecord | None = None) -> Path:
-    """Draw a run's loss.png into its folder, beside another run's loss if there is one. Returns the picture's path."""
+    """Draw a run's loss.png into its folder, with another run's loss if given. Returns the picture's path."""
     from stretto.report.loss_plot import plot_loss
 
     curves = {each.label: each.finite_losses() for each in (run, other) if each}

@@ -52,7 +52,7 @@ def begin_call(channel, producer, counts, slot, WITH_BARRIER: tl.constexpr, BLOC
         tl.store(channel.state + USED + slot, epoch)
     for claimed in tl.static_range(CLAIMED, PRODUCED + 1):
         tl.store(channel.state + claimed, 0)
-    # After a failed wait, polls give up at once, as if one had given up on tile 0.
+    # After a failed wait, polls end immediately, as if one had timed out on tile 0.
     tl.store(channel.state + LATE, tl.minimum(tl.load(channel.failed), 1))
     if WITH_BARRIER:
         publishes = may_publish(channel)

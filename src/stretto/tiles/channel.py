@@ -214,7 +214,7 @@ class BlockChannel:
         return self.describe(operator, mode, begun_in_kernel=True)
 
     def describe(self, operator: str, mode: str = "p2p", *, begun_in_kernel: bool = False) -> Channel:
-        """Make the argument of kernels that begin no call, and use peer tiles with numbers of their own.
+        """Make the argument of kernels that begin no call, and use peer tiles with their own call numbers.
 
         begun_in_kernel: for a call that its kernel begins and ends; see `enter`.
         """
@@ -306,7 +306,7 @@ class BlockChannel:
         return self._memory.buffer().nbytes if self._signals else 0
 
     def close(self) -> None:
-        """Free the memory; no kernel of this channel may run any more."""
+        """Free the memory; no kernel of this channel may still be running."""
         self._signals = []
         self._current = None
         for known in (self._described, self.launch, self._tensors, self._notified):

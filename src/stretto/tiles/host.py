@@ -2,7 +2,7 @@
 """Copies and signals that the host enqueues: TileLink's rank_copy_data, rank_notify and rank_wait (section 3.2).
 
 On CUDA all three run in stream order: a copy on a copy engine, a signal as a copy of 4 bytes from device memory (so
-that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are done at once.
+that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are executed immediately.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
 
 
 def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
-    """Wait as `rank_wait` does, for all other ranks at once: for rank r's signals of channel r * stride + index."""
+    """Wait as `rank_wait` does, for all other ranks: for rank r's signals of channel r * stride + index."""
     _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
     _require_inside(channel, index, 0)
     launch_kernel(wait_for_all, 1, channel.current, index, stride, num_warps=1)

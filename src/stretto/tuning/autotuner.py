@@ -32,7 +32,8 @@ Decision = TypeVar("Decision")
 def machine_key(device: torch.device, *, operator: str = "", versions: Sequence[str] = (), links: str = "") -> str:
     """The name under which a store keeps the times of this kind of machine: GPU, links and versions, no host's name.
 
-    operator: a prefix for times that are kept apart. versions: of libraries besides torch whose speed is measured.
+    operator: a prefix for times that are stored separately. versions: of libraries besides torch whose speed is
+    measured.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     parts = (operator, gpu, links, f"torch {torch.__version__}", *versions)
