@@ -90,7 +90,7 @@ def write_report(out: Path, *, compare_with: Path | None = None, sample: str | N
 
     Returns the run.
 
-    Without matplotlib there are no pictures, and a line on stderr says how to get them.
+    Without matplotlib there are no pictures, and a line on stderr explains how to install it.
 
     compare_with: the folder of another run, whose loss is plotted and compared. sample: generated text for the summary.
     Raises ValueError as `read_run` does.

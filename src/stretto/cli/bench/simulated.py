@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench`: what the planner and the simulator say of published figures, and of clusters that are not here."""
+"""`stretto bench`: predictions of the planner and the simulator for published figures and other clusters."""
 
 from pathlib import Path
 from typing import Any
