@@ -26,7 +26,7 @@ def test_the_orders_of_the_axes():
     assert axes.WEIGHT_AXES == ("x", "y", "z")
 
 
-def test_what_splits_the_batch_and_what_sums_gradients_is_one_group_today():
+def test_the_axes_of_the_batch_and_of_gradient_sums_form_one_group():
     assert axes.DERIVED_GROUPS == {"batch": ("data", "z")}
     assert (axes.BATCH, axes.LOSS, axes.REPLICAS) == ("batch", "batch", "data")
     assert group_sizes({"data": 2, "x": 3, "y": 1, "z": 5}) == {"data": 2, "x": 3, "y": 1, "z": 5, "batch": 10}

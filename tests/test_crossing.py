@@ -28,7 +28,7 @@ def test_each_rank_launches_its_three_kernels_in_all_six_orders():
         assert orders == set(itertools.permutations(("row", "column", STAND_IN)))
 
 
-def test_every_pair_of_kinds_has_its_turn_before_one_comes_again():
+def test_every_pair_of_kinds_is_used_before_one_repeats():
     setting = Setting(7, 1000, 1.0)
     pairs = [find_pair(setting, batch) for batch in range(2 * len(KINDS) ** 2)]
     assert (

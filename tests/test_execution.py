@@ -33,7 +33,7 @@ def test_neither_options_nor_planner_import_torch():
     assert run.stdout.strip() == "False"
 
 
-def test_a_run_file_says_how_its_steps_execute():
+def test_a_run_file_sets_how_its_steps_execute():
     content = {
         "out": "runs/one",
         "model": {"layers": 1, "hidden": 8, "heads": 1},

@@ -92,7 +92,7 @@ def test_ranks_of_a_gpu_never_get_more_than_all_of_it():
     assert all(share_for(ranks) >= 1 and ranks * share_for(ranks) <= 100 for ranks in range(1, 50))
 
 
-def test_after_processes_were_killed_the_daemon_is_started_anew(monkeypatch, made):
+def test_after_processes_were_killed_the_daemon_is_restarted(monkeypatch, made):
     monkeypatch.setattr(sharing, "count_gpus", lambda: 1)
     daemon = RecordedDaemon()
     ranks = GpuRanks(2, RecordedPool, daemon)
@@ -269,7 +269,7 @@ def test_a_kernel_that_a_process_compiles_is_waited_for_and_not_compiled_twice(k
     assert kernel_cache().get_group("kernel.json") == {"kernel.cubin": path}
 
 
-def test_who_has_waited_keeps_no_one_else_waiting(kernel_cache, monkeypatch):
+def test_a_process_that_has_waited_does_not_keep_others_waiting(kernel_cache, monkeypatch):
     monkeypatch.setattr(compile_once, "WAIT_LIMIT", 10.0)
     compiling, waiting, last = (kernel_cache() for _ in range(3))
     assert compiling.get_group("kernel.json") is None
@@ -283,7 +283,7 @@ def test_who_has_waited_keeps_no_one_else_waiting(kernel_cache, monkeypatch):
     assert [each.result() for each in found] == [{"kernel.cubin": path}] * 2
 
 
-def test_who_waits_for_a_failed_compilation_compiles_it(kernel_cache, monkeypatch):
+def test_a_process_that_waits_for_a_failed_compilation_compiles_it(kernel_cache, monkeypatch):
     failing = kernel_cache()
     assert failing.get_group("kernel.json") is None
     monkeypatch.setattr(compile_once, "WAIT_LIMIT", 0.2)

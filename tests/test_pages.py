@@ -22,7 +22,7 @@ def pythons() -> tuple[str, str]:
     return shared_server("commands").python, shared_server("interpreted commands").python
 
 
-def test_every_block_has_a_language_and_is_run_or_says_why_not() -> None:
+def test_every_block_has_a_language_and_is_run_or_has_a_reason() -> None:
     assert [problem for page in FOUND.values() for problem in iterate_unexplained(page)] == []
 
 
@@ -113,6 +113,6 @@ def test_a_reason_belongs_to_the_block_right_below_it(tmp_path: Path) -> None:
     assert page.runs
 
 
-def test_a_comment_that_nobody_understands_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_comment_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not ran"):
         read_page(write_page(tmp_path, "<!-- not ran: needs a GPU -->", "", "```sh", "true", "```"))

@@ -87,7 +87,7 @@ def default_dtype_and_threads() -> tuple[torch.dtype, int]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_results_come_back_in_rank_order_for_any_number_of_ranks(ranks, count):
+def test_results_are_in_rank_order_for_any_number_of_ranks(ranks, count):
     total = float(sum(range(count)) * 10)
     assert ranks(count).run(sum_of_ranks, scale=10) == [(rank, count, total) for rank in range(count)]
 
@@ -123,7 +123,7 @@ def test_a_raising_rank_raises_here_with_its_rank_and_traceback_and_the_pool_liv
     assert ranks(8).run(process_id) == before
 
 
-def test_an_exception_that_cannot_be_pickled_is_told_by_its_text(ranks):
+def test_an_exception_that_cannot_be_pickled_is_reported_by_its_text(ranks):
     with pytest.raises(RankError, match="UnpicklableError: no because so"):
         ranks(2).run(raise_unpicklable)
 
@@ -145,7 +145,7 @@ def test_a_hanging_rank_fails_the_job_with_its_stack_and_the_next_job_gets_a_new
     assert set(before).isdisjoint(after)
 
 
-def test_a_function_that_workers_cannot_import_is_refused_and_says_what_to_pass(ranks):
+def test_a_function_that_workers_cannot_import_raises_with_what_to_pass(ranks):
     with pytest.raises(ValueError, match="top level of a module"):
         ranks(2).run(lambda: None)
 

@@ -62,7 +62,7 @@ def test_files_and_modules_run_too(server: PythonServer, tmp_path: Path) -> None
         assert ran.stdout == "__main__ ['x']\n"
 
 
-def test_what_was_imported_with_other_variables_is_left_to_python(server: PythonServer) -> None:
+def test_modules_imported_with_other_variables_are_left_to_python(server: PythonServer) -> None:
     for value, is_forked in (("", True), ("1", False)):
         variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
         variables |= {"TRITON_INTERPRET": value} if value else {}

@@ -106,7 +106,7 @@ class StateOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
 
     @property
-    def is_apart(self) -> bool:
+    def is_separate(self) -> bool:
         """Whether optimizer state is stored separately from the model's parameters ("device" or "host")."""
         return self.location != "fp32"
 

@@ -116,7 +116,7 @@ def test_results_are_written_with_tables_and_pictures(tmp_path):
         ({"instances": 0}, "at least 1 instance"),
     ],
 )
-def test_what_there_is_not_is_refused(options, words):
+def test_missing_inputs_raise(options, words):
     with pytest.raises(ValueError, match=words):
         AblationsSetting(**options)
 

@@ -22,7 +22,7 @@ def row(name: str, milliseconds: float, memory: float | None) -> dict[str, objec
     }
 
 
-def test_ratios_are_to_fsdp2_with_weights_kept_or_freed_alike():
+def test_ratios_are_to_fsdp2_with_the_same_setting_for_weights():
     rows = [
         row("FSDP2", 10, 4),
         row("FSDP2, weights kept", 8, 5),

@@ -136,7 +136,7 @@ def test_the_slowest_rank_counts_and_a_slower_checkout_is_named(monkeypatch, tmp
 
 
 @pytest.mark.usefixtures("fake_worker")
-def test_what_a_place_on_the_gpu_is_worth_cancels(monkeypatch, tmp_path):
+def test_the_benefit_of_a_place_on_the_gpu_cancels(monkeypatch, tmp_path):
     cases = [case("placed"), case("placed slow")]
     found = run(monkeypatch, tmp_path / "two", cases, placements=2, rounds=16, most_rounds=16)
     assert [row["ratio"] for row in found["rows"]] == pytest.approx([1.0, 1.5])
@@ -231,7 +231,7 @@ def test_a_case_is_undecided_until_its_interval_leaves_the_bounds():
     assert judge([1.03] * 5) == "unclear"
 
 
-def test_every_case_exists_and_has_a_name_of_its_own():
+def test_every_case_exists_and_has_a_unique_name():
     cases = list_cases()
     assert len({one.name for one in cases}) == len(cases)
     assert {one.kind for one in cases} == {"collective", "operator", "embedding", "tiles"}
@@ -298,7 +298,7 @@ def test_the_mps_daemon_is_ended_where_the_process_that_started_it_is_killed(tmp
     assert log.read_text() == "-dquit\n"
 
 
-def test_a_machine_without_mps_is_told_so(tmp_path, monkeypatch):
+def test_a_machine_without_mps_raises(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="nvidia-cuda-mps-control, of NVIDIA's driver, is not on PATH"):
         with mps_daemon(25):

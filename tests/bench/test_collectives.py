@@ -37,7 +37,7 @@ def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, monke
 
 
 @pytest.mark.parametrize("has_nvlink", [True, False])
-def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, monkeypatch, has_nvlink):
+def test_tuned_choices_are_read_again_and_have_no_ll128_without_nvlink(tmp_path, monkeypatch, has_nvlink):
     timed: list[str] = []
     checked: list[int] = []
 

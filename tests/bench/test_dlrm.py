@@ -17,7 +17,7 @@ from stretto.parallel.recsys import pooled_exchange
 TINY = DlrmWorkload(DLRMConfig.preset("small").capped(50), batch=64, warm_up=1, repeats=2, rounds=2)
 
 
-def test_both_implementations_are_rows_and_a_missing_kernel_says_why(
+def test_both_implementations_are_rows_and_a_missing_kernel_has_a_reason(
     ranks: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_on_pool(monkeypatch, dlrm, ranks)

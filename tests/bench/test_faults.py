@@ -36,7 +36,7 @@ def test_all_kinds_get_an_equal_share_on_all_ranks_grids_and_places():
     assert len({str(job.grid) for job in jobs}) == 4
 
 
-def test_each_fault_of_a_job_has_steps_of_its_own():
+def test_each_fault_of_a_job_has_separate_steps():
     for job in draw_jobs(FaultsSetting(seed=1)):
         for number, fault in enumerate(job.faults):
             assert fault.number == number
@@ -165,7 +165,7 @@ def lose_a_checkpoint(changed: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_does_not_go_as_it_should_is_told_of_the_fault_that_it_concerns(change: Any, fault: int, words: str):
+def test_a_deviation_is_reported_for_the_fault_that_it_concerns(change: Any, fault: int, words: str):
     of_faults, _ = problems_of(change)
     assert words in "; ".join(of_faults[fault])
     assert of_faults[1 - fault] == []
@@ -176,7 +176,7 @@ def test_a_failure_that_is_named_too_late_is_no_success():
     assert "named after 0.9 s" in rows[0]["problems"][0] or "named after 1.0 s" in rows[0]["problems"][0]
 
 
-def test_a_failure_is_named_when_the_screen_says_it_though_its_file_comes_later():
+def test_a_failure_is_named_when_the_screen_shows_it_although_its_file_is_written_later():
     changed = record()
     changed["screen"] = [(11.0, "WARNING: slow"), (11.1, "restart 1: rank 2"), (21.1, "restart 2: rank 1")]
     assert judge(JOB, changed, UNDISTURBED, limit=10.0)[0]["seconds_named"] == pytest.approx(0.55)
@@ -202,7 +202,7 @@ def test_a_loop_in_the_thread_that_writes_is_named_in_time_after_training_waits_
         (lambda changed: changed["ended"][0].update(status=1), "the last command failed"),
     ],
 )
-def test_what_a_job_leaves_behind_is_told_at_its_end(change: Any, words: str):
+def test_leftovers_of_a_job_are_reported_at_its_end(change: Any, words: str):
     assert words in "; ".join(problems_of(change)[1])
 
 

@@ -82,7 +82,7 @@ def test_a_wrong_file_is_refused_with_the_layout_and_the_rule(tmp_path, text, me
     assert "tiny.toml" in str(refused.value) or "section" in message
 
 
-def test_what_is_measured_has_to_be_predicted_before_with_the_same_options(tmp_path):
+def test_measurements_need_earlier_predictions_with_the_same_options(tmp_path):
     file = read_layouts(written(tmp_path, TWO))
     with pytest.raises(ValueError, match=r"no file of predictions at .*predictions-tiny\.json; write it before you"):
         read_layout_predictions(tmp_path, file)

@@ -40,6 +40,6 @@ def test_grouped_experts_are_those_of_a_loop():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_bench_says_how_to_try_it(tmp_path):
+def test_without_a_gpu_the_error_explains_how_to_try_the_bench(tmp_path):
     with pytest.raises(ValueError, match="--cpu tries the command"):
         layers.bench_moe_layers(MoeLayersSetting(), tmp_path)

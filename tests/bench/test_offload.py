@@ -10,7 +10,7 @@ from stretto.bench.training import chunks, offload
 from stretto.bench.training.settings import ChunksSetting, OffloadSetting
 
 
-def test_offload_trains_alike_with_state_on_the_host_and_on_the_device(ranks, tmp_path, monkeypatch):
+def test_offload_trains_equally_with_state_on_the_host_and_on_the_device(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, offload, ranks)
     setting = OffloadSetting(("buckets", "tiles", "train"), micro_batches=(1, 2), repeats=1, cpu=True)
     offload.bench_offload(setting, tmp_path)

@@ -61,7 +61,7 @@ def test_communication_is_exposed_while_nothing_else_runs(events, exposed, commu
     assert exposed_time(events) == (exposed, communication)
 
 
-def test_what_copy_engines_push_and_what_waits_for_it_is_communication():
+def test_pushes_of_copy_engines_and_waits_for_them_are_communication():
     products, copies = {"args": {"stream": 7}}, {"args": {"stream": 20}}
     trace = [
         event("gemm", 0, 10) | products,

@@ -54,7 +54,7 @@ def test_every_way_to_train_gives_the_same_losses_and_gradient_norm(ranks, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_fsdp_and_tensor_parallelism_together_train_alike(ranks):
+def test_fsdp_with_tensor_parallelism_trains_equally(ranks):
     only = ("FSDP2=2 TP=2, weights kept", "Stretto x=2 z=2")
     rows = ranks(4).run(measure_peers, WORKLOAD, 4, "x=2 z=2", only, False, False)[0]
     assert [row["name"] for row in rows] == [
@@ -69,7 +69,7 @@ def test_fsdp_and_tensor_parallelism_together_train_alike(ranks):
 
 
 @pytest.mark.long
-def test_what_cannot_cut_the_batch_is_a_row_with_the_reason(ranks):
+def test_a_grid_that_cannot_split_the_batch_is_a_row_with_the_reason(ranks):
     one = replace(WORKLOAD, batch=1)
     rows = ranks(2).run(measure_peers, one, 2, None, ("FSDP2=2, weights kept", "Stretto"), False, False)[0]
     errors = {row["name"]: row.get("error") for row in rows}
@@ -117,7 +117,7 @@ def name_runs():
         return [row["name"] for row in measure_peers(WORKLOAD, 2, "z=2", (), True, False)]
 
 
-def test_everything_that_is_compiled_says_so(ranks):
+def test_every_compilation_is_recorded(ranks):
     names = ranks(2).run(name_runs)[0]
     assert names[-2:] == ["Stretto z=2", "Stretto z=2, compiled"]
     assert [name for name in names if "compiled" in name] == [f"{name}, compiled" for name in names[::2]]

@@ -80,7 +80,7 @@ def test_a_missing_prediction_is_refused_before_anything_is_measured(ranks, tmp_
 
 
 @pytest.mark.exhaustive
-def test_every_grid_is_measured_or_says_why_not_and_kept_rows_are_not_measured_again(ranks, tmp_path, monkeypatch):
+def test_every_grid_is_measured_or_has_a_reason_and_kept_rows_are_not_measured_again(ranks, tmp_path, monkeypatch):
     calls = start_on_pool(monkeypatch, plan, ranks)
     file = tmp_path / "predictions.json"
     odd = Planned("odd", replace(WORKLOAD, batch=1), 2)

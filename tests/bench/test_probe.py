@@ -37,7 +37,7 @@ def test_a_models_own_products_are_measured_on_every_grid_that_can_run_it():
         (None, "not measured: this machine has no GPU"),
     ],
 )
-def test_what_is_measured_of_host_links_is_in_the_cluster_with_its_source(link, source, tmp_path):
+def test_measurements_of_host_links_are_in_the_cluster_with_their_source(link, source, tmp_path):
     transfers = [(kind, 1, 2, size, 1e-3) for kind in ("all_gather", "reduce_scatter") for size in (4, 4096)]
     measured = {
         "transfers": transfers,

@@ -141,7 +141,7 @@ def test_no_call_takes_an_input_of_the_calls_just_before():
     assert all(drawn[at] not in drawn[max(at - 3, 0) : at] for at in range(200))
 
 
-def test_what_a_graph_captures_was_called_before_and_every_call_counts(monkeypatch):
+def test_a_captured_call_was_called_before_and_every_call_counts(monkeypatch):
     events: list[Any] = []
 
     class Graph:
@@ -308,7 +308,7 @@ def test_a_mutation_that_does_not_fit_is_refused(tmp_path):
             apply(Mutation("a family", "wait", "a wait", (Edit("file.py", old, "three"),), "tiles"), tmp_path)
 
 
-def test_stress_and_tests_of_a_mutation_may_be_run_apart(tmp_path, monkeypatch):
+def test_stress_and_tests_of_a_mutation_may_be_run_separately(tmp_path, monkeypatch):
     first, second = MUTATIONS[0], next(one for one in MUTATIONS if one.kind == "fence")
 
     def find(chosen, *, stresses, runs_tests, **options):
@@ -334,7 +334,7 @@ def test_stress_and_tests_of_a_mutation_may_be_run_apart(tmp_path, monkeypatch):
         run("--tests-only")
 
 
-def test_the_table_says_what_has_found_a_mutation():
+def test_the_table_shows_what_has_detected_a_mutation():
     verdicts = [
         Verdict("tiles", "wait", "for a tile", "wrong: tiles/push", 3.0, ""),
         Verdict("tiles", "fence", "before TMA", "", 60.0, "tests/a.py::test_a_fence"),

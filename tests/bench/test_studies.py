@@ -113,7 +113,7 @@ def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(
     ("speedups", "crossover"),
     [({32: 0.5, 128: 2.0}, 64.0), ({32: 1.5, 128: 2.0}, 32.0), ({32: 0.5, 64: 0.9}, None)],
 )
-def test_a_crossover_lies_where_speedups_pass_one(speedups, crossover):
+def test_a_crossover_is_where_speedups_pass_one(speedups, crossover):
     about = {"machine": "frontier", "collective": "all_gather", "mb": 16}
     rows = [about | {"ranks": ranks, "speedup": found, "event_speedup": None} for ranks, found in speedups.items()]
     (row,) = _crossovers(rows)
@@ -121,7 +121,7 @@ def test_a_crossover_lies_where_speedups_pass_one(speedups, crossover):
     assert row["event_driven"] is None
 
 
-def test_published_speedups_stand_beside_those_of_the_same_cell():
+def test_published_speedups_are_next_to_those_of_the_same_cell():
     about = {"machine": "frontier", "collective": "all_gather", "mpi_speedup": 3.0, "two_level_ms": 17.0}
     rows = [
         about | {"ranks": 32, "mb": 1024, "speedup": 0.9, "event_speedup": 0.55},
@@ -213,7 +213,7 @@ def test_each_assumption_less_brings_the_published_step_nearer():
 
 
 @pytest.mark.exhaustive
-def test_published_times_scale_less_well_than_the_text_says():
+def test_published_times_scale_less_well_than_the_text_claims():
     rows = _scale_strongly("gpt-640b", (512, 8192), 8192)
     assert rows[-1]["published_efficiency"] == pytest.approx(0.70, abs=0.005)
     assert rows[0]["days"] < rows[0]["published_days"]

@@ -38,7 +38,7 @@ def measure_steps() -> tuple[list[dict[str, Any]], int]:
     return measure(runs, WORKLOAD, torch.device("cpu")), len(closing)
 
 
-def test_a_run_that_fails_is_closed_and_its_own_error_is_told(ranks):
+def test_a_run_that_fails_is_closed_and_its_own_error_is_raised(ranks):
     (failed, measured), closed = ranks(1).run(measure_steps)[0]
     assert failed["error"] == "no memory"
     assert measured["loss"] == 2.0

@@ -81,7 +81,7 @@ def test_nothing_is_left_after_an_error_and_a_killed_runs_rest_is_removed(monkey
     assert list_leftovers() == []
 
 
-def test_without_root_the_command_says_so(monkeypatch, tmp_path):
+def test_without_root_the_command_raises(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
     result = CliRunner().invoke(app, ["bench", "two-level", "--out", str(tmp_path)])
@@ -134,14 +134,14 @@ def send_with_delay() -> tuple[float, float, bool]:
     return time.monotonic() - begin, 0.0, [int(data[0]) for data in found] == ([0, 1] if rank == 1 else [2])
 
 
-def test_a_delayed_message_comes_later_and_in_order_while_the_sender_goes_on(ranks):
+def test_a_delayed_message_arrives_later_and_in_order_while_the_sender_continues(ranks):
     (sent, waited, _), (delayed, _, in_order), (_, _, is_whole) = ranks(3).run(send_with_delay)
     assert (in_order, is_whole) == (True, True)
     assert sent < 0.2 <= waited  # starting does not wait; the buffer is in use until the message has left
     assert delayed > 0.15  # after the barrier, which the ranks leave at slightly different times
 
 
-def test_tables_have_the_model_beside_the_measurement_and_both_crossovers(monkeypatch, tmp_path):
+def test_tables_have_the_prediction_the_measurement_and_both_crossovers(monkeypatch, tmp_path):
     setting = TwoLevelSetting(sizes=6)
     links = setting.links(OVERHEADS)
 

@@ -105,7 +105,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.command)
-def test_an_answer_comes_without_heavy_imports(answered: dict[str, Any], answer: Answer) -> None:
+def test_an_answer_needs_no_heavy_imports(answered: dict[str, Any], answer: Answer) -> None:
     status, imported, output = answered[answer.command]
     assert (status, answer.words in output) == (answer.status, True), output
     assert imported == []

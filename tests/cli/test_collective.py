@@ -122,7 +122,7 @@ def test_verify_prints_one_object_and_exits_with_0(ring):
     assert (found["races"], found["errors"]) == ([], [])
 
 
-def test_a_schedule_that_is_wrong_exits_with_1_and_says_where(ring):
+def test_an_incorrect_schedule_exits_with_1_and_the_place_is_reported(ring):
     ring.write_text(ring.read_text().replace('type="rrcs"', 'type="rcs"', 1))
     result = run("verify", ring, "--json")
     assert result.exit_code == 1
@@ -237,7 +237,7 @@ def test_a_schedule_is_drawn(ring, tmp_path):
     assert run("show", ring, "--only", "two").exit_code == 2
 
 
-def test_a_script_is_run_once_somebody_has_agreed_and_until_it_changes(tmp_path, monkeypatch):
+def test_a_script_is_run_after_the_user_has_agreed_and_until_it_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     script = tmp_path / "script.py"
     script.write_text("open('ran', 'a').close(); raise SystemExit('it has run')\n")
@@ -347,7 +347,7 @@ def test_more_ranks_than_a_machine_has_room_for_are_refused_before_a_process_sta
     assert "300 ranks are too many processes to be tried on one machine: at most 256" in result.stderr
 
 
-def test_what_is_not_verified_is_not_run(ring):
+def test_an_unverified_schedule_is_not_run(ring):
     ring.write_text(ring.read_text().replace('type="rrcs"', 'type="rcs"', 1))
     result = run("run", ring)
     assert result.exit_code == 1

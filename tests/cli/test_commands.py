@@ -142,7 +142,7 @@ def fail_to_train(config: TrainConfig, **options: str) -> None:
     raise RuntimeError("no luck\nat all")
 
 
-def test_a_run_of_one_rank_that_fails_says_so_as_several_ranks_do_and_keeps_nothing_of_an_earlier_one(
+def test_a_failure_of_one_rank_is_reported_like_that_of_several_and_keeps_nothing_of_an_earlier_one(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = run_file.parent / "out"

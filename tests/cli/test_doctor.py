@@ -27,7 +27,7 @@ def findings(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, d
     return {finding["what"]: finding for finding in json.loads(output)["findings"]}
 
 
-def test_what_works_here_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_available_features_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = findings(monkeypatch, STRETTO_CACHE=str(tmp_path / "cache"), CUDA_VISIBLE_DEVICES="")
     assert found["torch"] == {"what": "torch", "state": "ok", "found": torch.__version__, "so": ""}
     assert found["GPUs"]["state"] == "missing"
@@ -42,7 +42,7 @@ def test_what_works_here_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert (finding["state"] == "missing") == bool(finding["so"]), finding
 
 
-def test_what_is_missing_is_said_with_what_is_done_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_features_are_reported_with_their_fallbacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = findings(monkeypatch, STRETTO_CACHE=str(tmp_path / "file"), CXX="no-such-compiler", CUDA_VISIBLE_DEVICES="")
     assert found["cache"]["state"] == "missing"
@@ -58,7 +58,7 @@ def test_a_version_that_is_too_old_counts_as_missing(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("gpus", "words"), [(4, "each of 4 ranks may pin 25.0 GB"), (1, "a rank may pin 100.0 GB")])
-def test_host_memory_is_said_with_its_limit_and_what_a_rank_may_pin(
+def test_host_memory_is_reported_with_its_limit_and_the_limit_on_pinned_memory(
     monkeypatch: pytest.MonkeyPatch, gpus: int, words: str
 ) -> None:
     limit = HostMemoryLimit(128 * 10**9, "the cgroup limit /sys/fs/cgroup/memory.max")
@@ -72,7 +72,7 @@ def test_host_memory_is_said_with_its_limit_and_what_a_rank_may_pin(
     assert (found.state, found.found) == ("ok", there + words)
 
 
-def test_a_system_that_does_not_report_its_memory_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_does_not_report_its_memory_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> None:
         raise OSError("this system does not report how much memory it has")
 

@@ -53,7 +53,7 @@ def test_a_long_timeline_is_drawn_as_wide_as_the_terminal():
     assert set(lines[0]) <= set("FB.-")
 
 
-def test_show_says_what_the_model_says():
+def test_show_prints_what_the_model_predicts():
     status, text = pipeline("show", "zb-v", "--pipe", 4, "--micro-batches", 8)
     assert status == 0
     for words in ("4 ranks, 8 stages, 8 micro-batches", "makespan                        51", "3 on each", "8 on each"):
@@ -123,7 +123,7 @@ def test_a_written_schedule_is_shown_and_verified_again(tmp_path, gathers):
         (["show", "1f1b", "--pipe", 64, "--micro-batches", 512, "--out", "a.png"], 2, "too many for a picture"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, status, words):
+def test_invalid_arguments_raise(arguments, status, words):
     for more in ([], ["--json"]):
         found, text = pipeline(*arguments, *more)
         assert (found, words in text) == (status, True), text

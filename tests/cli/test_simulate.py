@@ -110,7 +110,7 @@ def test_a_graph_from_a_file_is_a_topology(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_one_line(arguments, message):
+def test_unsupported_simulations_raise_in_one_line(arguments, message):
     status, output = simulate(arguments)
     assert (status, output.count("\n")) == (2, 1), output
     assert message in output

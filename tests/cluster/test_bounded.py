@@ -24,7 +24,7 @@ def test_limits_beyond_memory_cost_nothing(tmp_path):
         assert read_bounded(tmp_path / "small.txt", limit, "a note") == b"12345"
 
 
-def test_what_is_no_regular_file_is_refused_and_never_opened(tmp_path):
+def test_other_than_regular_files_raise_and_are_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(ValueError, match="is not a regular file"):
@@ -32,7 +32,7 @@ def test_what_is_no_regular_file_is_refused_and_never_opened(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_a_file_that_says_it_is_empty_and_is_not_is_bounded():
+def test_a_file_that_claims_to_be_empty_and_is_not_is_bounded():
     with open("/proc/self/status", "rb") as status:
         content = status.read()
     assert os.stat("/proc/self/status").st_size == 0 < len(content)

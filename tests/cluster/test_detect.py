@@ -114,7 +114,7 @@ def test_a_machine_without_a_working_torch_is_its_cpu(monkeypatch, error):
     assert "core" in Cluster.detect().gpu.name
 
 
-def test_a_system_that_says_nothing_of_itself_is_one_unknown_core(no_gpus, monkeypatch):
+def test_a_system_that_reports_nothing_is_one_unknown_core(no_gpus, monkeypatch):
     def unknown(*args: object, **kwargs: object) -> None:
         raise OSError("not here")
 

@@ -76,7 +76,7 @@ def test_a_cluster_made_in_python_survives_saving_loading_and_pickling(tmp_path)
     assert hash(made) == hash(pickle.loads(pickle.dumps(made)))
 
 
-def test_a_saved_file_says_its_units(tmp_path):
+def test_a_saved_file_names_its_units(tmp_path):
     Cluster.preset("perlmutter").save(tmp_path / "saved.toml")
     text = (tmp_path / "saved.toml").read_text()
     assert "bandwidth = 25e9  # bytes/s, one direction, one NIC" in text
@@ -334,7 +334,7 @@ def test_require_gives_a_known_figure_and_names_an_unknown_one():
         cluster.require("gpu")
 
 
-def test_describe_gives_figures_with_units_and_says_what_is_unknown():
+def test_describe_gives_figures_with_units_and_names_unknown_ones():
     lines = Cluster.preset("perlmutter").describe().splitlines()
     table = {" ".join(line.split()) for line in lines}
     assert "nodes 1536 (6144 GPUs in all)" in table

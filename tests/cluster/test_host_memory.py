@@ -143,7 +143,7 @@ def test_without_proc_the_system_is_asked_and_one_that_does_not_answer_is_an_err
         host_memory_limit(root=tmp_path)
 
 
-def test_a_run_that_does_not_fit_is_told_what_there_is_and_by_which_limit(
+def test_a_run_that_does_not_fit_raises_with_the_available_memory_and_its_limit(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.mount("/ /sys/fs/cgroup cgroup2 nsdelegate", cgroup="0::/\n")

@@ -49,7 +49,7 @@ def test_four_slingshot_11_nics_of_200_gigabits_give_a_node_100_gigabytes_a_seco
     assert cluster.inter_node_bandwidth == 100e9
 
 
-def test_whole_machines_have_as_many_gpus_as_their_sites_say():
+def test_whole_machines_have_as_many_gpus_as_their_sites_state():
     assert Cluster.preset("summit").gpus == 27_648
     assert Cluster.preset("alps").gpus == 10_752
     assert Cluster.preset("perlmutter").gpus == 1536 * 4

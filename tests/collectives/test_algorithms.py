@@ -97,7 +97,7 @@ def test_a_sum_is_rounded_as_often_as_its_longest_row_of_additions(name, ranks, 
         ("dgx1-all-gather", {}, 7),
     ],
 )
-def test_a_rank_sends_as_many_messages_as_the_algorithm_says(name, size, messages):
+def test_a_rank_sends_as_many_messages_as_the_algorithm_specifies(name, size, messages):
     schedule = ALGORITHMS[name].compile(**size)
     for program in schedule.ranks:
         assert sum(step.type.sends for block in program.thread_blocks for step in block.steps) == messages

@@ -183,7 +183,7 @@ def test_messages_go_over_the_channels_that_are_asked_for():
     check(schedule)
 
 
-def test_what_one_peer_sends_and_goes_on_to_two_others_takes_two_channels():
+def test_a_chunk_from_one_peer_forwarded_to_two_others_takes_two_channels():
     def program():
         chunk(0, "in", 0).copy(1, "scratch", 0).copy(2, "out", 0)
         chunk(0, "in", 1).copy(1, "scratch", 1).copy(3, "out", 0)

@@ -88,7 +88,7 @@ def test_a_chunk_that_holds_nothing_is_refused():
         (lambda: parallelize(0).__enter__(), "parallelize takes 1 to 256 instances, not 0"),
     ],
 )
-def test_what_cannot_be_is_refused(do, why):
+def test_invalid_arguments_raise(do, why):
     with trace(AllReduce(2, 4)), pytest.raises(ProgramError) as caught:
         do()
     assert why in str(caught.value)
@@ -148,7 +148,7 @@ def test_a_buffer_that_begins_outside_the_other_one_is_refused(start):
         Algorithm("own", copy_once, lambda: wrong, "").trace()
 
 
-def test_what_is_no_reference_and_no_number_is_named_with_its_line():
+def test_an_invalid_operand_is_named_with_its_line():
     with trace(AllGather(2)):
         own = chunk(0, "in", 0)
         for wrong in (

@@ -236,7 +236,7 @@ def test_a_reduce_scatter(imported: Importer, in_place: bool) -> None:
     assert (schedule.in_place, schedule.collective.name) == (in_place, "reducescatter")
 
 
-def test_group_takes_what_lies_between_and_split_takes_it_apart(imported: Importer) -> None:
+def test_group_includes_chunks_in_between_and_split_divides_them(imported: Importer) -> None:
     text = """
         with MSCCLProgram("halves", line(2), AllReduce(2, 4, True), 2):
             first, last = chunk(0, Buffer.input, 0), chunk(0, Buffer.input, 3)
@@ -379,7 +379,7 @@ def test_the_automatic_policy_looks_at_no_thread_blocks(imported: Importer) -> N
 # ------------------------------------------------------------------------------------------------- own collectives
 
 
-def test_an_own_chunk_that_says_no_end_has_none(imported: Importer) -> None:
+def test_an_own_chunk_without_an_end_has_none(imported: Importer) -> None:
     imported(
         GIVE_AWAY.replace(", -1, self.chunk_factor - 1 - index)", ")")
         + """
@@ -452,7 +452,7 @@ def test_an_own_collective_in_place_keeps_its_results_in_the_input(imported: Imp
     assert schedule.collective.expected(2, 0) == ((0, 0), (1, 0), (2, 0))
 
 
-def test_an_own_collective_that_says_in_place_and_is_not(imported: Importer) -> None:
+def test_an_own_collective_that_claims_in_place_and_is_not(imported: Importer) -> None:
     script = imported(
         GIVE_AWAY
         + """
@@ -465,7 +465,7 @@ def test_an_own_collective_that_says_in_place_and_is_not(imported: Importer) -> 
     assert "imported out of place" in note
 
 
-def test_a_check_that_says_nothing_is_noted(imported: Importer) -> None:
+def test_a_check_without_a_condition_is_noted(imported: Importer) -> None:
     script = imported("""
         class Quiet(AllReduce):
             def check(self, prog):

@@ -36,7 +36,7 @@ def written(tmp_path, content):
     return file
 
 
-def test_the_fastest_way_at_the_nearest_size_is_chosen_and_it_says_so(tmp_path):
+def test_the_fastest_choice_at_the_nearest_size_is_selected_with_its_reason(tmp_path):
     store = TuningStore(tmp_path / "times.json")
     store.add("a", measured() | measured(LIBRARY, size=1 << 20) | {"matmul of something": [1.0, 2.0]})
     table = Table.read("a", 4, has_nvlink=True, store=store)
@@ -51,7 +51,7 @@ def test_the_fastest_way_at_the_nearest_size_is_chosen_and_it_says_so(tmp_path):
     assert why == "nothing was measured for it, and it is the default on 4 ranks over NVLink"
 
 
-def test_what_was_measured_on_another_machine_or_ranks_is_not_used(tmp_path):
+def test_times_of_another_machine_or_number_of_ranks_are_not_used(tmp_path):
     store = TuningStore(tmp_path / "times.json")
     store.add("a", measured())
     for machine, ranks in (("b", 4), ("a", 2), ("a", 8)):
@@ -148,7 +148,7 @@ def test_an_algorithm_that_does_not_compile_for_these_ranks_is_refused_when_the_
 
 
 @pytest.mark.parametrize(("seconds", "way"), [(0.96, ONE_SHOT), (0.98, LIBRARY), (1.0, LIBRARY)])
-def test_what_is_hardly_faster_than_the_library_is_left_to_it(seconds, way, tmp_path):
+def test_calls_hardly_faster_than_the_librarys_are_left_to_it(seconds, way, tmp_path):
     times = {time_key("allreduce", "bfloat16", 4, 1024, one): [t] for one, t in ((ONE_SHOT, seconds), (LIBRARY, 1.0))}
     for rows in (times, dict(reversed(times.items()))):
         file = tmp_path / f"{next(iter(rows))}.json".replace(" ", "-")
@@ -193,7 +193,7 @@ def test_without_nvlink_nothing_runs_by_ll128(tmp_path):
         Table.load(file, "a", 4, has_nvlink=False)
 
 
-def test_the_file_comes_from_the_argument_or_else_the_environment(monkeypatch):
+def test_the_file_is_that_of_the_argument_or_else_the_environment(monkeypatch):
     monkeypatch.delenv("STRETTO_COLLECTIVES_TABLE", raising=False)
     assert find_table_file(None) is None
     monkeypatch.setenv("STRETTO_COLLECTIVES_TABLE", "there.json")

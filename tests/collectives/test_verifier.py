@@ -156,7 +156,7 @@ def test_ranks_that_add_in_different_orders_are_inconsistent_unless_waived():
     assert waived.replica_consistent is False
 
 
-def test_what_is_not_well_formed_is_named():
+def test_malformed_schedules_are_named():
     two = Collective("custom", 2, 2, 2, lambda rank, index: None)
 
     def errors(*ranks, **options):
@@ -220,7 +220,7 @@ def test_a_schedule_for_both_kinds_of_call_is_verified_for_both():
     assert found.writes_input
 
 
-def test_what_follows_a_wait_may_rely_on_the_named_step_alone():
+def test_steps_after_a_wait_may_rely_on_the_named_step_alone():
     # The wait ends with the first published step from the named one on; but a runtime that publishes every end lets
     # the reader go on before the second step.
     one = Collective("custom", 1, 2, 2, lambda rank, index: ((0, index),))
@@ -239,7 +239,7 @@ def test_a_wait_for_an_end_that_is_published_too_late_is_a_deadlock():
     assert verify(schedule(one, [first, second])).min_slots is None
 
 
-def test_a_collective_that_nobody_knows_is_not_verified():
+def test_an_unknown_collective_is_not_verified():
     made = schedule(Collective("scan", 1, 1, 1, lambda rank, index: None), [])
     read = from_xml(to_xml(made))
     found = verify(read)
@@ -272,7 +272,7 @@ def test_a_chunk_that_is_doubled_without_end_is_not_what_is_wanted():
 
 
 @IN_TIME
-def test_many_thread_blocks_with_a_connection_each_are_looked_at_in_time():
+def test_many_thread_blocks_with_a_connection_each_are_checked_in_time():
     channels = 32_000  # to look at each beside each other took eight seconds for a quarter of them
     givers = [block(step("s", ("in", 0)), send=1, channel=channel) for channel in range(channels)]
     takers = [block(receive=0, channel=channel) for channel in range(channels)]
@@ -336,7 +336,7 @@ def test_a_long_circle_of_waits_is_described_in_time():
     assert error.startswith("deadlock with 2 FIFO slots a connection: rank 0, thread block 0, step 0 (nop) waits for")
 
 
-def test_chunks_without_end_that_no_step_touches_are_not_all_looked_at():
+def test_countless_chunks_that_no_step_touches_are_not_all_checked():
     chunks = 2**18
     found = verify(schedule(AllReduce(4, chunks), [], [], [], [], scratch=0))
     assert found.postcondition is False

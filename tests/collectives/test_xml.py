@@ -55,7 +55,7 @@ def test_a_file_in_a_runtimes_manner_is_read_and_verified():
     assert 'maxcount="1"' in to_xml(read)
 
 
-def test_what_is_written_has_all_attributes_that_runtimes_ask_for():
+def test_written_xml_has_all_attributes_that_runtimes_need():
     text = to_xml(ring_all_reduce.compile(ranks=2, min_bytes=1024, max_bytes=2048, protocol="LL128"))
     lines = text.splitlines()
     assert lines[0] == (
@@ -71,7 +71,7 @@ def test_what_is_written_has_all_attributes_that_runtimes_ask_for():
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_what_is_written_is_read_again(name, tmp_path):
+def test_written_schedules_are_read_again(name, tmp_path):
     size = {"nodes": 2, "gpus": 3} if "nodes" in ALGORITHMS[name].parameters else {"ranks": 8}
     made = ALGORITHMS[name].compile(instances=2, **size)
     write_schedule(made, tmp_path / "made.xml")
@@ -95,7 +95,7 @@ def test_copies_before_the_steps_are_part_of_the_schedule():
     assert from_xml(to_xml(read)).ranks == read.ranks
 
 
-def test_what_other_tools_write_is_read():
+def test_files_of_other_tools_are_read():
     text = SHIPPED.replace('maxcount="1"', 'redop="nop"').replace('"8192"', f'"{2**63 - 1}"')
     read = from_xml(text)
     assert (read.reduction, read.max_bytes) == (None, 2**63 - 1)
@@ -149,7 +149,7 @@ ENTITIES = '<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;&b;">]>'
         ("<!-- a comment -->", '<?xml version="1.0" encoding="klingon"?>', "not XML: unknown encoding"),
     ],
 )
-def test_what_is_no_schedule_is_refused_in_one_line_that_says_where(before, after, why):
+def test_an_invalid_schedule_raises_one_line_with_the_place(before, after, why):
     text = SHIPPED.replace(before, after, 1)
     assert text != SHIPPED
     with pytest.raises(ScheduleFileError) as caught:
@@ -201,7 +201,7 @@ def why_not(text: bytes) -> str:
     return ""
 
 
-def test_what_a_runtime_would_make_something_else_of_is_told_on_request():
+def test_differences_in_a_runtimes_interpretation_are_reported_on_request():
     copy = step("cpy", ("in", 0), ("scratch", 0), awaited=True)
     twice = [step("re", ("scratch", 0), ("in", 0), size=2), step("re", ("scratch", 2), ("in", 0), size=1)]
     nops = [step("nop", waits_for=(0, 0), awaited=True), step("cpy", ("scratch", 0), ("in", 1))]

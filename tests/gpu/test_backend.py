@@ -373,7 +373,7 @@ def test_repeated_calls_are_launched_without_python_and_keep_their_order(tmp_pat
 
 
 @pytest.mark.ranks(2, 4)
-def test_ddp_reduces_its_buckets_beside_the_backward_pass(tmp_path: Path, world: int) -> None:
+def test_ddp_reduces_its_buckets_during_the_backward_pass(tmp_path: Path, world: int) -> None:
     run_watched(world, trace_ddp, tmp_path)
     for rank in range(world):
         events = json.loads((tmp_path / f"ddp-{rank}.json").read_text())["traceEvents"]
@@ -426,7 +426,7 @@ def test_asynchronous_calls_run_beside_other_kernels_and_are_waited_for_alone(tm
 
 @pytest.mark.own_gpus("NCCL connects when all ranks have come together")
 @pytest.mark.parametrize("before", ["barrier", "all-reduce"])
-def test_some_ranks_exchange_messages_once_all_have_come_together(tmp_path: Path, before: str, world: int) -> None:
+def test_some_ranks_exchange_messages_after_a_first_collective_of_all(tmp_path: Path, before: str, world: int) -> None:
     run_watched(world, exchange_among_some, tmp_path, before)
     assert {path.name for path in tmp_path.glob("some-*")} == {f"some-{rank}" for rank in range(world)}
 

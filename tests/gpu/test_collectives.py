@@ -99,7 +99,7 @@ def check_everything(folder: Path, seed: int) -> None:
                 kernel = communicator.load(schedule, variant, in_place=in_place)
             else:
                 options = {"tile_bytes": rng.choice([480, 4096, 65536]), "threads": rng.choice([128, 512])}
-                if max(len(one.thread_blocks) for one in schedule.ranks) > communicator.workspace.most_blocks:
+                if max(len(one.thread_blocks) for one in schedule.ranks) > communicator.workspace.max_blocks:
                     options["threads"] = 128  # all blocks are resident at once, and one of 512 takes a multiprocessor
                 kernel = InterpretedSchedule(schedule, communicator.workspace, variant, in_place=in_place, **options)
             for _ in range(6):
@@ -326,7 +326,7 @@ def lost(run_ranks: Run, tmp_path_factory: pytest.TempPathFactory, world: int) -
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("protocol", [*PROTOCOLS, "Copy"])
-def test_a_peer_that_never_comes_is_named_after_the_time_limit(lost: Path, protocol: str, world: int) -> None:
+def test_a_missing_peer_is_named_after_the_time_limit(lost: Path, protocol: str, world: int) -> None:
     for rank in range(world - 1):
         said = (lost / f"lost-{protocol}-{rank}.txt").read_text()
         assert f"rank {rank} of {world}: two-shot-all-reduce, call 3, thread block" in said

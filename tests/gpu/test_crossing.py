@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks(4, own=(4,), among=(4,))
         pytest.param(KINDS, 10_000, id="all", marks=pytest.mark.exhaustive),
     ],
 )
-def test_groups_that_cross_beside_nccl_never_lock_each_other_out_in_any_order_of_launch(
+def test_groups_that_cross_with_nccl_never_deadlock_in_any_order_of_launch(
     run_ranks: Callable[..., list[Any]], world: int, kinds: tuple[str, ...], rounds: int
 ) -> None:
     print(f"seed {SEED}")

@@ -254,6 +254,6 @@ def test_a_captured_graph_replays_look_up_and_update(run_ranks: Run, tmp_path: P
 
 
 @pytest.mark.ranks(8)
-def test_a_bad_index_is_named_and_hangs_nobody(run_ranks: Run, tmp_path: Path, world: int) -> None:
+def test_a_bad_index_is_named_and_hangs_no_rank(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, look_up_with_faults, tmp_path)
     assert read(tmp_path) == [[]] * world

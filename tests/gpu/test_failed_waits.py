@@ -342,7 +342,7 @@ def come_late(way: str) -> str:
 
 
 @pytest.mark.parametrize("way", sampled(["two shots"], list(OPERATORS)))
-def test_a_rank_that_comes_too_late_gets_the_right_result_or_peer_error(run_ranks: Run, world: int, way: str) -> None:
+def test_a_late_rank_gets_the_right_result_or_peer_error(run_ranks: Run, world: int, way: str) -> None:
     first, second = run_ranks(world, come_late, way)
     assert "waited in vain for rank 1" in first
     assert second == "right" or "waited in vain for rank 0" in second
@@ -431,7 +431,7 @@ def come_late_to_a_collective(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", sampled(["LL"], COLLECTIVES))
-def test_a_rank_that_comes_too_late_to_a_collective_gets_the_right_result_or_peer_error(
+def test_a_rank_that_is_late_to_a_collective_gets_the_right_result_or_peer_error(
     run_ranks: Run, world: int, kind: str
 ) -> None:
     first, second = run_ranks(world, come_late_to_a_collective, kind)

@@ -497,7 +497,7 @@ def test_gradients_are_those_of_the_unfused_layers(run_ranks: Run, tmp_path: Pat
         pytest.param("matmul_all_reduce", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_rank_that_does_not_come_is_named(run_ranks: Run, tmp_path: Path, world: int, name: str) -> None:
+def test_a_missing_rank_is_named(run_ranks: Run, tmp_path: Path, world: int, name: str) -> None:
     run_ranks(world, lose_a_rank, tmp_path, name)
     assert read(tmp_path) == [[]] * world
 

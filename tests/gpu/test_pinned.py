@@ -99,7 +99,7 @@ def ask_for_what_cuda_refuses() -> str:
 
 
 @pytest.mark.usefixtures("world")
-def test_what_cuda_refuses_is_an_error_of_its_own_and_of_nothing_after_it(run_ranks: Run) -> None:
+def test_an_error_of_cuda_is_raised_once_and_not_by_later_calls(run_ranks: Run) -> None:
     assert f"this process has pinned {1 << 20} bytes" in run_ranks(1, ask_for_what_cuda_refuses)[0]
 
 

@@ -59,7 +59,7 @@ def begin() -> torch.device:
     return device
 
 
-def call(case: Case, way: LaunchConfig, reach: list[bool] | None) -> torch.Tensor:
+def call(case: Case, way: LaunchConfig, peer_access: list[bool] | None) -> torch.Tensor:
     put.find_launch_config = lambda *_: way  # type: ignore[assignment]
     own = case.owners[dist.get_rank()]
     return ops.embedding_all_to_all_put(
@@ -70,7 +70,7 @@ def call(case: Case, way: LaunchConfig, reach: list[bool] | None) -> torch.Tenso
         mode=case.mode,
         batch=case.batch,
         name=str((case.batch, case.mode)),
-        reach=reach,
+        peer_access=peer_access,
     )
 
 
@@ -101,7 +101,7 @@ def choose_reach(pattern: str, rng: random.Random) -> list[bool] | None:
 
 
 def look_up(device: torch.device, seed: int, kinds: int = 1) -> list[object]:
-    """Every pattern of reach, `CALLS` calls of changing data back to back, some ranks late."""
+    """Every pattern of peer_access, `CALLS` calls of changing data back to back, some ranks late."""
     rank, wrong = dist.get_rank(), []
     rng = random.Random(seed + rank)  # each rank reaches others of its own choice
     for place, (kind, way) in enumerate(KINDS[-kinds:]):
@@ -195,7 +195,7 @@ def run_all(folder: Path, seed: int, kinds: int) -> None:
 
 @pytest.mark.exhaustive  # NVSHMEM's own processes and compiler take most of a minute
 @pytest.mark.parametrize("kinds", [1, 2])
-def test_stores_and_puts_give_the_same_bits_whoever_is_in_reach(tmp_path: Path, kinds: int) -> None:
+def test_stores_and_puts_give_the_same_bits_whichever_ranks_have_peer_access(tmp_path: Path, kinds: int) -> None:
     run_watched(RANKS, run_all, tmp_path, SEED, kinds)
     for rank in range(RANKS):
         wrong = json.loads((tmp_path / f"wrong-{rank}.json").read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves beside training on a GPU: the host does not wait for the copy, and no update overtakes it, nor in a graph."""
+"""Asynchronous saves on a GPU: the host does not wait for the copy, and no update overtakes it, nor in a graph."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +97,7 @@ def train_slowly(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_checkpoints_beside_training_are_those_between_two_steps(run_ranks: Run, tmp_path: Path) -> None:
+def test_asynchronous_checkpoints_equal_those_between_two_steps(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(1, train_slowly, tmp_path)
     for name in RUNS:
         there, here = (checkpoints_by_step(tmp_path / f"{name} {is_async}") for is_async in ("false", "true"))

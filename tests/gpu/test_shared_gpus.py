@@ -161,5 +161,5 @@ def call_collectives() -> list[str]:
 
 
 @pytest.mark.ranks(3)
-def test_collectives_of_gpu_tensors_are_right_whoever_carries_them(run_ranks: Run, world: int) -> None:
+def test_collectives_of_gpu_tensors_are_right_on_every_path(run_ranks: Run, world: int) -> None:
     assert run_ranks(world, call_collectives) == [[]] * world

@@ -76,7 +76,7 @@ def views(summary: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.own_gpus("a rank that is slow on a shared GPU keeps the others' kernels from running, too")
-def test_a_slow_gpu_is_told_by_nccls_times(tmp_path, monkeypatch, caplog, world):
+def test_a_slow_gpu_is_reported_by_nccls_times(tmp_path, monkeypatch, caplog, world):
     summary = run(tmp_path, "gpu", monkeypatch, world)
     assert views(summary) == {"nccl"}, summary["windows"]
     assert summary["slow_rank"]["rank"] == 1, summary["windows"]
@@ -84,14 +84,14 @@ def test_a_slow_gpu_is_told_by_nccls_times(tmp_path, monkeypatch, caplog, world)
     assert "x the median for 50 steps" in caplog.text
 
 
-def test_slow_data_are_told_where_a_gpu_computes(tmp_path, monkeypatch, caplog, world):
+def test_slow_data_are_reported_if_a_gpu_computes(tmp_path, monkeypatch, caplog, world):
     summary = run(tmp_path, "data", monkeypatch, world)
     assert views(summary) == {"nccl" if torch.cuda.device_count() >= world else "host"}, summary["windows"]
     assert summary["slow_rank"]["rank"] == 1, summary["windows"]
     assert "slowest rank 1: " in caplog.text
 
 
-def test_ranks_that_are_equally_fast_are_not_told(tmp_path, monkeypatch, caplog, world):
+def test_ranks_that_are_equally_fast_are_not_reported(tmp_path, monkeypatch, caplog, world):
     summary = run(tmp_path, "none", monkeypatch, world)
     assert all(len(windows) >= 3 for windows in summary["windows"]), summary["windows"]
     assert "slow_rank" not in summary, (summary["slow_rank"], summary["windows"])

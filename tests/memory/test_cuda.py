@@ -31,6 +31,6 @@ def test_all_ranks_raise_where_one_has_no_memory(ranks):
     assert told == ["rank 1 has no symmetric memory to give: CUDA error: out of memory"] * 3
 
 
-def test_sizes_that_differ_are_said_even_where_one_has_no_memory(ranks):
+def test_sizes_that_differ_raise_even_if_one_has_no_memory(ranks):
     told = ranks(2).run(allocate_where, ["CUDA error: out of memory", ""], [64, 128], timeout=30)
     assert all("64" in message and "128" in message for message in told)

@@ -42,7 +42,7 @@ def fail_as_a_kernel_does(record, peer):
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_failure_of_one_workspace_is_raised_whoever_looks_until_it_is_closed(by_kernel):
+def test_a_failure_of_one_workspace_is_raised_by_every_check_until_it_is_closed(by_kernel):
     healthy, failed = Workspace("healthy"), Workspace("failed")
     assert not failures.has_failed()
     if by_kernel:

@@ -80,7 +80,7 @@ ALL = (["a", "b", "c"],) * 3
         ),
     ],
 )
-def test_every_rank_finds_what_keeps_gpus_apart(ranks, gpus, hosts, visible, unreached, expected):
+def test_every_rank_finds_what_prevents_peer_access(ranks, gpus, hosts, visible, unreached, expected):
     assert ranks(3).run(look, gpus, hosts, visible, unreached) == [expected] * 3
 
 

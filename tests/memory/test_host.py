@@ -109,7 +109,7 @@ def wait_for_one_who_does_not_come():
     assert mapped() == 0
 
 
-def test_ranks_that_disagree_or_do_not_come_are_named(ranks):
+def test_ranks_that_disagree_or_are_missing_are_named(ranks):
     ranks(2).run(ask_for_different_sizes)
     ranks(3).run(wait_for_one_who_does_not_come)
 
@@ -167,7 +167,7 @@ def test_counters_are_met_around_the_end_of_32_bits():
     assert not second.has_reached(0, 1, 1)
 
 
-def test_a_wait_without_a_signal_names_who_waits_for_whom():
+def test_a_wait_without_a_signal_names_the_waiting_and_the_awaited_rank():
     _, second = memory.allocate_in_process(2, 16, signals=3)
     with pytest.raises(
         memory.PeerError, match=r"rank 1 of 2 waits for signal 2 of rank 0 to reach 5: it is at 0, .*0.05 s"

@@ -115,7 +115,7 @@ def test_it_is_freed_with_the_last_view_and_not_before(runtime: Runtime) -> None
     assert not pinned._registered
 
 
-def test_a_failed_registration_is_undone_and_says_how_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_registration_is_undone_and_raises_with_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(failing=3).install(monkeypatch)
     other = allocate_pinned(BLOCK, GPU)
     with pytest.raises(RuntimeError) as raised:

@@ -64,7 +64,7 @@ def let_go():
         gc.enable()
 
 
-def test_a_tensor_is_freed_when_it_dies_on_each_rank_by_itself(ranks):
+def test_a_tensor_is_freed_when_it_dies_on_each_rank_separately(ranks):
     ranks(2).run(let_go)
 
 
@@ -86,7 +86,7 @@ def test_a_part_of_a_tensor_is_found_by_where_it_lies(ranks):
     ranks(2).run(find_parts)
 
 
-def test_tensors_are_counted_anew_in_a_group_that_has_the_name_of_one_before():
+def test_tensors_are_counted_from_zero_in_a_group_with_the_name_of_an_earlier_one():
     names = set()
     for _ in range(2):  # on other ranks the first one may not have been at all
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -115,7 +115,7 @@ def take_in_a_group():
     dist.barrier()
 
 
-def test_a_group_has_tensors_of_its_own_and_others_are_refused(ranks):
+def test_a_group_has_its_own_tensors_and_others_raise(ranks):
     ranks(3).run(take_in_a_group)
 
 
@@ -135,7 +135,7 @@ def disagree():
     assert empty((0, 5)).shape == (0, 5)
 
 
-def test_ranks_that_ask_for_different_tensors_all_hear_of_it(ranks):
+def test_ranks_that_request_different_tensors_all_raise(ranks):
     ranks(2).run(disagree)
 
 
@@ -156,7 +156,7 @@ def refuse():
     assert mapped() == 0
 
 
-def test_what_cannot_be_is_refused_before_anything_is_allocated(ranks):
+def test_invalid_arguments_raise_before_anything_is_allocated(ranks):
     ranks(1).run(refuse)
     with pytest.raises(ValueError, match="no process group"):
         empty((3,))
@@ -169,7 +169,7 @@ def wait_for_one_who_does_not_come():
             empty((3,), timeout=0.5)
 
 
-def test_a_rank_that_does_not_come_is_named(ranks):
+def test_a_missing_rank_is_named(ranks):
     ranks(2).run(wait_for_one_who_does_not_come)
 
 

@@ -45,7 +45,7 @@ def test_logits_are_those_of_every_pair_of_vectors() -> None:
     torch.testing.assert_close(model(dense, *flat(nested)), expected_logits(model, dense, nested))
 
 
-def test_the_loss_is_the_mean_or_the_sum_over_what_is_said() -> None:
+def test_the_loss_is_the_mean_or_the_sum_over_the_given_number() -> None:
     torch.manual_seed(0)
     model, dense, inputs, labels = DLRM(CONFIG), torch.randn(4, 2), flat(bags(4)), torch.tensor([0, 1, 1, 0])
     expected = F.binary_cross_entropy_with_logits(model(dense, *inputs), labels.float())

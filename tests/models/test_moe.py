@@ -222,7 +222,7 @@ def test_balanced_tokens_have_a_switch_loss_of_its_coefficient() -> None:
     assert statistics.losses.tolist() == [pytest.approx([0.5, 0.0])]
 
 
-def test_a_loss_over_sequences_says_what_shape_it_needs() -> None:
+def test_a_loss_over_sequences_raises_with_the_shape_that_it_needs() -> None:
     router = make_router(balance="sequence", balance_loss=1.0)
     assert router.needs_whole_sequences
     with pytest.raises(ValueError, match=r"\[batch, seq, hidden\], and x is \[15, 12\]"):
@@ -451,6 +451,6 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_what_no_model_can_be_is_refused_with_what_would_do(message: str) -> None:
+def test_impossible_models_raise_with_a_valid_value(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(**REFUSALS[message])

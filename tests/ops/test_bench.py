@@ -42,7 +42,7 @@ def bench_dryly(folder, ablations, dtype="bf16"):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=pytest.mark.long)])
-def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret, tmp_path, dtype):
+def test_every_operator_is_measured_with_its_peers_and_reports_what_ran(interpret, tmp_path, dtype):
     rows = interpret(2, bench_dryly, str(tmp_path), False, dtype)[0]
     expected = [(name, mode) for name in OPERATORS for mode in ("graph", "eager")]
     assert [(row["operator"], row["mode"]) for row in rows] == expected
@@ -111,6 +111,6 @@ def test_shapes_are_a_ranks_and_what_tma_takes():
         ({"dtype": "fp4"}, "there is no dtype 'fp4': there are bf16, fp8"),
     ],
 )
-def test_what_there_is_not_is_refused(options, words):
+def test_missing_inputs_raise(options, words):
     with pytest.raises(ValueError, match=words):
         OperatorsSetting(**options)

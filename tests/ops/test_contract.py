@@ -78,7 +78,7 @@ def keep_rows_apart():
         assert torch.equal(out[others], clean[others]), operator.__name__
 
 
-def test_what_is_not_finite_stays_in_its_row(interpret):
+def test_nonfinite_values_do_not_leave_their_row(interpret):
     interpret(2, keep_rows_apart)
 
 

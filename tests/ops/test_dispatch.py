@@ -64,7 +64,7 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
         ("matmul_reduce_scatter", 1024, 2),
     ],
 )
-def test_tiles_go_together_whose_rows_come_together(operator, m, group_rows):
+def test_tiles_are_grouped_by_the_arrival_of_their_rows(operator, m, group_rows):
     call = call_of(operator, m)
     default, _ = default_config(call, HOPPER)
     assert default.blocks.group_rows == group_rows
@@ -95,7 +95,7 @@ def test_tiles_of_few_rows_are_as_wide_as_a_programs_share(n, columns, programs)
         ('{"blocks": null, "movers": 0}', "a configuration's movers is a whole number, 1 or more, not 0"),
     ],
 )
-def test_what_is_no_plan_is_refused(text, words):
+def test_an_invalid_plan_raises(text, words):
     with pytest.raises(ValueError, match=words):
         decode(text)
 
@@ -127,7 +127,7 @@ def tune_and_choose(folder):
 
 
 @pytest.mark.exhaustive
-def test_what_was_measured_is_kept_and_taken_by_all_ranks(interpret, tmp_path):
+def test_measured_times_are_stored_and_used_by_all_ranks(interpret, tmp_path):
     results = interpret(2, tune_and_choose, str(tmp_path))
     for measured, chosen, near, far, other in results:
         assert (measured, chosen, near, far, other) == results[0]
@@ -159,7 +159,7 @@ def test_ranks_take_what_rank_0_has_measured(interpret, tmp_path):
     assert interpret(2, choose_by_different_stores, folders) == ["library", "library"]
 
 
-def test_on_cpus_that_do_not_interpret_the_library_runs_and_says_so(ranks):
+def test_on_cpus_that_do_not_interpret_the_library_runs_and_is_counted(ranks):
     for results, warned in ranks(2).run(uninterpreted.run_without_kernels):
         assert results == {(operator, "library"): 1 for operator in OPERATORS}
         assert "operators run by the library, unfused" in warned

@@ -124,7 +124,7 @@ def test_every_target_of_gradients_compiles(action, by_number, dtype):
         (torch.bfloat16, pooling(1, 8), 1, 8),
     ],
 )
-def test_rows_come_by_16_bytes_and_several_at_once(target, dtype, way, warps, loads):
+def test_rows_are_loaded_by_16_bytes_and_several_together(target, dtype, way, warps, loads):
     lines = to_ptx(target, warps, dtype=dtype, way=way, lookup=look_up(multiple=16 // dtype.itemsize))
     wide = [number for number, line in enumerate(lines) if re.search(WIDE_LOAD, line)]
     assert len(wide) == loads
@@ -180,7 +180,7 @@ def test_a_slice_is_signalled_after_its_stores_and_a_barrier(target):
 
 
 @pytest.mark.parametrize(("action", "rows"), [("store", 0), ("sgd", 4)])
-def test_gradients_and_rows_that_they_change_come_by_16_bytes_too(action, rows):
+def test_gradients_and_rows_that_they_change_are_loaded_by_16_bytes_too(action, rows):
     launch = backward_launches(action, scaled=False)["reduce_chunks"]
     lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)
     assert sum(bool(re.search(WIDE_LOAD, line)) for line in lines) >= rows + 16

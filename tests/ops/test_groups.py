@@ -73,7 +73,7 @@ def leave_groups(count):
     return len(dispatch._groups) - 1
 
 
-def test_groups_that_are_gone_are_forgotten(interpret):
+def test_destroyed_groups_are_forgotten(interpret):
     assert interpret(2, leave_groups, 4) == [0, 0]
 
 
@@ -106,7 +106,7 @@ def disagree_about_biases():
         OPERATORS[rank](x, weight)
 
 
-def test_ranks_that_differ_in_a_bias_or_in_what_is_returned_are_told_so(interpret):
+def test_ranks_that_differ_in_a_bias_or_in_what_is_returned_raise(interpret):
     interpret(2, disagree_about_biases)
 
 
@@ -159,7 +159,7 @@ def align_apart(plan):
 
 @pytest.mark.sampled(3, quick=0)
 @pytest.mark.parametrize("plan", ["auto", "copies", "pushes", "pulls", "tiles", "packets"])
-def test_ranks_operands_may_be_aligned_apart(interpret, plan):
+def test_ranks_operands_may_be_aligned_differently(interpret, plan):
     interpret(2, align_apart, plan)
 
 
@@ -178,6 +178,6 @@ def choose_apart():
     return [machine.by_tma for machine in seen]
 
 
-def test_one_ranks_alignment_is_no_choice_of_its_own(interpret):
+def test_one_ranks_alignment_does_not_change_its_choice(interpret):
     """Taken by TMA on all ranks, and not so at the first call of a kind; later calls of a kind are as its first."""
     assert interpret(2, choose_apart) == [[True, False]] * 2

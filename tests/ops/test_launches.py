@@ -68,13 +68,13 @@ def test_a_kernel_that_was_launched_is_kept_so_that_no_other_gets_its_id(monkeyp
     assert known() is None
 
 
-def test_what_triton_compiles_apart_is_of_another_kind() -> None:
+def test_launches_that_triton_specializes_separately_have_different_keys() -> None:
     numbers = [1, 2, 16, 1 << 32, (1 << 32) + 1, 1 << 63, True, False, None]
     assert len({kind_of(number) for number in numbers}) == len(numbers)
     assert kind_of(2) == kind_of(3)
 
 
-def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
+def test_every_launch_states_whether_products_and_sums_are_fused() -> None:
     launches, kernel = Launches(), Kernel()
     launches(kernel, "key", 3, (1, 2), num_warps=4)
     launch_kernel(kernel, 3, 1, 2, num_warps=4)

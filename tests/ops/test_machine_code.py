@@ -429,7 +429,7 @@ def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier(direction):
 
 @pytest.mark.parametrize("form", ["one-shot", "two-shot", "scatter"])
 @pytest.mark.parametrize(("n", "store"), [(N, "st.global.v2.b64"), (N - 4, "st.global.b32")])
-def test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew(form, n, store):
+def test_packets_are_stored_whole_four_at_a_time_and_polled_again(form, n, store):
     lines = to_ptx("exchange", blocks=FEW_ROWS, form=form, n=n)
     assert any(store in line for line in lines)
     # At each rank's packets, before and in the loop, of two shots also at the owner's; and at the failure flag.
@@ -551,7 +551,7 @@ def test_fp32_products_of_fp8_are_stored_beside_the_loads(tmp_path):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_a_tuner_tries_at_the_sizes_that_count_compiles(name):
+def test_the_tuners_candidates_compile_at_typical_sizes(name):
     operator = OPERATORS[name]
     call = GemmProblem(operator, 8192, 12288, 12288, torch.bfloat16, False, WORLD)
     for blocks in {plan.blocks._replace(group_rows=8) for plan in vary_blocks(call, Machine(132, True, True))}:

@@ -163,7 +163,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
         (2, (36, 50, 24), torch.bfloat16, True, True),
     ],
 )
-def test_few_rows_are_summed_alike_on_all_ranks(interpret, case, plan):
+def test_few_rows_are_summed_equally_on_all_ranks(interpret, case, plan):
     ranks, shape, dtype, *rest = case
     results = interpret(ranks, multiply_and_reduce, shape, dtype, *rest, plan)
     for error, bits, is_same, ran in results:
@@ -174,7 +174,7 @@ def test_few_rows_are_summed_alike_on_all_ranks(interpret, case, plan):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_library_does_the_same_and_says_so(interpret, dtype):
+def test_the_library_does_the_same_and_is_counted(interpret, dtype):
     accuracy = ROUNDING.get(dtype, 1e-15)
     for error, is_gathered, _, ran in interpret(3, gather_and_multiply, (5, 24, 16), dtype, False, True, "library"):
         assert error <= accuracy
@@ -290,7 +290,7 @@ def ask_wrongly():
             ops.all_gather_matmul(x, weight, group)
 
 
-def test_what_cannot_be_computed_is_refused_before_anything_runs(interpret):
+def test_unsupported_operands_raise_before_anything_runs(interpret):
     interpret(2, ask_wrongly)
 
 

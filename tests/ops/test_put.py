@@ -89,7 +89,7 @@ def test_tensors_on_cpus_are_refused():
         require_nvshmem(torch.device("cpu"))
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(symmetric, "is_nvshmem_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch found no NVSHMEM"):
@@ -108,13 +108,13 @@ def test_the_operators_come_without_nvshmems_bindings():
     assert said.stdout.strip() == "False"
 
 
-def test_a_rank_stores_to_whom_it_reaches_unless_it_is_told_to_put():
+def test_a_rank_stores_to_ranks_with_peer_access_unless_puts_are_requested():
     slots = make_slots([4096, 0, 4096 + 320, 8192], rank=2)
     assert slots.channel.addresses.tolist() == [0] * 4 + [-320, 0, 0, 3776]
-    assert slots.find_reach(None) == (True, False, True, True)
-    assert slots.find_reach([False, False, False, True]) == (False, False, True, True)
+    assert slots.find_peer_access(None) == (True, False, True, True)
+    assert slots.find_peer_access([False, False, False, True]) == (False, False, True, True)
     with pytest.raises(ValueError, match=r"rank 2 cannot store into rank 1's memory: give False"):
-        slots.find_reach([True] * 4)
+        slots.find_peer_access([True] * 4)
 
 
 def test_calls_take_two_outputs_in_turn():
@@ -127,7 +127,7 @@ def test_calls_take_two_outputs_in_turn():
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("bags", [1, 8])
-def test_a_put_comes_after_its_staging_and_a_barrier_and_its_signal_after_a_fence(kernels, stubs, target, bags):
+def test_a_put_is_ordered_after_its_staging_and_a_barrier_and_its_signal_after_a_fence(kernels, stubs, target, bags):
     lines = to_lines(compile_pool(kernels, stubs, target, bags))
     fence, last, put = find(lines, FENCE), find(lines, PUT_SIGNAL), find(lines, PUT)
     assert sum(bool(re.search(rf"{PUT}|{PUT_SIGNAL}", line)) for line in lines) == 2
@@ -148,7 +148,7 @@ def test_a_stored_slice_is_signalled_after_a_barrier(kernels, stubs):
     assert before[-1].startswith("bar.sync")
 
 
-def test_what_was_put_is_complete_before_a_program_waits_and_is_seen_after_an_acquire(kernels, stubs):
+def test_puts_are_complete_before_a_program_waits_and_are_visible_after_an_acquire(kernels, stubs):
     lines = to_lines(compile_pool(kernels, stubs))
     assert max(find(lines, PUT), find(lines, PUT_SIGNAL)) < find(lines, QUIET) < find(lines, ACQUIRE)
     assert find(lines, ACQUIRE, find(lines, QUIET)) < find(lines, AWAIT)

@@ -46,7 +46,7 @@ def refuse_to_tune():
         ops.tune("all_gather_matmul", 8, 8, 8, dtype=torch.int8, device="cpu")
 
 
-def test_what_cannot_be_tuned_is_refused(interpret):
+def test_unsupported_tuning_raises(interpret):
     interpret(2, refuse_to_tune)
 
 

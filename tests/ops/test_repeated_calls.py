@@ -93,7 +93,7 @@ def disagree(debugs):
 
 
 @pytest.mark.parametrize(("debugs", "rows"), [(False, (18, 15)), (True, (12, 24))])
-def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret, debugs, rows):
+def test_ranks_that_make_different_calls_raise_before_a_launch(interpret, debugs, rows):
     """Always at calls of a new kind; of known ones with STRETTO_DEBUG=1. The group is as good as before."""
     said = interpret(3, disagree, debugs)
     for rank, (message, shape, left) in enumerate(said):
@@ -140,7 +140,7 @@ def fall_behind(name, plan, calls):
     ("name", "plan"),
     [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "copies"), ("scatter", "packets")],
 )
-def test_who_is_a_call_behind_has_what_its_call_was_sent(interpret, name, plan):
+def test_a_rank_that_is_a_call_behind_receives_its_calls_data(interpret, name, plan):
     assert interpret(2, fall_behind, name, plan, 5) == [[], []]
 
 

@@ -336,7 +336,7 @@ def test_a_transposed_matrix_is_quantized_into_rows_as_operators_take_them():
         assert torch.equal(quantized.float(), expected.float())
 
 
-def test_what_has_no_rows_or_is_of_integers_or_fp8_is_not_quantized():
+def test_tensors_without_rows_or_of_integers_or_fp8_are_not_quantized():
     for x in (torch.zeros(3), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4).to(torch.float8_e4m3fn)):
         with pytest.raises(ValueError, match="quantize_rows takes"):
             ops.quantize_rows(x)

@@ -111,7 +111,7 @@ def test_an_optimizer_that_fails_in_a_step_is_guarded_in_the_next(flag):
 
 
 @pytest.mark.parametrize("kind", ["stretto", "SGD", "momentum"])
-def test_a_fused_optimizer_skips_steps_as_a_tensor_says_also_the_first_one(kind):
+def test_a_fused_optimizer_skips_steps_by_a_tensor_also_the_first_one(kind):
     """As on a GPU, where the host does not read the tensor: a run with skipped steps beside one without them."""
     if kind == "stretto":
         make_inner = lambda groups: AdamW(groups, lr=0.1)  # noqa: E731

@@ -50,7 +50,7 @@ def test_a_batch_that_looks_nothing_up_changes_nothing() -> None:
     assert torch.equal(table.detach(), torch.ones(4, 2))
 
 
-def test_what_is_no_table_is_refused() -> None:
+def test_invalid_tables_raise() -> None:
     with pytest.raises(ValueError, match=r"shape \[3\], but must be a table"):
         RowWiseAdagrad([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="lr is -1"):

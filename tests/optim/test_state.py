@@ -173,7 +173,7 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(make: Any) -> None:
         find_slots(make)
 
 
-def test_gradients_that_come_after_their_chunk_was_sent_are_added() -> None:
+def test_gradients_computed_after_their_chunk_was_sent_are_added() -> None:
     """A module that is called once more than in the step before: its parameter's chunk is on its way already."""
     store, values = flat_store([100, 50], sgd_update(), StateOptions("device", bucket_size=64), decay=0.0)
     for index, size in enumerate((100, 50)):

@@ -435,7 +435,7 @@ def refuse() -> list[str]:
     return said
 
 
-def test_what_cannot_be_is_refused_and_what_costs_is_said(ranks):
+def test_impossible_options_raise_and_costly_ones_warn(ranks):
     for first, second in ranks(2).run(refuse):
         assert "blocks and roles exclude each other" in first
         assert "shard_sequence takes roles" in second

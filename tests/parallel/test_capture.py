@@ -8,6 +8,6 @@ from stretto.parallel import CapturedStep
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_captured_step_says_that_it_needs_a_gpu():
+def test_a_captured_step_without_a_gpu_raises():
     with pytest.raises(ValueError, match="a CUDA graph needs a GPU, and there is none"):
         CapturedStep(lambda: ())

@@ -93,7 +93,7 @@ def test_a_block_on_one_rank_is_one_graph(ranks, make_model):
 
 
 @pytest.mark.parametrize("how", ["recomputed", pytest.param("wider", marks=pytest.mark.long)])
-def test_what_a_graph_would_not_have_breaks_it(ranks, how):
+def test_operations_that_cannot_be_traced_break_the_graph(ranks, how):
     ((graphs, _, far, _),) = ranks(1).run(compile_blocks, make_gpt, how)
     assert graphs != 1
     assert far < 1e-5

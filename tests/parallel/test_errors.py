@@ -152,7 +152,7 @@ def reparametrized(model: OwnModel) -> None:
         (reparametrized, r"first \(Linear\) has the parameters bias, scale, weight"),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(change: Callable[[OwnModel], None], message: str) -> None:
+def test_silently_wrong_cases_raise(change: Callable[[OwnModel], None], message: str) -> None:
     model = OwnModel()
     change(model)
     with pytest.raises(ValueError, match=message):
@@ -226,7 +226,7 @@ def on_four_ranks() -> dict[str, str]:
     return messages
 
 
-def test_what_would_go_wrong_after_parallelize_is_refused_where_it_happens(ranks: Callable[[int], Ranks]) -> None:
+def test_invalid_operations_after_parallelize_raise_where_they_happen(ranks: Callable[[int], Ranks]) -> None:
     for messages in ranks(4).run(on_four_ranks):
         assert "1 takes features that are split over y, but its input's are split over x" in messages["linears"]
         assert "1 takes features that are split over y" in messages["norm"]
@@ -317,7 +317,7 @@ def notes_of_a_forward() -> list[str]:
     return caught.value.__notes__
 
 
-def test_code_that_counts_the_whole_models_heads_is_told_of_local_attributes(ranks: Ranks) -> None:
+def test_code_that_counts_the_whole_models_heads_raises_with_local_attributes(ranks: Ranks) -> None:
     for notes in ranks(2).run(notes_of_a_forward):
         assert any("local_attributes" in note for note in notes)
 

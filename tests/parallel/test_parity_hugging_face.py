@@ -108,7 +108,7 @@ def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Te
     ],
     ids=str,
 )
-def test_whole_logits_come_without_labels_and_are_never_made_with_them(ranks, model, sizes):
+def test_whole_logits_are_returned_without_labels_and_never_computed_with_them(ranks, model, sizes):
     print(f"seed {SEED}")
     case, precision = CASES[model], PRECISIONS["fp64-adamw"]
     tokens, _ = next(batches(case))
@@ -143,7 +143,7 @@ META_MODELS = {
 
 @pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("model", list(META_MODELS))
-def test_a_model_on_the_meta_device_starts_as_hugging_face_would_have_it_and_alike_on_every_grid(ranks, model):
+def test_a_model_on_the_meta_device_is_initialized_as_by_hugging_face_and_equally_on_every_grid(ranks, model):
     (weights,) = ranks(1).run(weights_from_meta, (1, 1, 1, 1), model)
     plain = META_MODELS[model]()
     for name, parameter in plain.named_parameters():
@@ -180,7 +180,7 @@ def saved(folder: str) -> str:
     return str(error.value)
 
 
-def test_a_sharded_model_is_not_saved_in_parts_and_says_what_to_do(ranks, tmp_path):
+def test_a_sharded_model_is_not_saved_in_parts_and_the_error_names_the_alternative(ranks, tmp_path):
     for message in ranks(2).run(saved, str(tmp_path / "model")):
         assert "stretto.parallel.gather" in message
     assert not (tmp_path / "model").exists()
@@ -219,7 +219,7 @@ def resized() -> list[str]:
     return messages
 
 
-def test_a_sharded_vocabulary_is_not_resized_and_says_when_to(ranks):
+def test_a_sharded_vocabulary_is_not_resized_and_the_error_says_when_to(ranks):
     for messages in ranks(2).run(resized):
         assert ["resize_token_embeddings(128): the embedding" in message for message in messages] == [True, True]
         assert all("Resize it before parallelize" in message for message in messages)
@@ -261,7 +261,7 @@ def glm_losses(sizes: Sizes) -> tuple[float, float]:
     return plain, model(input_ids=tokens, labels=tokens).loss.item()
 
 
-def test_what_the_refusal_of_fused_projections_suggests_does_work(ranks):
+def test_the_suggestion_in_the_error_for_fused_projections_works(ranks):
     for plain, loss in ranks(2).run(glm_losses, (1, 1, 1, 2)):
         assert loss == pytest.approx(plain, rel=1e-6)
 

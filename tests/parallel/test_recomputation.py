@@ -364,7 +364,7 @@ def overwrite_inputs() -> None:
             model(torch.ones(2, 8, requires_grad=True) * 1.0).sum().backward()
 
 
-def test_blocks_that_overwrite_their_input_are_told_so(ranks):
+def test_blocks_that_overwrite_their_input_raise(ranks):
     ranks(1).run(overwrite_inputs)
 
 

@@ -353,5 +353,5 @@ def run_other_code_again(mode: str, adds: bool) -> None:
 
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("mode", ["full", "every:2", "every:3"])
-def test_blocks_that_run_other_code_again_are_told_so(ranks, mode, adds):
+def test_blocks_whose_recomputation_runs_other_code_raise(ranks, mode, adds):
     ranks(1).run(run_other_code_again, mode, adds)

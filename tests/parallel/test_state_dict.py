@@ -129,10 +129,10 @@ def sizes_of_transposed() -> tuple[int, int]:
     return model[0].in_features, model[0].out_features
 
 
-def test_a_linear_stored_by_inputs_says_its_sizes_too(ranks):
+def test_a_linear_stored_by_inputs_has_its_sizes_too(ranks):
     assert ranks(4).run(sizes_of_transposed) == [(8, 24)] * 4
 
 
-def test_modules_say_the_sizes_that_they_had(ranks):
+def test_modules_show_their_original_sizes(ranks):
     expected = {"qkv": (8, 24), "out": (8, 8), "head": (8, 13), "lookup": (13, 8), "places": (5, 8)}
     assert ranks(4).run(whole_sizes, (1, 2, 2, 1)) == [expected] * 4

@@ -130,7 +130,7 @@ GROUPED = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 4}
     ],
     ids=str,
 )
-def test_what_a_family_adds_to_llamas_block_is_counted_and_what_its_file_leaves_out_is_its_default(kind, options):
+def test_a_familys_additions_to_llamas_block_are_counted_and_missing_entries_have_its_defaults(kind, options):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(**options)
     with torch.device("meta"):
@@ -271,6 +271,6 @@ def test_the_number_of_gpus_that_would_do_does_with_the_same_options(options):
     }
 
 
-def test_where_no_number_of_gpus_would_do_that_is_said():
+def test_if_no_number_of_gpus_would_do_the_error_says_so():
     with pytest.raises(ValueError, match=r"a micro-batch of 3 does not divide the 8 .*; no number of GPUs would do"):
         stretto.plan("gpt-20b", "perlmutter", gpus=8, batch=8, seq_len=64, micro_batch=3)

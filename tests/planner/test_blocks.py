@@ -140,7 +140,7 @@ def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, grid, opt
 
 @pytest.mark.parametrize("cost", ["full", "paper"])
 @pytest.mark.parametrize("bandwidth", [1e9, 1e12])
-def test_grids_whose_ranks_compute_the_same_come_after_all_others_and_say_so(cost, bandwidth):
+def test_grids_whose_ranks_compute_the_same_come_after_all_others_with_a_note(cost, bandwidth):
     """Even where they send less, as with x alone, which sends nothing."""
     machine = replace(MACHINE, in_node=NodeLink(bandwidth=bandwidth))
     plans = stretto.plan(BLOCKS, machine, gpus=8, batch=64, seq_len=SEQ_LEN, cost=cost)
@@ -168,7 +168,7 @@ def test_ranks_compute_the_same_only_where_the_batch_leaves_nothing_else():
     assert not any(plan.is_possible for plan in plans if plan.grid["x"] * plan.grid["y"] == 1)
 
 
-def test_what_does_not_fit_is_advised_ranks_of_z():
+def test_plans_that_do_not_fit_recommend_ranks_of_z():
     small = replace(MACHINE, gpu=replace(MACHINE.gpu, memory=2e6))
     for plan in stretto.plan(BLOCKS, small, gpus=8, batch=64, seq_len=SEQ_LEN):
         if plan.fits:

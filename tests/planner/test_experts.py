@@ -47,7 +47,7 @@ def held_and_sent(sizes: dict[str, int], **options: Any) -> tuple[int, dict[tupl
 @pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"keep_gathered": False}], ids=str)
-def test_what_is_predicted_is_what_ranks_hold_and_send(ranks, grid, options):
+def test_predictions_equal_what_ranks_hold_and_send(ranks, grid, options):
     held, sent = ranks(prod(grid.values())).run(held_and_sent, grid, **options)[0]
     assert local_parameters(MODEL, GridSizes(**grid)) == held
     predicted = predict(MODEL, MACHINE, grid=grid, batch=BATCH, seq_len=SEQ_LEN, dtype="fp32", **options).communication
@@ -98,7 +98,7 @@ def test_plain_attention_keeps_a_score_of_each_key_and_head():
     assert activations(3000, x=2) - activations(2000, x=2) == pytest.approx(2 * 2 * 2 * 1000, rel=0.01)
 
 
-def test_a_plan_says_what_is_computed_by_all_ranks():
+def test_a_plan_names_what_is_computed_by_all_ranks():
     plans = stretto.plan(config_of("gpt_oss", **OPTIONS), MACHINE, gpus=4, batch=BATCH, seq_len=SEQ_LEN)
     assert all("every rank of x and y computes its router and all of its experts" in plan.notes[0] for plan in plans)
 

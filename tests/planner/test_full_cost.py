@@ -151,7 +151,7 @@ def test_a_collective_larger_than_all_that_were_measured_has_the_largest_ones_ba
     assert plan.communication["all_reduce_x"] == pytest.approx(42 * sent / 1e9, rel=0.02)
 
 
-def test_a_head_of_its_own_is_summed_over_data_and_a_shared_one_once():
+def test_an_untied_head_is_summed_over_data_and_a_tied_one_once():
     own, shared = (
         predict(dataclasses.replace(CONFIG, tie_embeddings=tied), cluster(), grid={"data": 4}, batch=16, seq_len=1024)
         for tied in (False, True)
@@ -174,7 +174,7 @@ def test_the_loss_moves_six_bytes_a_logit_of_16_bits():
     assert extra[1] - extra[0] == pytest.approx(logits * 6 / rate + of_weights, rel=0.05)
 
 
-def test_the_fastest_comes_first_and_others_say_what_they_lose_by():
+def test_the_fastest_comes_first_and_others_explain_their_difference():
     plans = stretto.plan(CONFIG, cluster(), gpus=4, batch=16, seq_len=1024, cost="full")
     assert [plan.step_time for plan in plans] == sorted(plan.step_time for plan in plans)
     assert "fastest" in plans[0].why
@@ -208,7 +208,7 @@ def test_a_cost_model_that_there_is_not_is_refused(ask):
         ask(CONFIG, cluster(), **options, batch=16, seq_len=1024, cost="whole")
 
 
-def test_a_dtype_that_was_not_measured_is_named_beside_those_that_were():
+def test_a_dtype_that_was_not_measured_is_named_with_those_that_were():
     probed = cluster(peak_flops=FlopRates(), empirical_flops=FlopRates(fp32=1e11))
     with pytest.raises(
         ValueError, match=r"was measured in fp32: plan for dtype fp32 \(--dtype fp32\), or measure bf16"
@@ -222,7 +222,7 @@ TOLD = re.compile(r"([\d.,e+-]+) (s|ms|us) (more|less) for ([a-z ]+?)(?=,|$)")
 
 
 @pytest.mark.parametrize("cost_model", ["paper", "full"])
-def test_a_steps_terms_add_up_to_its_time_and_what_is_told_of_them_to_the_difference(cost_model):
+def test_a_steps_terms_add_up_to_its_time_and_the_explanation_to_the_difference(cost_model):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, told = random.Random(seed), 0
@@ -274,7 +274,7 @@ def test_whole_steps_are_ranked_unless_the_papers_communication_is_asked_for():
     assert headings["--cost", "paper"] == ["grid", "micro", "communication", "ms:", "x/y/z/data", "memory", "fits"]
 
 
-def test_a_cluster_without_figures_of_computation_is_told_of_the_model_that_needs_none():
+def test_a_cluster_without_compute_figures_raises_with_the_model_that_needs_none():
     with pytest.raises(ValueError, match=r"does not say gpu\.peak_flops\.bf16.*--cost paper"):
         stretto.plan("gpt-5b", "summit", gpus=8, batch=8, seq_len=128)
     assert stretto.plan("gpt-5b", "summit", gpus=8, batch=8, seq_len=128, cost="paper")
@@ -350,7 +350,7 @@ def test_a_prediction_of_what_cannot_run_is_refused(options, message):
         step(cluster(), {"z": 4}, **options)
 
 
-def test_the_command_says_what_is_missing():
+def test_the_command_names_what_is_missing():
     result = CliRunner().invoke(app, ["plan", "--model", "gpt-5b", "--cluster", "perlmutter", "--gpus", "4"])
     assert result.exit_code == 2
     assert "--batch, --seq-len are missing" in result.output

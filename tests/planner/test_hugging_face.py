@@ -208,7 +208,7 @@ def test_a_head_that_cannot_be_counted_is_refused(change, message):
         read_architecture({**SIZES, "model_type": "llama", **change}, 16)
 
 
-def test_a_model_of_more_than_text_is_told_that_its_text_may_be_planned():
+def test_a_multimodal_model_raises_with_the_hint_that_its_text_model_may_be_planned():
     config = {"model_type": "llava", "text_config": {**SIZES, "model_type": "llama"}, "vision_config": {}}
     with pytest.raises(
         ValueError, match=r"'llava', which the planner does not support.*; its text_config, saved as a file"
@@ -258,7 +258,7 @@ def test_logits_take_the_memory_of_their_own_head():
         assert logits_bytes(kind, name, is_sharded_by_blocks=True, vocab_size=5000) == 5000 * tokens * (2 + 3 * 4)
 
 
-def test_the_command_says_that_parallelize_does_not_take_a_model_and_ranks_it_all_the_same(tmp_path):
+def test_the_command_notes_that_parallelize_does_not_support_a_model_and_still_ranks_it(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**config_of("glm").to_dict(), "architectures": ["GlmForCausalLM"]}))
     arguments = ["plan", "--model", str(file), "--cluster", "perlmutter", "--gpus", "4", "--batch", "4"]

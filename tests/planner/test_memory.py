@@ -66,7 +66,7 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
     [(table["gpu_memory_gib"] * 2**30, row) for table in RECORDED for row in table["rows"]],
     ids=[row["run"] for table in RECORDED for row in table["rows"]],
 )
-def test_what_one_gpu_allocates_and_reserves_is_predicted_and_what_fits_ran(capacity, row):
+def test_one_gpus_allocated_and_reserved_memory_is_predicted_and_fitting_plans_ran(capacity, row):
     name, layers, batch = re.fullmatch(r"(.*), (\d+) layers, (\d+) x \d+ tokens", row["run"]).groups()
     (kind,) = (kind for kind in KINDS if kind.name == name)
     workload = kind.workload(int(layers), int(batch))
@@ -176,7 +176,7 @@ def test_with_nothing_hidden_copy_engines_still_bring_gradients_and_no_weight_is
     assert predict(config, H200X4_FULL, **options, **freed).memory["gathered_weights"] == 2 * 4 * 4096**2
 
 
-def test_nvlink_is_told_by_name_and_bandwidth():
+def test_nvlink_is_recognized_by_name_and_bandwidth():
     names = {name for name in stretto.Cluster.presets() if stretto.Cluster.preset(name).has_nvlink}
     assert {"perlmutter", "alps", "azure-ndv4", "dgx-h100", "dgx-h200"} <= names
     assert not names & {"frontier", "mi210-ib"}
@@ -206,7 +206,7 @@ def test_gradients_that_are_accumulated_unsharded_are_there_whole_with_several_m
     assert "gradients accumulated as shards (accumulate_unsharded=false)" in crowded.why
 
 
-def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_fit():
+def test_a_plan_that_does_not_fit_names_what_is_too_large_and_what_would_make_it_fit():
     small = stretto.Cluster(
         name="small",
         gpus_per_node=4,
@@ -254,7 +254,7 @@ def test_states_that_do_not_fit_by_themselves_want_more_of_the_axes_that_cut_the
     assert "moving ranks from data to z" in why(45.5e9, data=2, z=2)
 
 
-def test_what_does_not_fit_is_planned_as_small_as_it_gets_and_advised_nothing_that_was_tried():
+def test_plans_that_do_not_fit_are_minimal_and_recommend_nothing_that_was_tried():
     plans = stretto.plan("gpt-20b", "dgx-h200", gpus=2, batch=1024, seq_len=2048)
     for plan in plans:
         assert not plan.fits
@@ -437,6 +437,6 @@ def test_peak_memory_of_experts_is_within_10_percent_of_what_real_ranks_hold(
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
-def test_what_may_be_on_its_way_at_once_is_what_the_gradients_say():
+def test_messages_in_flight_match_the_gradients():
     assert planned.SCATTERS_IN_FLIGHT == gradient_reducer.SCATTERS_IN_FLIGHT
     assert planned.BUCKET_BYTES == gradient_reducer.BUCKET_BYTES

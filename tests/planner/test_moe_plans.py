@@ -62,7 +62,7 @@ def numbers(grid: GridSizes, **options: Any) -> dict[tuple[str, str, bool], floa
     return found
 
 
-def test_a_token_goes_to_each_of_its_experts_and_comes_back_in_both_passes():
+def test_a_token_is_sent_to_each_of_its_experts_and_back_in_both_passes():
     found = numbers(GridSizes(data=4, expert=4))
     # Two all-to-alls a pass, each of which keeps a quarter of the rows.
     assert found == {("all_to_all", "expert", way): 2 * 3 / 4 * TOKENS * ACTIVE * HIDDEN for way in (True, False)}
@@ -92,7 +92,7 @@ def test_sharded_tokens_are_distinct_already_and_folded_ranks_gather_no_rows():
     assert alone["all_reduce", "x", True] == 2 * 3 / 4 * TOKENS * HIDDEN
 
 
-def test_y_sums_what_gate_and_up_make_and_halves_what_travels():
+def test_y_sums_the_outputs_of_gate_and_up_and_halves_the_rows_that_are_sent():
     found, alone = numbers(GridSizes(data=2, y=2, expert=2)), numbers(GridSizes(data=2, expert=2))
     assert found["all_to_all", "expert", True] == alone["all_to_all", "expert", True] / 2
     assert found["all_reduce", "y", True] == TOKENS * ACTIVE * 2 * FFN  # 2 (y - 1) / y of gate and up
@@ -258,7 +258,7 @@ def test_a_dense_model_has_no_experts_to_divide():
 
 
 @pytest.mark.exhaustive
-def test_deepseek_v3_on_2048_gpus_is_planned_beside_its_authors_layout():
+def test_deepseek_v3_on_2048_gpus_is_planned_and_compared_with_its_authors_layout():
     from stretto.bench.plan.modern_experts import AUTHORS, CONFIGS
 
     plans = stretto.plan(CONFIGS["DeepSeek-V3"], "dgx-h100", gpus=2048, batch=15360, seq_len=4096, pipe="auto")

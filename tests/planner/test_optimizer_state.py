@@ -109,7 +109,7 @@ def test_numbers_of_weights_gradients_and_state_have_the_bytes_of_their_dtypes()
     assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (4 * PHI, 4 * PHI, 3 * bucket * 8)
 
 
-def test_fp32_parameters_stand_beside_flat_weights_when_training_begins():
+def test_fp32_parameters_and_flat_weights_are_both_in_memory_when_training_begins():
     """6 phi are more than a step of 4 phi and few activations; state on the device has its fp32 weights by then."""
     on_host = plan_llama("host")
     assert on_host.peak_memory == 6 * PHI
@@ -140,7 +140,7 @@ def test_host_memory_is_that_of_all_ranks_of_a_node():
     assert plan_llama("host", replace(small, host_memory=90e9), grid=grid, batch=16).fits
 
 
-def test_gradients_apart_are_summed_where_they_lie():
+def test_gradients_of_separate_state_are_summed_in_place():
     """Beside fp32 parameters they are packed into buckets of 64 MiB; apart, messages are parts of what is there."""
     machine = replace(H100, gpus_per_node=2, host_memory=1e12, in_node=NodeLink(bandwidth=450e9))
 
@@ -173,7 +173,7 @@ def test_steps_on_the_host_send_gradients_and_weights_and_keep_whole_weights():
     assert "not the time of computation" in plan.notes[0]
 
 
-def test_as_many_parameters_are_said_to_fit_the_host_as_do():
+def test_as_many_parameters_are_reported_to_fit_the_host_as_do():
     types = NumberTypes()
     for options, room, most in [
         (StateOptions("host"), 128e9, 12_800_000_000),
@@ -203,7 +203,7 @@ def test_a_model_by_blocks_counts_its_shards():
     assert plan_llama("device", machine, grid={"data": 2}).communication == both.communication
 
 
-def test_state_apart_is_refused_where_training_refuses_it():
+def test_separate_state_raises_where_training_raises():
     with pytest.raises(ValueError, match="dtype is fp64; bf16, fp16 or fp32 would do"):
         plan_llama("host", dtype="fp64")
     with pytest.raises(ValueError, match="accumulate_unsharded=false would do"):
@@ -335,7 +335,7 @@ def test_a_search_takes_the_fastest_of_all_that_fit_gpu_and_host():
     assert not fastest(10e9).fits
 
 
-def test_a_search_says_what_it_did_not_try():
+def test_a_search_notes_what_it_did_not_try():
     machine = replace(H100, host_memory=None)
     (plan,) = search(machine)
     assert plan.notes == ("optimizer_state=host was not tried: cluster 'an H100' does not say host_memory",)
@@ -362,7 +362,7 @@ def test_a_search_does_not_try_recomputation_where_all_fits_without(monkeypatch)
     ]  # fmt: skip
 
 
-def test_default_plans_keep_state_beside_fp32_parameters():
+def test_default_plans_keep_state_with_fp32_parameters():
     plain = stretto.plan("gpt-5b", "dgx-h200", gpus=4, batch=8, seq_len=2048)
     assert {plan.optimizer_state for plan in plain} == {"fp32"}
     assert all(plan.memory == plan.step_memory and not plan.host_memory for plan in plain)
@@ -412,7 +412,7 @@ def test_the_command_searches_memory_and_names_what_was_chosen():
         assert message in result.output
 
 
-def test_a_configuration_says_where_state_lies_and_what_is_computed_again(tmp_path):
+def test_a_configuration_sets_the_location_of_state_and_recomputation(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
         'out = "out"\n[model]\nname = "gpt-5b"\n[data]\npath = "data"\n[train]\nsteps = 1\nbatch = 8\nseq_len = 2048\n'
@@ -502,7 +502,7 @@ def test_predicted_memory_is_within_10_percent_of_what_real_ranks_hold(
     assert expected_first == pytest.approx(max(first for first, _ in seen), rel=0.1)
 
 
-def test_a_model_that_does_not_fit_when_training_begins_is_told_so():
+def test_a_model_that_does_not_fit_when_training_begins_is_reported():
     """54 blocks need 6 phi = 72.2 GB then, and 4 phi and activations in a step; of 80 GB plans take 73.1."""
     host = replace(H100, host_memory=1e12)
     common = {"grid": {}, "batch": 2, "micro_batch": 2, "seq_len": 4096, "recompute": "full"}

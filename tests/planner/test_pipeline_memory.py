@@ -98,7 +98,7 @@ def test_peak_memory_of_stages_is_within_5_percent_of_what_real_ranks_hold(ranks
 
 
 @pytest.mark.parametrize(("pipe", "rings"), [(2, 64), (4, 192), (8, 256)])
-def test_messages_come_through_rings_where_nvlink_joins_all_ranks(pipe, rings):
+def test_messages_use_rings_if_nvlink_connects_all_ranks(pipe, rings):
     """Eight slots of 8 MiB for each other rank, and 256 MiB at most."""
     nvlink = replace(MACHINE, gpu=replace(MACHINE.gpu, name="NVIDIA"), in_node=NodeLink(bandwidth=450e9))
     asked = {"grid": {"pipe": pipe}, "batch": 16, "seq_len": 64, "micro_batch": 2}

@@ -267,7 +267,7 @@ def test_the_ends_hold_the_embeddings_and_the_head_and_tied_ones_are_on_both(tie
     assert held - local_parameters(model, GridSizes()) == (table if tied else 0)
 
 
-def test_full_checkpointing_of_several_blocks_keeps_what_equation_3_1_says():
+def test_full_checkpointing_of_several_blocks_keeps_what_equation_3_1_predicts():
     # N = 48 blocks: of 8 blocks a stage the factor nearest to sqrt(48) = 6.9 is 8, of 2 it is 2.
     assert [checkpoint_interval(48, pipe) for pipe in (6, 12, 24, 48)] == [8, 4, 2, 1]
     assert checkpoint_interval(96, 8) == 12
@@ -295,7 +295,7 @@ def test_the_rank_that_needs_most_decides_and_more_stages_need_less():
 # The search.
 
 
-def test_a_search_of_pipelines_ranks_them_beside_grids_without_and_replays_the_first():
+def test_a_search_of_pipelines_ranks_them_with_grids_without_and_replays_the_first():
     plans = stretto.plan(MODEL, cluster(), gpus=8, batch=32, seq_len=1024, pipe="auto")
     of_one = stretto.plan(MODEL, cluster(), gpus=8, batch=32, seq_len=1024)
     assert {plan.grid["pipe"] for plan in plans} == {1, 2, 4, 8}
@@ -317,7 +317,7 @@ def test_a_search_of_pipelines_ranks_them_beside_grids_without_and_replays_the_f
             assert again.peak_memory == plan.peak_memory
 
 
-def test_what_is_fixed_is_taken():
+def test_fixed_options_are_used():
     options: dict[str, Any] = {"gpus": 16, "batch": 64, "seq_len": 1024}
     plans = stretto.plan(MODEL, cluster(), pipe=4, schedule="message-driven", limit=6, **options)
     assert {(plan.grid["pipe"], plan.schedule, plan.limit) for plan in plans if plan.is_possible} == {
@@ -342,7 +342,7 @@ def test_memory_that_is_short_is_answered_by_recomputation_or_a_schedule_that_ke
     assert "does not fit" in plan.why
 
 
-def test_many_grids_are_searched_by_their_bounds_and_a_note_says_what_was_left_out(monkeypatch):
+def test_many_grids_are_searched_by_their_bounds_and_a_note_names_what_was_skipped(monkeypatch):
     options: dict[str, Any] = {"gpus": 16, "batch": 16, "seq_len": 1024, "pipe": "auto"}
     whole = stretto.plan(MODEL, cluster(), **options)
     monkeypatch.setattr("stretto.planner.pipeline.search.MOST_LISTED", 5)

@@ -70,7 +70,7 @@ def measure(sizes: dict[str, int], config: GPTConfig, recompute: str, options: d
     ],
     ids=lambda value: "gated" if value == GATED else str(value) if isinstance(value, dict) else "plain",
 )
-def test_what_is_kept_is_within_2_percent_and_what_is_sent_within_1_5_percent(ranks, grid, config, options):
+def test_kept_bytes_are_within_2_percent_and_sent_bytes_within_1_5_percent(ranks, grid, config, options):
     pool, sizes = ranks(prod(grid.values())), {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     asked = {"grid": grid, "batch": BATCH, "seq_len": SEQ_LEN, "dtype": "fp32", "overlaps": False} | options
     for mode in ("full", "every:4", "products", "communication"):
@@ -88,7 +88,7 @@ def plan_of(recompute: str, model: GPTConfig = LARGE, **changes: Any) -> GridPla
     return predict(model, MACHINE, recompute=recompute, **options)
 
 
-def test_what_each_mode_keeps_by_hand():
+def test_each_modes_kept_bytes_match_hand_computed_ones():
     """24 blocks of hidden 4096, x = y = 2, in bf16: qkv of 3, up of 4, hidden of 1 x 4096 features, each in halves."""
     tokens, half = 4 * 2048, 4096 // 2
     of_a_token = {
@@ -107,7 +107,7 @@ def test_what_each_mode_keeps_by_hand():
     assert plan_of("communication", grid={"z": 4}).kept_activations == plan_of("full", grid={"z": 4}).kept_activations
 
 
-def test_what_each_mode_sends_and_computes_again():
+def test_each_modes_communication_and_recomputation():
     plans = {mode: plan_of(mode) for mode in MODES}
     sent = {
         mode: plan.communication["all_reduce_x"] + plan.communication["all_reduce_y"] for mode, plan in plans.items()

@@ -37,7 +37,7 @@ def test_the_equations_of_memory_by_hand():
 
 
 @pytest.mark.parametrize(("gpus", "tensor", "experts"), [(32, 1, 32), (32, 2, 4), (64, 4, 16), (512, 4, 128)])
-def test_equation_7_4_for_a_model_is_7_5_but_for_embeddings_norms_and_router(gpus, tensor, experts):
+def test_equation_7_4_for_a_model_is_7_5_except_for_embeddings_norms_and_router(gpus, tensor, experts):
     """7.5 counts 12 hidden^2 parameters a block; all others of the model are added by hand."""
     model = read_architecture(mixture("6.7B", experts), 2048)
     grid = GridSizes(data=gpus // tensor, x=tensor, expert=experts)

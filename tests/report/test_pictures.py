@@ -29,7 +29,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ModuleNotFoundError, match="matplotlib"):
         importlib.import_module("stretto.report.style")
-    pictures._say_how_to_get.cache_clear()
+    pictures._explain_how_to_install.cache_clear()
 
 
 @pytest.mark.usefixtures("without_matplotlib")

@@ -67,7 +67,7 @@ def test_a_run_cut_short_is_reported_as_far_as_it_went(tmp_path: Path) -> None:
 def test_two_runs_are_compared_step_by_step(tmp_path: Path) -> None:
     one = write_run(tmp_path / "grid", [5.0, 4.0, 3.0], summary=SUMMARY)
     other = write_run(tmp_path / "alone", [5.0, 4.25, 3.0, 2.0], x=1)
-    write_report(one, beside=other, sample="some ```text```")
+    write_report(one, compare_with=other, sample="some ```text```")
     text = (one / "summary.md").read_text()
     assert "differ by at most 2.5e-01" in text
     assert "some text" in text

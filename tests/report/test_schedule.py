@@ -34,7 +34,7 @@ def test_only_the_ranks_that_are_asked_for_are_shown(tmp_path):
     assert "rank 3, block 0" not in picture
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path):
+def test_timelines_that_cannot_be_drawn_raise(tmp_path):
     ring = ring_all_reduce.compile(ranks=3)
     with pytest.raises(ValueError, match=r"a picture is a .png or .svg file, not 'x.pdf'"):
         plot_schedule(ring, tmp_path / "x.pdf")

@@ -83,7 +83,7 @@ WITH_EXPERTS = [
 ]
 
 
-def test_what_experts_compute_is_a_row_of_its_own_forward_and_backward() -> None:
+def test_experts_computation_has_a_separate_row_forward_and_backward() -> None:
     on_cpu = read_timeline(cpu_trace(*WITH_EXPERTS))
     kernels = [kernel_of(number, 60 + number, 61 + number) for number in (1, 2, 4, 6)]
     on_gpu = read_timeline(gpu_trace(*WITH_EXPERTS, *kernels))
@@ -94,7 +94,7 @@ def test_what_experts_compute_is_a_row_of_its_own_forward_and_backward() -> None
     assert "experts" not in read_timeline(gpu_trace(product(0, 10))).rows
 
 
-def test_what_experts_send_has_rows_of_the_axes_that_it_is_sent_over() -> None:
+def test_experts_communication_has_rows_of_its_axes() -> None:
     groups = {"1": "expert", "2": "expert_data", "3": "expert_z"}
     trace = gpu_trace(*(nccl(name, 10 * number, 10 * number + 5) for number, name in enumerate(groups)))
     timeline = read_timeline(trace | {"stretto": ABOUT | {"groups": groups}})
@@ -110,7 +110,7 @@ def test_a_collective_is_exposed_where_no_computation_runs() -> None:
     assert timeline.rows == ("compute", "x")
 
 
-def test_what_two_axes_expose_at_once_counts_once_in_all_and_for_each_axis() -> None:
+def test_simultaneous_exposed_time_of_two_axes_counts_once_in_total_and_for_each_axis() -> None:
     timeline = read_timeline(gpu_trace(product(0, 10), nccl("7", 10, 30), nccl("9", 20, 50), product(60, 100)))
     assert milliseconds(timeline.exposed_by_axis) == {"x": 20, "z": 30}
     assert timeline.exposed_total == pytest.approx(0.040)
@@ -163,7 +163,7 @@ def test_a_step_without_copies_between_host_and_device_has_no_rows_for_them() ->
     assert "copies" not in tracing._describe(timeline)
 
 
-def test_seconds_are_those_of_a_step_and_what_lies_outside_the_steps_is_left_out() -> None:
+def test_seconds_are_those_of_a_step_and_spans_outside_of_steps_are_ignored() -> None:
     trace = gpu_trace(
         *(product(-20, 10), nccl("7", -10, 30), product(30, 60), nccl("9", 60, 120), product(120, 900)),
         steps=((0, 60), (80, 160)),
@@ -314,7 +314,7 @@ def report_of(out: Path, *, trace: dict[str, Any] | None, predicted: dict[str, A
     return (out / "summary.md").read_text()
 
 
-def test_a_summary_has_measured_beside_predicted(tmp_path: Path) -> None:
+def test_a_summary_compares_measured_with_predicted(tmp_path: Path) -> None:
     text = report_of(tmp_path / "run", trace=sample(), predicted=PREDICTED)
     for line in (
         "## Measured beside predicted",

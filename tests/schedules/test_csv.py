@@ -58,7 +58,7 @@ def test_torch_runs_the_sends_and_receives_that_are_written(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_torch_writes_is_read(name, tmp_path):
+def test_torchs_files_are_read(name, tmp_path):
     schedule = build(name)
     write_csv(schedule, tmp_path / "ours.csv")
     runtime = runtime_for(schedule)
@@ -124,7 +124,7 @@ def test_empty_cells_are_ranks_that_wait():
         ("0F0,1RECV_F0,1F0", "row 1, cell 2 ('1RECV_F0'): no action after it uses this"),
     ],
 )  # fmt: skip
-def test_what_is_no_schedule_is_refused_with_its_row_and_cell(text, message):
+def test_invalid_schedules_raise_with_row_and_cell(text, message):
     with pytest.raises(ScheduleError) as error:
         parse_csv(text)
     assert message in str(error.value)

@@ -109,7 +109,7 @@ def test_extra_warm_up_falls_with_the_distance_to_the_last_rank():
         ("dualpipe-v", [9] * 4),
     ],
 )
-def test_schedules_keep_as_many_micro_batches_as_their_papers_say(name, most):
+def test_schedules_keep_as_many_micro_batches_as_in_their_papers(name, most):
     assert list(live_micro_batches(build_schedule(name, 4, 16)).ranks) == most
 
 
@@ -123,7 +123,7 @@ def test_live_micro_batches_are_counted_by_stage_and_until_their_weight_gradient
     assert live_micro_batches(split).ranks == (2,)
 
 
-def test_what_is_kept_for_weight_gradients_may_be_less():
+def test_activations_kept_for_weight_gradients_may_be_fewer():
     schedule = build_schedule("zb-h1", 4, 16)
     assert peak_activations(schedule, [10, 10, 10, 100]) == (40, 40, 40, 400)
     # Rank r keeps 4 - r micro-batches whole, and r that wait for their weight gradients.
@@ -152,7 +152,7 @@ def test_what_is_kept_for_weight_gradients_may_be_less():
         (("zb-h1", 64, 10**9), "are more than 16777216 actions; 87381 micro-batches would do"),
     ],
 )
-def test_what_would_do_is_said_of_numbers_that_do_not(arguments, message):
+def test_errors_of_invalid_numbers_name_valid_ones(arguments, message):
     with pytest.raises(ValueError) as error:
         build_schedule(*arguments)
     assert message in str(error.value)

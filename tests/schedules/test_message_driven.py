@@ -95,7 +95,7 @@ def test_messages_that_a_stage_does_not_get_are_refused(stage, message, error):
         MessageDrivenPolicy(stage, 3, micro_batches=4, limit=4).arrive(*message)
 
 
-def test_a_message_that_comes_twice_is_refused():
+def test_a_duplicate_message_raises():
     policy = MessageDrivenPolicy(1, 3, micro_batches=4, limit=4)
     policy.arrive(F, 0)
     with pytest.raises(ScheduleError, match="stage 1 gets message F0 a second time"):
@@ -126,7 +126,7 @@ def test_numbers_that_make_no_sense_are_refused(numbers, error):
     st.sampled_from(["backward", "forward"]),
     st.integers(0, 2**32).map(random.Random),
 )
-def test_the_order_that_comes_about_is_a_schedule_with_the_same_times(stages, count, limit, serve_first, ties, rng):
+def test_the_resulting_order_is_a_schedule_with_the_same_times(stages, count, limit, serve_first, ties, rng):
     costs = StageCosts(*(tuple(float(rng.randint(1, 5)) for _ in range(stages)) for _ in range(3)))
     options = {"jitter": rng.choice([0, 0.5]), "seed": rng.randrange(100)}
     links = StageLinks(rng.randint(0, 3), rng.randint(0, 2))

@@ -40,7 +40,7 @@ def test_equal_items_are_spread_evenly():
     assert partition([1] * 12, 4) == (0, 3, 6, 9, 12)
 
 
-def test_sums_that_differ_by_their_last_bit_alone_are_told_apart():
+def test_sums_that_differ_by_their_last_bit_alone_are_distinguished():
     """0.7 + 0.7 and (0.7 + 0.7 + 0.7) - 0.7 are neighbouring numbers, with no other between them to try."""
     assert partition([0.7] * 3, 2) in ((0, 1, 3), (0, 2, 3))
 
@@ -68,6 +68,6 @@ def test_a_thousand_items_are_cut():
         (([1], 1, 0, float("inf")), "last is inf"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(arguments, message):
+def test_impossible_partitions_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         partition(*arguments)

@@ -107,7 +107,7 @@ def test_zb_v_has_no_bubble_between_a_ranks_first_and_last_unit(pipe):
 
 @pytest.mark.parametrize("saved", [0, 0.25, 0.5, 1])
 @pytest.mark.parametrize(("f", "w"), [(1, 1), (4, 1), (3, 2)])
-def test_dualpipe_v_waits_as_long_as_its_paper_says(f, w, saved):
+def test_dualpipe_v_waits_as_long_as_in_its_paper(f, w, saved):
     backward = f + w
     overlapped = f + backward - saved * f
     for pipe in (1, 2, 4, 5):

@@ -158,7 +158,7 @@ TWO = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"
         ("0RESHARD,0F0,0B0", "(0RESHARD): the weights of stage 0 are not gathered"),
     ],
 )  # fmt: skip
-def test_the_rank_the_action_and_the_rule_are_said(text, message):
+def test_errors_name_the_rank_the_action_and_the_rule(text, message):
     with pytest.raises(ScheduleError) as error:
         verify(parse_csv(text))
     assert message in str(error.value)

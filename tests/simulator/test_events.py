@@ -16,7 +16,7 @@ def test_events_run_by_time_and_then_in_the_order_of_insertion():
     assert (queue.processed, len(queue), queue.next_time) == (5, 0, None)
 
 
-def test_events_that_events_insert_at_their_own_time_come_after_those_that_were_there():
+def test_events_inserted_at_the_current_time_run_after_those_already_queued():
     queue, seen = EventQueue(), []
 
     def insert(name):

@@ -99,7 +99,7 @@ def test_a_dependency_on_a_later_operation_is_no_cycle():
         (lambda builder: builder.join([], stream="group"), "needs a rank"),
     ],
 )
-def test_what_cannot_run_is_refused_when_it_is_added(add, message):
+def test_invalid_operations_raise_when_they_are_added(add, message):
     with pytest.raises(ValueError, match=message):
         add(GraphBuilder(ranks=2))
 

@@ -95,7 +95,7 @@ def send_packet_by_packet(topology, messages, packet):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_messages_in_packets_arrive_as_if_each_packet_were_sent_by_itself(seed):
+def test_random_messages_in_packets_arrive_as_if_each_packet_were_sent_separately(seed):
     """The last arrives at the same time; others may be earlier, since packets of one message stay together."""
     print(f"seed {seed}")
     generator = random.Random(seed)

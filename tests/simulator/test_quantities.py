@@ -49,7 +49,7 @@ def test_times_are_read(text, seconds):
         (read_seconds, "-1ns"),
     ],
 )
-def test_what_is_no_quantity_is_refused(read, text):
+def test_invalid_quantities_raise(read, text):
     with pytest.raises(ValueError, match=r"is no|not finite|must be more than 0|must be a whole number"):
         read(text)
 

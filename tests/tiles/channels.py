@@ -92,7 +92,7 @@ def sum_around(channel, call, pause=0.0):
     values = [random_of(peer, COLUMNS, seed=call).mul(16).round() for peer in range(world)]
     out = torch.full((COLUMNS,), float("nan"))
     mapping = map_gather(8, world)
-    device = channel.begin("ring", *mapping, "broadcast", meets=True)
+    device = channel.begin("ring", *mapping, "broadcast", with_barrier=True)
     skip_producers(channel)
     time.sleep(pause)
     buffer = channel.tensor((world, COLUMNS), torch.float32)

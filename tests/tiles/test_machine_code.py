@@ -102,7 +102,7 @@ def test_a_barrier_of_the_block_stands_between_a_tiles_stores_and_its_signal(nam
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-def test_what_a_wait_allows_is_loaded_from_addresses_that_it_made(target):
+def test_loads_after_a_wait_use_addresses_that_it_computed(target):
     arguments = (make_channel(), PRODUCER, CONSUMER, X, X, X, X, 1024, 512, 4, 256, 128, 128, 64)
     lines = compile_to_ptx(example.all_gather_gemm, arguments, target)
     copies = addresses(lines, r"cp\.async\.cg")
@@ -147,7 +147,7 @@ def test_a_descriptors_load_is_fenced_after_the_acquire(target):
     assert all("fence.proxy.async;" in lines[zero - 3 : zero] and follows_acquire(lines, zero) for zero in zeros)
 
 
-def test_the_clock_and_the_limit_are_looked_at_only_where_a_wait_lasts():
+def test_the_clock_and_the_limit_are_read_only_in_long_waits():
     lines = compile_to_ptx(kernels.copy_tiles, launches()["copy_tiles"])
     first_look = find(lines, ACQUIRE)
     skips = find(lines, r"@%p\d+ bra", first_look)

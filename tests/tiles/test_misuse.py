@@ -135,5 +135,5 @@ def launch_wrongly():
             call()
 
 
-def test_a_kernel_that_names_what_there_is_not_is_told_so(interpret):
+def test_a_kernel_with_an_unknown_name_raises(interpret):
     interpret(2, launch_wrongly)

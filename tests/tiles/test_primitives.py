@@ -205,7 +205,7 @@ def sum_packets_of_large_products():
     assert not any(packets[rank * stride :][:16].any() for rank in range(world))
 
 
-def test_packets_may_lie_further_apart_than_32_bits_count(interpret):
+def test_packets_may_be_further_apart_than_32_bits_count(interpret):
     interpret(1, sum_packets_of_large_products)
 
 

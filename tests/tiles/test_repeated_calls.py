@@ -118,7 +118,7 @@ def use_a_slot_again(calls):
 
 
 @pytest.mark.parametrize("calls", [100, 2**30, 2**31 + 10, 2**32 - 1])
-def test_a_slot_may_lie_idle_for_any_number_of_calls(interpret, calls):
+def test_a_slot_may_be_idle_for_any_number_of_calls(interpret, calls):
     interpret(2, use_a_slot_again, calls)
 
 
@@ -136,7 +136,7 @@ def use_peers_after(calls):
 
 
 @pytest.mark.parametrize("calls", [100, 2**31 + 10, 2**32 - 2**21])
-def test_a_tile_between_peers_may_lie_idle_for_many_calls(interpret, calls):
+def test_a_tile_between_peers_may_be_idle_for_many_calls(interpret, calls):
     assert interpret(2, use_peers_after, calls) == [[True, True]] * 2
 
 
@@ -154,5 +154,5 @@ def run_ahead():
     return True
 
 
-def test_who_is_ahead_by_a_call_waits_for_nobody(interpret):
+def test_a_rank_that_is_ahead_by_a_call_does_not_wait(interpret):
     assert interpret(2, run_ahead) == [True] * 2

@@ -248,12 +248,12 @@ def test_weights_that_make_the_loss_infinite_are_named_and_not_the_loss(ranks: M
     assert "norm.weight after step 3" in message
 
 
-def test_a_grid_without_replicas_is_told_that_nothing_is_compared(tmp_path: Path, caplog: Any) -> None:
+def test_a_grid_without_replicas_has_a_note_that_nothing_is_compared(tmp_path: Path, caplog: Any) -> None:
     runs.train_quietly(runs.configure(tmp_path / "run", "train.steps=1", "train.verify_steps=1"))
     assert "no two ranks hold the same weights" in caplog.text
 
 
-def test_masters_beside_low_precision_weights_are_compared_too(ranks: MakeRanks, tmp_path: Path) -> None:
+def test_masters_of_low_precision_weights_are_compared_too(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(
         tmp_path, "grid.data=2", "train.optimizer_state=device", "train.dtype=bf16", "train.verify_steps=1"
     )
@@ -282,7 +282,9 @@ def flip_master(config: TrainConfig) -> str:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("forks_processes")
-def test_a_run_goes_on_by_itself_from_verified_weights_with_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_run_restarts_automatically_from_verified_weights_with_the_losses_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
     options = ["grid.data=3", "train.batch=6", "train.steps=8", "train.checkpoint_every=2", "train.verify_steps=3"]
     config = runs.configure(tmp_path / "run", *options, "train.max_restarts=1")
     config.out.mkdir()

@@ -70,7 +70,7 @@ def normalized(text: str) -> str:
         (str(["x=2"] * 65), "train.grids has 65 grids, but may have at most 64"),
     ],
 )
-def test_what_is_no_grid_is_refused(tmp_path: Path, written: str, message: str) -> None:
+def test_invalid_grids_raise(tmp_path: Path, written: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         configure(tmp_path, f"train.grids={written}")
     assert message in str(refused.value)

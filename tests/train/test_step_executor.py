@@ -39,7 +39,7 @@ def run_step(
     return calls, float(loss), float(total), counts.bytes_by_axis()[axis]
 
 
-def test_micro_batches_run_in_order_and_the_update_comes_once_after_them(ranks):
+def test_micro_batches_run_in_order_and_the_update_runs_once_after_them(ranks):
     for calls, *_ in ranks(2).run(run_step, 4, 2):
         assert calls == ["loss of 2 from 0", "loss of 2 from 2", "update at 0.5"]
     for calls, *_ in ranks(2).run(run_step, 4, None):

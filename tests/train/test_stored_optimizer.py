@@ -162,7 +162,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
 
 
 @pytest.mark.long
-def test_fp32_weights_train_as_with_state_beside_them(ranks: Any, tmp_path: Path) -> None:
+def test_fp32_weights_train_as_without_separate_state(ranks: Any, tmp_path: Path) -> None:
     """In fp32 nothing is rounded, so that state apart must give what the default gives; clipped, over four ranks."""
     common = ["train.dtype=fp32", "train.clip=0.5"]
     runs = {"beside": common, "host": [*common, *apart("host", state_bucket=512, reduce_buckets=2)]}
@@ -254,7 +254,7 @@ def test_a_run_with_a_loss_scale_resumes_with_it(ranks: Any, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_incompatible_options_raise(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tmp_path / "out", {}, *overrides)
 
@@ -367,7 +367,7 @@ def test_models_without_roles_shared_frozen_and_unused_parameters(ranks: Any, si
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [{"x": 2, "z": 2}, {"data": 2, "z": 2}], ids=["x2z2", "data2z2"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_oss", "bloom", "gemma2", "mamba", "phi3", "qwen3_moe", "opt"])
-def test_families_of_transformers_train_as_with_state_beside_them(
+def test_families_of_transformers_train_as_without_separate_state(
     ranks: Any, family: str, sizes: dict[str, int]
 ) -> None:
     for found in ranks(4).run(losses_of_family, family, dict(list_families())[family], sizes, timeout=200):

@@ -218,7 +218,7 @@ def test_no_rank_waits_for_others_to_look_for_a_request_to_stop(ranks: MakeRanks
 
 
 @pytest.mark.long
-def test_a_loss_that_is_no_number_ends_the_run_with_its_step_and_says_where_to_go_on(
+def test_a_nonfinite_loss_ends_the_run_with_its_step_and_the_checkpoint_to_resume(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
     options = [*on_grid(x=2), "train.checkpoint_every=1", "train.keep_checkpoints=9", "train.optimizer=sgd"]
@@ -242,7 +242,7 @@ def test_weights_that_are_not_finite_are_never_saved(ranks: MakeRanks, tmp_path:
     assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 1)
 
 
-def test_a_run_that_diverges_before_any_checkpoint_says_so(ranks: MakeRanks, tmp_path: Path) -> None:
+def test_a_run_that_diverges_before_any_checkpoint_reports_it(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(
         tmp_path, *on_grid(x=2), "train.lr=1e300", "train.warmup_steps=0", "train.clip=none", "train.dtype=fp64",
         "train.optimizer=sgd", "train.checkpoint_every=1",
@@ -273,7 +273,7 @@ def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(ranks: MakeRan
     assert steps(tmp_path / "end") == [2]
 
 
-def test_a_checkpoint_says_what_wrote_it(ranks: MakeRanks, tmp_path: Path) -> None:
+def test_a_checkpoint_records_what_wrote_it(ranks: MakeRanks, tmp_path: Path) -> None:
     run(ranks, tmp_path, "train.steps=1", *on_grid(z=2))
     metadata = read_metadata(checkpoint_path(tmp_path, 1))
     assert (metadata.step, metadata.optimizer) == (1, "adamw")
@@ -346,7 +346,7 @@ def test_tensorboard_that_is_not_installed_is_an_error_with_a_remedy(
 
 
 @pytest.mark.parametrize("overrides", [[], ["train.timeout=31.5"]], ids=str)
-def test_a_run_has_the_time_limit_that_its_configuration_says(tmp_path: Path, overrides: list[str]) -> None:
+def test_a_run_has_the_time_limit_of_its_configuration(tmp_path: Path, overrides: list[str]) -> None:
     """Of the groups that the run makes itself; the last save takes what it takes."""
     seen: list[float] = []
     step = GPTTask.step

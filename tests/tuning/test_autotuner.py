@@ -81,7 +81,7 @@ def measured(folder):
     """What ranks that measured different times, and of which only rank 0 has a file, agree on."""
     rank = dist.get_rank()
     meetings = []
-    time_runs(lambda: meetings.append(rank), CPU, repeats=2, warmups=1, group=dist.group.WORLD, meets_each_time=True)
+    time_runs(lambda: meetings.append(rank), CPU, repeats=2, warmups=1, group=dist.group.WORLD, barrier_each_time=True)
     found = slowest_times([[1.0 + rank, 5.0], [2.0, 5.0 - rank]], CPU, None)
     decided = decide_on_rank_0(lambda: {"rank": rank}, CPU)
 

@@ -20,7 +20,7 @@ def test_times_are_found_again_by_machine_and_key(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
 
 
-def test_the_folder_is_made_where_the_environment_says(tmp_path, monkeypatch):
+def test_the_folder_is_created_where_the_environment_sets_it(tmp_path, monkeypatch):
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "deep" / "cache"))
     TuningStore().add("a", {"product": [1.0]})
     assert json.loads((tmp_path / "deep" / "cache" / "tuning.json").read_text()) == {"a": {"product": [1.0]}}
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_costs_a_warning_and_leaves_the_file_as_it_was(tmp_p
     assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
 
 
-def test_what_is_damaged_is_measured_again_with_a_word_of_why(tmp_path, caplog):
+def test_damaged_entries_are_measured_again_with_the_reason(tmp_path, caplog):
     (tmp_path / "times.json").write_text("{")
     with caplog.at_level(logging.WARNING):
         assert TuningStore(tmp_path / "times.json").read("a") == {}
@@ -69,7 +69,7 @@ def test_what_is_damaged_is_measured_again_with_a_word_of_why(tmp_path, caplog):
     assert TuningStore(tmp_path / "none.json").read("a") == {}
 
 
-def test_a_file_that_somebody_names_is_read_whole(tmp_path):
+def test_a_file_that_the_user_names_is_read_whole(tmp_path):
     TuningStore(tmp_path / "times.json").add("a", {"product": [1.5, 2], "other": []})
     TuningStore(tmp_path / "times.json").add("b", {})
     assert read_times(tmp_path / "times.json") == {"a": {"product": (1.5, 2), "other": ()}, "b": {}}
@@ -88,7 +88,7 @@ def test_a_file_that_somebody_names_is_read_whole(tmp_path):
         ('{"a": {"product": [NaN]}}', "no seconds above 0"),
     ],
 )
-def test_a_file_that_somebody_names_and_holds_anything_else_is_refused(tmp_path, content, words):
+def test_a_file_that_the_user_names_and_has_other_content_raises(tmp_path, content, words):
     file = tmp_path / "times.json"
     file.write_text(content)
     with pytest.raises(ValueError, match=words) as error:
@@ -98,7 +98,7 @@ def test_a_file_that_somebody_names_and_holds_anything_else_is_refused(tmp_path,
         read_times(tmp_path / "none.json")
 
 
-def test_the_cache_lies_where_the_system_keeps_caches(tmp_path, monkeypatch):
+def test_the_cache_is_in_the_systems_cache_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("STRETTO_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "stretto"

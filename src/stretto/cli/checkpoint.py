@@ -151,7 +151,7 @@ def _summarize(path: Path) -> dict[str, Any]:
         size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     except ValueError as error:
         return row | {"fault": str(error)}
-    except OSError as error:  # another user's, or the run has deleted it meanwhile
+    except OSError as error:  # another user's, or the run has deleted it since
         return row | {"fault": f"{error.filename or path} cannot be read: {error.strerror or error}"}
     return row | {
         "step": metadata.step,

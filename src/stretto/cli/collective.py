@@ -372,7 +372,7 @@ def _cleaning_up_when_ended() -> Iterator[None]:
 
 
 def _agree_to_run(script: Path, *, is_agreed: bool) -> None:
-    """Ask before a script is run for the first time, or has changed since. ValueError where nobody can be asked."""
+    """Ask before a script is run for the first time, or after a change. ValueError without a terminal."""
     from stretto.cluster import read_bounded
     from stretto.tuning.store import cache_folder
 

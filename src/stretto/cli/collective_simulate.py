@@ -172,7 +172,7 @@ def tune(
                     f"{num_bytes:>14,} bytes: {best['name']}, {best['time_ns'] / 1e3:,.1f} us"
                     + (f"; then {second['name']}, {second['time_ns'] / 1e3:,.1f} us" if second else "")
                 )
-    left_out = sorted(tuner.left_out)
+    left_out = sorted(tuner.skipped)
     is_assumed = tuner.nodes > 1 and not all(each.between_nodes for each in machine.executors.values())
     if is_assumed:
         _note_in_node_costs(machine.machine)

@@ -24,7 +24,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class Command(TyperCommand):
-    """A command that names all missing options at once, and the option that an unknown one was meant to be."""
+    """A command whose error names all missing options, and suggests an option for an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse a command line as typer does, with these two messages."""
@@ -72,7 +72,7 @@ def print_any_text() -> None:
 
 def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
     """Print an error, and return the exception that ends the command with `status`."""
-    with suppress(OSError):  # nobody may read it any more
+    with suppress(OSError):  # its reader may have exited
         print(f"stretto: {message}", file=sys.stderr, flush=True)
     if as_json:
         print_json({"error": message})

@@ -43,7 +43,7 @@ def demo(
         _train(alone, "The same on one rank", as_json)
         beside = alone.out
     sample = _write_sample(config)
-    run = write_report(config.out, beside=beside, sample=sample)
+    run = write_report(config.out, compare_with=beside, sample=sample)
     other = None if beside is None else read_run(beside)
     if as_json:
         print_json(_result(run, other, sample))

@@ -228,7 +228,7 @@ def _check_memory(memory: str | None) -> bool:
 
 
 def _choose_state(location: str | None, of_file: StateOptions | None, is_auto: bool) -> StateOptions | None:
-    """Where optimizer state lies: where the command line says, else anywhere, or as the file says. None: anywhere."""
+    """Where optimizer state is stored: by the command line, else anywhere, or by the file. None: anywhere."""
     known = {each: each for each in get_args(StateLocation)}
     if location is not None and location not in known:
         raise ValueError(f"--optimizer-state is {location!r}, but must be one of {', '.join(known)}")

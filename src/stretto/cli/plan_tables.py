@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of `stretto plan`: plans, modes of recomputation, and by which formulas a plan needs what it needs."""
+"""The tables of `stretto plan`: plans, modes of recomputation, and the formulas of a plan's memory."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ def print_modes(plans: "list[GridPlan]", cost: str) -> None:
 
 
 def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int, *, has_memory: bool) -> None:
-    """has_memory: whether to say where optimizer state lies, and what is computed again."""
+    """has_memory: whether to show where optimizer state is stored, and what is recomputed."""
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement
@@ -131,7 +131,7 @@ def _name_schedule(plan: "GridPlan") -> str:
 
 
 def _explain_pipelines(plans: "list[GridPlan]", console: "Console") -> None:
-    """Say what the table's columns of pipelines mean, and how the first of them is cut."""
+    """Explain the table's columns of pipelines, and how the first of them is split."""
     console.print("schedule: its virtual stages (v), extra warm-up (+), or limit; bubble: ms a step", highlight=False)
     first = next((plan for plan in plans if plan.schedule is not None), None)
     if first is None or first.is_possible is False:

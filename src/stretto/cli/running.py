@@ -22,7 +22,7 @@ RANK_FAILED = 1
 def run_training(config: JobConfig, *, as_json: bool) -> signal.Signals | None:
     """Start the ranks and train. Returns the signal that stopped it, if one did; ends the command if a rank failed.
 
-    No other command has the run's folder meanwhile, and nothing in it is of an earlier run that this one writes again.
+    No other command uses the run's folder meanwhile. Files of an earlier run that this one rewrites are deleted first.
     """
     with ExitStack() as stack:
         stack.enter_context(refusing_bad_input(as_json=as_json))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto simulate`: messages and collectives on a network that you do not have, beside other files' commands."""
+"""`stretto simulate`: messages and collectives on a network that you do not have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

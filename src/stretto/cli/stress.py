@@ -59,7 +59,7 @@ def stress(
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
         try:
-            report = run(setting, _say_on_stderr if as_json else _say)
+            report = run(setting, _print_to_stderr if as_json else _print)
         except RuntimeError as error:
             raise fail(str(error), FOUND, as_json=as_json) from error
     if as_json:
@@ -81,11 +81,11 @@ def stress(
         raise typer.Exit(FOUND)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _say_on_stderr(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -46,7 +46,7 @@ def train(
 
         requested = load_config(
             config, [*(overrides or []), *(["train.trace=true"] if trace else [])]
-        )  # before torch is imported: mistakes show at once
+        )  # before torch is imported: mistakes are reported immediately
 
         from stretto.train.preflight import preflight
 

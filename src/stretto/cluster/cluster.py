@@ -80,7 +80,7 @@ class Cluster:
 
         A CPU counts as one GPU for each core that the process may use, with an equal share of the memory. Memory is
         read from the machine (the host's is at most its cgroup's limit), and peak FLOP/s come from a known GPU's
-        datasheet; links stay unknown, since only a measurement finds them. Initializes CUDA in this process, so do not
+        datasheet; links are unknown, since only a measurement finds them. Initializes CUDA in this process, so do not
         fork after it.
         """
         count, gpu, sources = detection.detect()

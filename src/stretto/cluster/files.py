@@ -83,6 +83,6 @@ def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
             content = file.read(most + 1)
     if len(content) > most and most < max_bytes:
         raise ValueError(f"{path}: grows while it is read")
-    if max(status.st_size, len(content)) > max_bytes:  # it may have grown meanwhile
+    if max(status.st_size, len(content)) > max_bytes:  # it may have grown since
         raise ValueError(f"{path}: is larger than {max_bytes} bytes, the most {what} may have")
     return content

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out which of a job's ranks run on this machine, however they were launched. Needs no torch.
 
-torchrun sets LOCAL_RANK and LOCAL_WORLD_SIZE. Under Slurm's srun a script may set RANK and WORLD_SIZE by itself; the
+torchrun sets LOCAL_RANK and LOCAL_WORLD_SIZE. Under Slurm's srun a script may set RANK and WORLD_SIZE itself; the
 rest is then in Slurm's variables, which count only if each task of the step is a rank. Other launchers set nothing:
 ranks find each other by the names of their machines, through the job's store.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart that have the same name
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # distinguishes machines that have the same name
 
 
 class Store(Protocol):
@@ -87,7 +87,7 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
 
 
 def _expand_tasks(text: str) -> list[int]:
-    """The tasks of each node, from Slurm's short form: "8(x2),4" is 8, 8, 4. Empty if it is something else."""
+    """The tasks of each node, from Slurm's short form: "8(x2),4" is 8, 8, 4. Empty for any other text."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

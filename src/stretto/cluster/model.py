@@ -123,7 +123,7 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class InNodeBandwidth:
-    """A measured bandwidth of groups of `size` GPUs of one node, with all such groups of the node busy at once.
+    """A measured bandwidth of groups of `size` GPUs of one node, with all such groups of the node busy concurrently.
 
     `preceding` is the product of the sizes of the grid's inner axes: the group's GPUs are that many device numbers
     apart. `bandwidth` is per GPU: the bytes that a ring algorithm sends from one GPU, divided by the time of the
@@ -163,7 +163,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """A measured collective inside a node, of all groups of `size` GPUs that are `preceding` apart at once.
+    """A measured collective inside a node, of all groups of `size` GPUs that are `preceding` apart, concurrently.
 
     A row of the key `transfers` of a cluster file. `bytes` is what a ring algorithm sends from one GPU, `seconds` the
     time of the collective.

@@ -2,7 +2,7 @@
 """Collectives by their conditions: which input chunks exist before, and which sums each output chunk holds after.
 
 MSCCLang, section 3.2. A buffer is a row of chunks of one size; an input chunk is named by the pair (rank,
-index) that holds it at the start. In place, the smaller of a rank's two buffers lies inside the larger one, as in
+index) that holds it at the start. In place, the smaller of a rank's two buffers is inside the larger one, as in
 MSCCL and RCCL, which share our schedule files: an all-gather's input is a part of its output, a reduce-scatter's output
 a part of its input, and otherwise both are the same memory.
 """
@@ -92,7 +92,7 @@ class Collective:
             self.require_inside()
 
     def require_inside(self) -> None:
-        """ValueError where, in place, one of a rank's buffers does not lie inside the other."""
+        """ValueError if, in place, one of a rank's buffers is not inside the other."""
         for rank in range(self.ranks):
             for start, buffer in zip(self.starts(rank), (Buffer.IN, Buffer.OUT), strict=True):
                 if not 0 <= start <= self.chunks_per_loop - self.chunks(buffer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a schedule is to be tried with on processes of this machine (`host_benchmark`). Imports no torch."""
+"""Checks the options of a schedule's test run on processes of this machine (`host_benchmark`). Imports no torch."""
 
 import re
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def plan_trial(schedule: Schedule, size: str, dtype: str, reduction: str, in_pla
     """Size the buffers of a schedule's trial.
 
     size: bytes of a rank's larger buffer, as 4096, 64K, 1M or 1G, rounded down to whole chunks, at least one element
-    each; dtype: a key of ITEMSIZES; reduction: one of REDUCTIONS; in_place: None takes what the schedule is meant for.
+    each; dtype: a key of ITEMSIZES; reduction: one of REDUCTIONS; in_place: None for the schedule's own setting.
     Raises ValueError for any other, and for buffers or ranks that a machine has no room for.
     """
     if dtype not in ITEMSIZES:
@@ -62,7 +62,7 @@ def plan_trial(schedule: Schedule, size: str, dtype: str, reduction: str, in_pla
 
 
 def read_size(text: str) -> int:
-    """Bytes as people write them: 4096, 64K, 1M, 1G, in powers of 1024. ValueError for anything else."""
+    """Parse a size: 4096, 64K, 1M or 1G, in powers of 1024. ValueError for anything else."""
     match = re.fullmatch(r"([0-9]{1,12})([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
         raise ValueError(f"{text!r} is no size: write 4096, 64K, 1M or 1G")

@@ -97,7 +97,7 @@ class Reference:
         *,
         thread_blocks: tuple[int | None, int | None] = (None, None),
     ) -> "Reference":
-        """Copy these chunks to `rank`'s buffer at `index` (without them, to where they lie here) over channel `ch`.
+        """Copy these chunks to `rank`'s buffer at `index` (default: their own buffer and index) over channel `ch`.
 
         Returns the reference to the copies. A copy onto itself, as between the two buffers of a collective that is in
         place, does nothing. ProgramError for a stale reference, a place that is not there, or one that overlaps.
@@ -122,7 +122,7 @@ class Reference:
         return self._trace.split(self, parts)
 
     def group(self, other: "Reference") -> "Reference":
-        """One reference to these chunks, those of `other` on the same rank and buffer, and what lies between them."""
+        """One reference to these chunks, those of `other` on the same rank and buffer, and all chunks between them."""
         return self._trace.group(self, other)
 
     @property

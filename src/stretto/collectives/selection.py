@@ -67,7 +67,7 @@ _LARGEST = 16 << 20  # up to which the costs above decide
 COPY_ENGINE_MIN_BYTES = 128 << 20
 """The bytes from which copy engines may be best: below, issuing the copies takes the host as long as they take."""
 _GAIN = 0.97  # of the library's time: a choice that gains less may be slower than the library in the next run
-# Of the same kernel without unrolling: it holds more registers, for which products beside it wait. An all-gather of
+# Of the same kernel without unrolling: it uses more registers, for which concurrent products wait. An all-gather of
 # 64 MB, 1% faster alone, delays products by 130 us, and without unrolling by 60 (4x H100, 2026-11-26).
 _UNROLLED_GAIN = 0.98
 _LARGEST_LL = 64 << 10
@@ -113,7 +113,7 @@ def default_choice(collective: str, num_bytes: int, world_size: int, *, has_nvli
 
 
 def _default_for_large(collective: str, num_bytes: int, world_size: int) -> AlgorithmChoice:
-    """Over NVLink. In all-reduces of more than two ranks, ranks fall out of step, and two send to a third at once."""
+    """Over NVLink. In all-reduces of more than two ranks, ranks drift apart, and two send to a third concurrently."""
     if collective == "allreduce" and world_size > 2:
         return LIBRARY
     by_copies = _BY_COPY_ENGINE[collective]
@@ -213,7 +213,7 @@ class Table:
 
 
 def find_table_file(given: Path | str | None) -> Path | None:
-    """The file of measured times from the argument or else the environment; None for the tuning store."""
+    """The file of measured times, from the argument or else the environment; None for the tuning store."""
     named = given if given is not None else os.environ.get(TABLE_VARIABLE)
     return Path(named) if named else None
 

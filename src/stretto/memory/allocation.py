@@ -56,7 +56,7 @@ class _Allocation(NamedTuple):
 
 
 class SymmetricLocation(NamedTuple):
-    """Where a tensor lies: the memory, the number of tensors its group had made before, and the offset in bytes."""
+    """The location of a tensor: the memory, the number of earlier tensors of its group, and the offset in bytes."""
 
     memory: SymmetricMemory
     number: int
@@ -105,7 +105,7 @@ def empty(
 def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
     """A peer's tensor that the same call of `empty` made, with the same shape and dtype; rank: in the group.
 
-    The caller orders writes and reads, by a barrier for example. It is valid as long as `tensor` lives. ValueError for
+    The caller orders writes and reads, by a barrier for example. It is valid while `tensor` lives. ValueError for
     a tensor that `empty` did not make (a view of one, for example), and for a rank that the group does not have.
     """
     allocation = _memories.get(tensor)
@@ -120,7 +120,7 @@ def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
 
 
 def find_symmetric(tensor: Tensor) -> SymmetricLocation | None:
-    """Where a contiguous tensor lies within a live tensor that `empty` made; None for all others."""
+    """The location of a contiguous tensor within a live tensor that `empty` made; None for all others."""
     if _memories:
         start = tensor.data_ptr()
         for memory, number, begin, num_bytes in _memories.values():

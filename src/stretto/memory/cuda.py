@@ -163,7 +163,7 @@ def _try(total: int, device: torch.device) -> Tensor | Exception:
 
 
 def _allocate(total: int, device: torch.device) -> Tensor:
-    """Allocate uint8 [total], which each rank frees by itself when the tensor dies.
+    """Allocate uint8 [total], which each rank frees independently when the tensor dies.
 
     torch's own `empty` allocates from a pool (since 2.11). If one rank has freed a block of the pool and another rank
     has not, the next allocation would return different blocks on the ranks, and the old handle would be taken for the

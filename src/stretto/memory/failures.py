@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failed waits: what a kernel does when a peer does not signal in time, and how the host learns of it.
+"""Failed waits: what a kernel does when a peer does not signal in time, and how the host detects it.
 
 A kernel whose wait exceeds its time limit cannot raise. It does this, in this order (of which this is the one
 description; the code is `stretto.tiles.waits.report_timeout` and, for collectives, `executor/cuda/primitives.cu`):
@@ -69,7 +69,7 @@ _flags: dict[torch.device, Tensor] = {}  # the failure flag of each device
 _watchdog: threading.Thread | None = None
 
 
-# What the host asks wherever a result may be used.
+# The host's check before results are used.
 
 
 def check() -> None:
@@ -291,8 +291,8 @@ def start_watchdog() -> None:
     """Start the thread that ends this process when a failure goes unnoticed, unless it runs already or is disabled.
 
     It works like the watchdog of torch's NCCL backend: a process that never checks (its host waits for something else,
-    or it replays CUDA graphs) would go on with wrong results. A failure that was raised as PeerError has been noticed,
-    and is the caller's to handle.
+    or it replays CUDA graphs) would continue with wrong results. A failure that was raised as PeerError has been
+    noticed, and is the caller's to handle.
     """
     global _watchdog
     with _lock:
@@ -316,7 +316,7 @@ def watchdog_seconds() -> float:
 
 
 def _watch() -> None:
-    """Read the summary word once a second, and end the process if a failure has gone unnoticed for too long."""
+    """Read the summary word once a second, and end the process if a failure has been unnoticed for too long."""
     unseen_since: float | None = None
     while True:
         time.sleep(_WATCHDOG_PERIOD)

@@ -17,7 +17,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _Gpu(NamedTuple):
-    """What a rank tells the others of its GPU."""
+    """A rank's description of its GPU for the others."""
 
     host: str
     identity: str

@@ -125,8 +125,8 @@ def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: in
         try:
             store.wait([key], timedelta(seconds=timeout))
         except RuntimeError as error:
-            with suppress(RuntimeError):  # the store may be gone
-                store.delete_key(f"{topic} {number} {rank}")  # a rank that comes now must not go on alone
+            with suppress(RuntimeError):  # the store may be lost
+                store.delete_key(f"{topic} {number} {rank}")  # a rank that arrives now must not continue alone
             raise PeerError(
                 f"rank {rank} of {size} calls {text}, and rank {peer} has called nothing like it within {timeout:g} s"
             ) from error

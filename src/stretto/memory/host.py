@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symmetric memory between the processes of one machine: anonymous POSIX shared memory.
 
-Each rank makes its region with memfd_create and tells its peers (process, descriptor), which map it through
+Each rank creates its region with memfd_create and sends its peers (process, descriptor), which map it through
 /proc/PROCESS/fd/DESCRIPTOR; once all have, the rank closes the descriptor. The region never has a name in /dev/shm: the
 kernel frees it when the last process that maps it ends, in whatever way and at any moment, and a container's small
 /dev/shm does not limit it. It needs Linux, and processes of one user that see each other in /proc.
 
-A region is the rank's signal pad, then its buffer. Counter (writer, index) of a reader lies in the reader's pad at
+A region is the rank's signal pad, then its buffer. Counter (writer, index) of a reader is in the reader's pad at
 writer * signals + index: only that writer stores to it, only that reader loads it. With one writer, an increment is a
 load of its own last value and an aligned store of 4 bytes (one instruction in CPython's memoryview), which no reader
 sees half done; it needs no atomic addition, which Python does not have. `find_fence` orders the counter after the data.
@@ -45,7 +45,7 @@ class Process(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank tells its peers of its region: where it is, the requested sizes, or why it has none."""
+    """A rank's description of its region for peers: its location, the requested sizes, or why it has none."""
 
     process: Process
     descriptor: int
@@ -196,7 +196,7 @@ def _require_same(offers: list[_Offer], rank: int) -> None:
 
 
 def _map(offer: _Offer, total: int, rank: int, peer: int) -> Tensor:
-    """Map a peer's region as uint8 [total]; it is unmapped when its last tensor is gone."""
+    """Map a peer's region as uint8 [total]; it is unmapped when its last tensor is freed."""
     path = f"/proc/{offer.process.number}/fd/{offer.descriptor}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{offer.name}"):

@@ -44,12 +44,12 @@ _of_parent: list[mmap.mmap] = []
 def allocate_pinned(num_bytes: int, device: torch.device) -> Tensor:
     """Allocate zeroed host memory, uint8 [num_bytes], that copies to and from a CUDA device asynchronously.
 
-    A copy between it and the device, with `non_blocking=True`, returns before it has ended, and runs beside kernels of
-    other streams. One copy must not cross a multiple of BLOCK_BYTES from the tensor's start. The memory is freed with
-    the last tensor that views it, once the device has done all that was enqueued. Forked processes do not have it.
+    A copy between it and the device, with `non_blocking=True`, returns before it has ended, and overlaps with kernels
+    of other streams. One copy must not cross a multiple of BLOCK_BYTES from the tensor's start. The memory is freed
+    with the last tensor that views it, once the device has done all that was enqueued. Forked processes do not have it.
 
     device: a CUDA device, or the CPU, for which it is ordinary memory. Raises ValueError for a size that is negative or
-    exceeds what is left of this machine's memory, RuntimeError where CUDA does not register it. What other ranks
+    exceeds this machine's available memory, RuntimeError if CUDA does not register it. What other ranks
     allocate at the same time is not known here: whoever calls it on all ranks checks the sum.
     """
     if num_bytes < 0:
@@ -84,8 +84,8 @@ def _require_left(num_bytes: int) -> None:
 def _map(num_bytes: int) -> tuple[Any, mmap.mmap]:
     """Map anonymous memory of this process alone, in huge pages where the system has them.
 
-    A fork would share its pages until one side writes: the device would then go on using pages that are no longer the
-    tensor's. So a forked process does not get them.
+    A fork would share its pages until one side writes: the device would then continue to use pages that are no longer
+    the tensor's. So a forked process does not get them.
     """
     try:
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -144,7 +144,7 @@ def _clear_error(device: torch.device) -> None:
 
 
 def _release(owner: int, blocks: list[int], device: torch.device, mapping: mmap.mmap) -> None:
-    """Unregister the memory of a tensor that is gone, or of any when the process ends; it is unmapped after that."""
+    """Unregister the memory of a freed tensor, or of any when the process ends; it is unmapped after that."""
     if os.getpid() != owner:  # a forked process, which has neither the memory nor CUDA
         _of_parent.append(mapping)
     elif torch.cuda.is_current_stream_capturing():

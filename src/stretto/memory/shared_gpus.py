@@ -33,7 +33,7 @@ from torch._C import _distributed_c10d as c10d
 
 SWITCH = "STRETTO_SHARE_GPUS"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-_libraries: list[torch.library.Library] = []  # registrations last as long as these objects
+_libraries: list[torch.library.Library] = []  # registrations live as long as these objects
 
 
 # Settings of a job whose ranks may share GPUs.
@@ -92,7 +92,7 @@ def barrier(group: dist.ProcessGroup | None, device: torch.device) -> None:
         dist.barrier(group=group)
 
 
-# Registering the kernels. The first argument of each c10d operator is what it writes.
+# Registering the kernels. The first argument of each c10d operator is its output.
 
 _REDUCTIONS = (
     "allreduce_",
@@ -182,7 +182,7 @@ class _HostStagingKernels:
         self.host_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, host_key))
 
     def collective(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
-        """Make the kernel for a c10d operator whose first argument is what it writes."""
+        """Make the kernel for a c10d operator whose first argument is its output."""
         group_index = _find_group_argument(op)
 
         def kernel(*args: Any) -> Any:
@@ -227,7 +227,7 @@ class _HostStagingKernels:
         return kernel
 
     def receive(self, op: Any) -> Callable[..., Any]:
-        """Make the kernel for `recv_`: a thread waits for the message and copies it, so this rank can go on to send."""
+        """Make the kernel for `recv_`: a thread waits for the message and copies it, so this rank can send."""
 
         def kernel(tensors: list[Tensor], group: Any, *options: Any) -> Any:
             if not self._is_staged(op, dist.ProcessGroup.unbox(group)):
@@ -242,7 +242,7 @@ class _HostStagingKernels:
                     dist.Work.unbox(work).wait()
                     self._copy_after(before, tensors, staged)
                     ended.set_result(tensors)
-                except Exception as error:  # noqa: BLE001  (whoever waits must get it, whatever it is)
+                except Exception as error:  # noqa: BLE001  (any exception must reach the waiting caller)
                     ended.set_exception(error)  # type: ignore[arg-type]
 
             threading.Thread(target=finish, name="stretto-receive", daemon=True).start()
@@ -288,7 +288,7 @@ class _HostStagingKernels:
     def _is_staged(self, op: Any, group: dist.ProcessGroup) -> bool:
         """Whether to stage a call: the group's backend for this kind of device is gloo.
 
-        The backend stretto stages its own calls, those that its kernels do not carry. RuntimeError for a group of
+        The backend stretto stages its own calls, those that its kernels do not support. RuntimeError for a group of
         another backend, and for a call to stage while a CUDA graph is captured.
         """
         backend, on_host = (group._get_backend(torch.device(kind)) for kind in (self.device.type, "cpu"))
@@ -363,8 +363,8 @@ _GLOO_DTYPES = frozenset(
 def _to_host(value: Any, is_reduction: bool) -> Any:
     """New contiguous tensors on the host in place of those of a tensor, a list, or a list of lists.
 
-    Where gloo does not support the dtype, data that is only moved travels as bytes [..., itemsize], and integers that
-    are added travel as int32.
+    If gloo does not support the dtype, data without a reduction is sent as bytes [..., itemsize], and integers that
+    are added are sent as int32.
     """
     if isinstance(value, (list, tuple)):
         return [_to_host(one, is_reduction) for one in value]
@@ -386,14 +386,14 @@ def _copy_back(target: Any, source: Any) -> None:
 
 
 def _to_device(host: Any, like: Any) -> Any:
-    """Convert a functional collective's results to the device and dtype of what it was given."""
+    """Convert a functional collective's results to the device and dtype of its inputs."""
     if isinstance(host, (list, tuple)):
         return [_to_device(one, given) for one, given in zip(host, like, strict=True)]
     return _as_dtype(host, like.dtype).to(like.device)
 
 
 def _as_dtype(host: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor that travelled as itself, as bytes, or as int32 back to this dtype."""
+    """Convert a tensor that was sent unchanged, as bytes, or as int32 back to this dtype."""
     if host.dtype == dtype:
         return host
     return host.to(dtype) if host.dtype == torch.int32 else host.view(dtype).squeeze(-1)

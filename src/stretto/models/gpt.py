@@ -42,7 +42,7 @@ class Attention(nn.Module):
         else:
             parts = groups.split((self.queries_per_group, 1, 1), dim=-2)
             heads = (parts[0].flatten(2, 3), parts[1].flatten(2, 3), parts[2].flatten(2, 3))
-        # The output has the query's strides: heads of a token lie together, so that flattening it copies nothing.
+        # The output has the query's strides: heads of a token are contiguous, so that flattening it copies nothing.
         query, key, value = (part.transpose(1, 2) for part in heads)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.queries_per_group > 1)
         return self.out(y.transpose(1, 2).flatten(2))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixture of experts: a router chooses a few experts for each token, and their weighted outputs are added up.
 
-The modules know nothing about ranks: `stretto.parallelize` replaces `Experts` by experts that lie on several ranks.
+The modules know nothing about ranks: `stretto.parallelize` replaces `Experts` by experts on several ranks.
 
-A training loop of one's own calls `scale_losses` before the forward pass of each micro-batch and `update_biases` after
+A custom training loop calls `scale_losses` before the forward pass of each micro-batch and `update_biases` after
 each optimizer step.
 """
 
@@ -80,7 +80,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The MLP that every token passes, of a width of its own and without biases; with a gate, a sigmoid scales it."""
+    """The MLP that every token passes, with its own width and without biases; with a gate, a sigmoid scales it."""
 
     def __init__(self, hidden: int, width: int, *, is_gated: bool, has_gate: bool) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class RouterOptions:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the router has a loss of its own."""
+        """Whether the router has its own loss."""
         return self.balance == "switch" or self.has_sequence_loss or self.z_loss > 0
 
 
@@ -307,7 +307,7 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
 
 
 def scale_losses(model: nn.Module, scale: float | Tensor) -> None:
-    """Set what the gradients of the routers' losses are multiplied by, in the forward passes that follow.
+    """Set the factor of the gradients of the routers' losses for the following forward passes.
 
     That is the micro-batch's share in the step's loss, times the loss scale if there is one.
     """
@@ -317,7 +317,7 @@ def scale_losses(model: nn.Module, scale: float | Tensor) -> None:
 
 @torch.no_grad()
 def update_biases(model: nn.Module) -> RoutingStatistics | None:
-    """Update the routers' biases from the tokens since the last call, and return what the routers did. Collective.
+    """Update the routers' biases from the tokens since the last call, and return the routers' statistics. Collective.
 
     Call it once an optimizer step: b_e += bias_rate x sign(mean load - load of e). None for a model that has no router
     or has not run.

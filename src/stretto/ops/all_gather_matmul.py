@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather + GEMM: the ranks' rows travel while a persistent GEMM multiplies those that have arrived.
+"""All-gather + GEMM: the ranks' rows are transferred while a persistent GEMM multiplies those that have arrived.
 
 Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). The operator, its gradient, and two kernels:
 `all_gather_gemm_by_copies`, whose rows copy engines move, and `all_gather_gemm_by_programs`, whose first programs move
@@ -312,7 +312,7 @@ def launch_gather(
 ) -> None:
     """Launch the call: out = gather(x) @ weight.T + bias, by the configuration's kernel.
 
-    scales: of own rows of an fp8 x, which travel with them, and of the weight. returned: gets the gathered x, which
+    scales: of own rows of an fp8 x, which are sent with them, and of the weight. returned: gets the gathered x, which
     copy engines alone can give.
     """
     if config.transfer == "programs":
@@ -351,7 +351,7 @@ def _launch_by_copies(
     is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None
     column_tiles = divide_up(out.shape[1], blocks.n)
     count = divide_up(out.shape[0], blocks.m) * column_tiles
-    # Own tiles are multiplied in a loop of their own, over whole tiles.
+    # Own tiles are multiplied in a separate loop, over whole tiles.
     kept = rows // blocks.m * column_tiles if is_direct else 0
     stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals, kept)
     shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
@@ -448,7 +448,7 @@ def all_gather_gemm_by_copies(  # type: ignore[no-untyped-def]
     its first programs signal them, since a copy within a GPU may need a multiprocessor.
     Waits: for the pieces that hold a tile's rows: by `consumer_tile_wait` at the tile's head, or by
     `consumer_tile_poll` while the tile before it is multiplied, since loops over whole tiles are flattened, and a
-    tile's stores and waits go on beside other tiles' products. They depend on copy engines alone.
+    tile's stores and waits overlap with other tiles' products. They depend on copy engines alone.
     Scales of fp8 rows travel before their rows' signals, to gemm.row_scales.
     Reuse: `gathered` is one of two slots, in turn. Peers write to it only when all ranks have begun the call after the
     last one that used it.

@@ -36,7 +36,7 @@ def find_name(group: dist.ProcessGroup | None) -> str:
 def require_operands(
     operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str = "auto"
 ) -> None:
-    """ValueError unless x [., k], weight [n, k] and bias [n] are of one dtype and device, and lie as kernels take them.
+    """ValueError unless x [., k], weight [n, k] and bias [n] have one dtype and device, and a supported layout.
 
     weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
     """
@@ -74,8 +74,8 @@ def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
     if bias is not None:
         if bias.shape != weight.shape[:1] or bias.dtype != dtype or bias.device != x.device:
             raise ValueError(
-                f"{operator}: a bias is [{weight.shape[0]}] of {dtype} on {x.device}, not {_say(bias)} of {bias.dtype} "
-                f"on {bias.device}"
+                f"{operator}: a bias is [{weight.shape[0]}] of {dtype} on {x.device}, not {_show(bias)} of "
+                f"{bias.dtype} on {bias.device}"
             )
         if not bias.is_contiguous():
             raise ValueError(
@@ -95,8 +95,8 @@ def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Te
     rows = matrix.shape[0]
     if scale.numel() not in (1, rows) or sum(size != 1 for size in scale.shape) > 1:
         raise ValueError(
-            f"{operator}: {name} is one number, or one for each of {rows} rows, not {_say(scale)}: there are no scales "
-            "of smaller blocks"
+            f"{operator}: {name} is one number, or one for each of {rows} rows, not {_show(scale)}: there are no "
+            "scales of smaller blocks"
         )
     if scale.dtype != torch.float32 or scale.device != matrix.device:
         raise ValueError(
@@ -112,7 +112,7 @@ def flatten_rows(operator: str, x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     if x.dim() < 2:
-        raise ValueError(f"{operator} takes x [..., k], of two dims or more, not {_say(x)}")
+        raise ValueError(f"{operator} takes x [..., k], of two dims or more, not {_show(x)}")
     _require_contiguous(operator, x)
     return x.flatten(0, -2)
 
@@ -132,7 +132,7 @@ def require_out(operator: str, out: object, shape: tuple[int, ...], dtype: torch
     device = next(one.device for one in others if one is not None)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise ValueError(
-            f"{operator}: out is {list(shape)} of {dtype} on {device}, not {_say(out)} of {out.dtype} on {out.device}"
+            f"{operator}: out is {list(shape)} of {dtype} on {device}, not {_show(out)} of {out.dtype} on {out.device}"
         )
     if not out.is_contiguous():
         raise ValueError(f"{operator} writes to a contiguous out, not to strides {out.stride()}")
@@ -156,10 +156,10 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 def _require_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
-            f"{operator} takes x [..., k] and weight [n, k], which has two dims, not {_say(x)} and {_say(weight)}"
+            f"{operator} takes x [..., k] and weight [n, k], which has two dims, not {_show(x)} and {_show(weight)}"
         )
     if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"{operator}: x {_say(x)} and weight {_say(weight)} differ in k, their last dim")
+        raise ValueError(f"{operator}: x {_show(x)} and weight {_show(weight)} differ in k, their last dim")
 
 
 def _require_contiguous(operator: str, x: Tensor) -> None:
@@ -179,9 +179,9 @@ def _require_place(operator: str, x: Tensor) -> None:
 
 
 def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """ValueError unless weight [n, k] and bias [n] are of x's dtype and on its device, and lie as kernels take them."""
+    """ValueError unless weight [n, k] and bias [n] have x's dtype and device, and a supported layout."""
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{operator}: a bias for weight {_say(weight)} is [{weight.shape[0]}], not {_say(bias)}")
+        raise ValueError(f"{operator}: a bias for weight {_show(weight)} is [{weight.shape[0]}], not {_show(bias)}")
     for name, other in (("weight", weight), ("bias", bias)):
         if other is None:
             continue
@@ -198,7 +198,7 @@ def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
         )
 
 
-def _say(tensor: Tensor) -> str:
+def _show(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
@@ -216,7 +216,7 @@ def require_agreement(call: str, by_tma: bool, group: str, device: torch.device)
     Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
     could not find out that their ranks disagree. by_tma: whether TMA takes this rank's operands, whose addresses may
     differ from other ranks'; returns whether it took all ranks', at the first call of this kind. ValueError where
-    another rank calls something else, PeerError where one does not come within the group's time limit.
+    another rank makes a different call, PeerError if one makes none within the group's time limit.
     """
     compared = find_known(group, device, "calls", _ComparedCalls)
     if call in compared.known and not is_debugging():

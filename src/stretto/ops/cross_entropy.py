@@ -43,7 +43,7 @@ def write_gradients(
     """Replace each logit by scale * (softmax - [it is the target's]), and columns that do not count by zeros.
 
     logits, targets and columns are those of `read_statistics`; greatest, sums and scale are fp32 [t]: of the whole row,
-    whichever rank has its columns, and what the loss of the row is multiplied by. Rounded once, to logits' dtype.
+    whichever rank has its columns, and the factor of the row's loss. Rounded once, to logits' dtype.
     """
     if logits.numel():
         arguments = logits, targets, greatest, sums, scale, columns, logits.shape[1]
@@ -57,7 +57,7 @@ def reduce_rows(  # type: ignore[no-untyped-def]
 ):
     """The statistics of `read_statistics`, of one row a program.
 
-    Each lane keeps those of its own columns until the end. Synchronization: none: programs own their rows.
+    Each lane keeps those of its own columns until the end. Synchronization: none, since programs own their rows.
     """
     row = tl.program_id(0).to(tl.int64)
     highest = tl.full((BLOCK,), -float("inf"), tl.float32)

@@ -5,8 +5,8 @@
 finds its configuration: `recall_config` for an equal earlier call, else `choose_config`, by the caller's choice, the
 fastest measured configuration, or a default.
 
-All ranks of a group choose alike. Their calls are alike, and everything else that choices depend on (measured times,
-whether GPUs can access each other's memory) is exchanged once, at the group's first call.
+All ranks of a group make the same choice: their calls are equal, and everything else on which choices depend (measured
+times, whether GPUs can access each other's memory) is exchanged once, at the group's first call.
 """
 
 import functools
@@ -58,7 +58,7 @@ _R = TypeVar("_R")
 class Autograd(NamedTuple):
     """An operator's backward pass, as `torch.library.register_autograd` takes it.
 
-    save(ctx, inputs, output) keeps what the gradients need; differentiate(ctx, *gradients) computes them.
+    save(ctx, inputs, output) saves what the backward pass needs; differentiate(ctx, *gradients) computes them.
     """
 
     save: Callable[[Any, tuple[Any, ...], Any], None]
@@ -350,7 +350,7 @@ def _parse_time_key(key: str) -> tuple[str, KernelConfig]:
 
 
 def clear_choices() -> None:
-    """Have every group agree anew at its next call, in which all ranks meet: new times have been measured."""
+    """Make every group agree again at its next call, which is then collective: new times have been measured."""
     _groups.clear()
 
 

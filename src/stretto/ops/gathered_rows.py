@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of an all-gather + GEMM: how they travel, in which order their tiles are multiplied, and one tile's product.
+"""The rows of an all-gather + GEMM: how they are sent, the order of their tiles, and one tile's product.
 
 Copy engines move rows, or programs of the GEMM's kernel before they multiply.
 """
@@ -130,7 +130,7 @@ def signal_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMap
 def copy_out_gathered(
     block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
 ) -> None:
-    """Copy the gathered rows out of the workspace, which the next call overwrites, beside the GEMM.
+    """Copy the gathered rows out of the workspace, which the next call overwrites, concurrently with the GEMM.
 
     A rank's pieces arrive in stream order, so the signal of its last piece stands for all.
     """
@@ -169,7 +169,7 @@ def push_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # ty
 def pull_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # type: ignore[no-untyped-def]
     """Offer pieces of x to the other ranks, from their place in this rank's memory; then pull theirs.
 
-    Pieces are claimed, as in `push_rows`: nobody waits for an offer before all of this rank's are claimed.
+    Pieces are claimed, as in `push_rows`: no program waits for an offer before all of this rank's are claimed.
     """
     pieces = tiles.rank_tiles(producer)
     job = tiles.claim_move(channel)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program does between calls of operators: it looks for failed waits, and reports or frees their workspaces."""
+"""Functions for use between calls of operators: check for failed waits, and list or free workspaces."""
 
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ from stretto.ops.workspace import (
 class Workspace(NamedTuple):
     """Symmetric memory that operators keep for later calls, on this rank.
 
-    group: the group's `group_name`. purpose: what it serves, such as "packets". num_bytes: this rank's part. device:
-    where it lies. is_freeable: whether `free_workspaces` frees it; memory of `embedding_all_to_all_put` stays until the
-    process ends.
+    group: the group's `group_name`. purpose: what it is used for, such as "packets". num_bytes: this rank's part.
+    device: where it lies. is_freeable: whether `free_workspaces` frees it; memory of `embedding_all_to_all_put` stays
+    until the process ends.
     """
 
     group: str

@@ -51,10 +51,10 @@ def matmul_all_reduce(
     grad_convention: the meaning of the ranks' losses. Let G_s be the gradient of rank s's loss with respect to its
     output:
 
-    - "sum-of-losses": each rank has a loss of its own, and their sum is differentiated, as in
+    - "sum-of-losses": each rank has its own loss, and their sum is differentiated, as in
       `torch.distributed.nn.functional.all_reduce`. The gradients of x and weight are (sum of G_s over ranks s) @ weight
-      and (sum of G_s).T @ x; the backward pass has an all-reduce. The bias's on a rank is the part of its own output,
-      G_r summed over the rows: add up the ranks'.
+      and (sum of G_s).T @ x; the backward pass has an all-reduce. The bias's gradient on a rank is that of its own
+      output, G_r summed over the rows: add up the ranks'.
     - "replicated-loss": all ranks compute one and the same loss from the same output, as in Megatron-LM's
       RowParallelLinear, and it counts once. They are G @ weight and G.T @ x, where G is the same on all ranks, and the
       backward pass has no collective. The bias's is G summed over the rows, the same on all ranks. There are no second

@@ -159,7 +159,7 @@ def _require(
 
 
 def require_rows(operator: str, x: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> int:
-    """This rank's number of x's rows. ValueError unless ranks divide them, and sums of `dtype` travel in a dtype."""
+    """This rank's number of x's rows. ValueError unless ranks divide them, and sums of `dtype` can be sent."""
     world = find_group(group).size()
     if x.shape[0] % world:
         more = divide_up(x.shape[0], world) * world
@@ -216,7 +216,7 @@ class StagedSums(NamedTuple):
 class OwnedRows(NamedTuple):
     """What a rank owns of the output. rows: its number of rows. reducers: programs that add up its tiles.
 
-    is_shifted, compiled in: tiles are multiplied from the next rank's on, else from rank 0's on.
+    is_shifted, compiled in: tiles are multiplied beginning with the next rank's, else with rank 0's.
     """
 
     rows: Any
@@ -240,7 +240,7 @@ def launch_scatter(
     group: str,
     scales: Scales | None = None,
 ) -> None:
-    """Launch the call by packets, by copy engines, or by the kernel here; partial sums travel in `dtype`.
+    """Launch the call by packets, by copy engines, or by the kernel here; partial sums are sent in `dtype`.
 
     The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
     """
@@ -312,8 +312,8 @@ def describe_push(
     """(the product, a TMA descriptor of all ranks' buffers, the row of it that this rank's begins at, stages of loads).
 
     One descriptor for all ranks: rows of block_n numbers from the lowest of their addresses on, all memory between the
-    buffers included. None where TMA does not take it: for buffers that are no whole rows apart, or too far. Stores by
-    pointers need more shared memory, and may leave room for fewer stages.
+    buffers included. None if TMA does not support it: for distances between buffers that are too large, or not a
+    multiple of a row. Stores by pointers need more shared memory, and may leave room for fewer stages.
     """
     row_bytes = blocks.n * buffer.element_size()
     distances = block_channel.distances
@@ -340,10 +340,10 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     Then the last `reducers` programs add up the owner's rows, in rank order; those that end earlier make room for other
     kernels.
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
-    once, and tiles travel while later ones are multiplied. Tiles of the last wave may be split over k; their parts are
-    partial sums like those of other ranks. A queue's loop is flattened, so that a tile's stores go on beside the next
-    tile's loads.
-    Signals: of a queue to all ranks, once all its tiles are stored ("broadcast"): earlier signals would help nobody,
+    once, and tiles are sent while later ones are multiplied. Tiles of the last wave may be split over k; their parts
+    are partial sums like those of other ranks. A queue's loop is flattened, so that a tile's stores overlap with the
+    next tile's loads.
+    Signals: of a queue to all ranks, once all its tiles are stored ("broadcast"): earlier signals would not help,
     and a barrier in the loop would stop its pipeline.
     Waits: for all queues of all ranks, before the first sum. No program waits before all queues are claimed by running
     programs, so nothing waits for a program that is not scheduled; and a launch's waiting programs leave room for

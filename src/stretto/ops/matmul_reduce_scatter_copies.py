@@ -73,10 +73,10 @@ def launch_scatter_by_copies(
         with tiles.copy_engine(channel):
             call.begin()
         call.multiply()
-        with tiles.copy_engine(channel, opens=False):
+        with tiles.copy_engine(channel, forks=False):
             call.push()
             tiles.open_side_stream(channel, _ADDING)
-        with tiles.copy_engine(channel, stream_index=_ADDING, opens=False):
+        with tiles.copy_engine(channel, stream_index=_ADDING, forks=False):
             for piece in call.schedule.adds:
                 tiles.rank_await_count(call.counters, piece.counter, piece.target)
                 call.add(piece.start, piece.stop)
@@ -156,7 +156,7 @@ class _CopyEngineScatter:
     def push(self) -> None:
         """Push the tiles for each other rank, piece by piece as the kernel stores them; signal each rank at its end.
 
-        In the order in which they are multiplied, on one stream: several copies at once are slower.
+        In the order in which they are multiplied, on one stream: concurrent copies are slower.
         """
         rank = self.channel.rank
         for owner, position, pieces in self.schedule.push_order:
@@ -169,7 +169,7 @@ class _CopyEngineScatter:
             tiles.rank_notify(self.channel, rank * self.world + owner, owner)
 
     def add(self, start: int, stop: int) -> None:
-        """Launch the sums of own tiles `start` to `stop` - 1; the first launch waits for what the others push."""
+        """Launch the sums of own tiles `start` to `stop` - 1; the first launch waits for the other ranks' pushes."""
         height = max(1, _ADDED_ELEMENTS.value // self.blocks.n)
         most = self.blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
         most, waits = leave_room_for_copies(most, self.out.device), start == 0

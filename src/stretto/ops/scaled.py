@@ -78,7 +78,7 @@ def all_gather_scaled_matmul(
     """`all_gather_matmul` of fp8 operands: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
 
     x, weight: torch.float8_e4m3fn, contiguous; k is a multiple of 16. x_scale: an fp32 tensor of one number, or of one
-    for each of x's rows; they travel with the rows. weight_scale: the like for weight's rows, which are the output's
+    for each of x's rows, sent with the rows. weight_scale: the same for weight's rows, which are the output's
     columns. bias: [n] of out_dtype, added after the scales. x may have more dims, as in `all_gather_matmul`, and
     x_scale then has x's dims without the last one, or is flat. out: where to write the output, contiguous. There are no
     gradients. ValueError for other input, PeerError for a rank that does not call.
@@ -103,7 +103,7 @@ def scaled_matmul_reduce_scatter(
 ) -> Tensor:
     """`matmul_reduce_scatter` of fp8 operands: [m, k], [n, k] -> [m / world, n] of `out_dtype`.
 
-    Partial sums travel in out_dtype, or in fp32 with reduce_dtype=torch.float32.
+    Partial sums are sent in out_dtype, or in fp32 with reduce_dtype=torch.float32.
     Operands, scales and errors are as in `all_gather_scaled_matmul`.
     """
     how = encode_implementation(implementation)

@@ -3,7 +3,7 @@
 
 With few rows a product takes as long as its weight takes to stream from memory. So a tile is as wide as a program's
 part of the columns, or programs split tiles over k (stream-K); and whatever follows the last step is latency: partial
-sums travel as packets, which are data and signal in one. `matmul_all_reduce` and `matmul_reduce_scatter` launch it.
+sums are sent as packets, which combine data and signal. `matmul_all_reduce` and `matmul_reduce_scatter` launch it.
 """
 
 from functools import lru_cache
@@ -36,10 +36,10 @@ _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many time
 
 
 class PacketExchange(NamedTuple):
-    """How a call's packets travel. rows: of out. slot_words: packets between the two slots of the staging buffer.
+    """How a call's packets are sent. rows: of out. slot_words: packets between the two slots of the staging buffer.
 
     Compiled in: form ("one-shot", "two-shot" or "scatter"); chunk, the packets that a program adds up at a time;
-    in_fours, whether a row is a multiple of four packets, which then travel four at a time.
+    in_fours, whether a row is a multiple of four packets, which are then sent four at a time.
     """
 
     rows: Any
@@ -269,7 +269,7 @@ def _send_tile(  # type: ignore[no-untyped-def]
 def _store_packets(  # type: ignore[no-untyped-def]
     out, index, data, mask, n, pairs, each: tl.constexpr, FOURS: tl.constexpr
 ):
-    """Store the numbers of packets, which are counted through [rows, pairs], into out [rows, n]."""
+    """Store the values of packets, which are numbered over [rows, pairs], into out [rows, n]."""
     dtype: tl.constexpr = out.dtype.element_ty
     if FOURS:  # out is of whole packets, one after another
         tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + index, data, mask=mask)

@@ -31,7 +31,7 @@ _SCALED: dict[str, Callable[..., Tensor]] = {
     "matmul_reduce_scatter": scaled_matmul_reduce_scatter,
     "matmul_all_reduce": scaled_matmul_all_reduce,
 }
-_COLD_BYTES = 256 << 20  # weights rotate through so many bytes, so that none stays in a cache
+_COLD_BYTES = 256 << 20  # weights rotate through so many bytes, so that no cache holds one
 _MOST_WEIGHTS = 64
 
 
@@ -65,7 +65,7 @@ def tune(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     operands = RotatingOperands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
-    if dtype == FP8:  # arguments that no kernel takes would else be taken for configurations that do not run
+    if dtype == FP8:  # otherwise invalid arguments would be mistaken for configurations that do not run
         require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
     problem = describe_problem(operator, m, operands.x, operands.weights[0], find_name(group))
     machine = find_machine(operands.x, operands.weights[0])
@@ -143,7 +143,7 @@ def _search(
     if not kernels:
         return measured
     best = min(kernels, key=kernels.__getitem__)
-    # The leaders once more in each round: clocks drift between rounds.
+    # The leaders are measured again in each round: clocks drift between rounds.
     measured |= _measure((LIBRARY, best, *vary_transfers(problem, machine, best)), operands, group)
     kernels = {config: seconds for config, seconds in measured.items() if config != LIBRARY}
     best = min(kernels, key=kernels.__getitem__)

@@ -2,8 +2,8 @@
 """The unfused implementation of the operators: a library's GEMM, and a collective of the group's backend around it.
 
 Results equal the kernels' up to rounding: products are added in fp32 (fp64 for fp64), and a rank's partial sums are
-rounded to the dtype that they travel in. On CPUs ranks' sums are then added in fp32 in rank order, as in kernels; NCCL
-adds in its own order, and rounds at each hop.
+rounded to the dtype in which they are sent. On CPUs ranks' sums are then added in fp32 in rank order, as in kernels;
+NCCL adds in its own order, and rounds at each hop.
 """
 
 import torch

@@ -40,7 +40,7 @@ class OperatorWorkspace:
     slot_cycle: Iterator[int]
 
     def words(self, slots: int, dtype: torch.dtype) -> int:
-        """The numbers of a dtype that so many slots hold."""
+        """The number of elements of a dtype in so many slots."""
         return slots * self.slot_bytes // dtype.itemsize
 
 
@@ -78,7 +78,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
 
     purpose: "barrier", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one;
     "copy_engine", the same for calls whose signals go to some ranks only, as those that follow copies do;
-    "double_buffered", two slots for calls that `enter`; "packets", two slots that hold packets and nothing else.
+    "double_buffered", two slots for calls that `enter`; "packets", two slots that hold only packets.
     Purposes do not disturb each other.
 
     All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, a collective,
@@ -136,7 +136,7 @@ def abandon(name: str, channel: BlockChannel) -> None:
     copies and kernels of peers may still store to it.
     """
     cache = _find_cache(name)
-    if failures.has_failed():  # the group cannot be used any more, and its failure stays
+    if failures.has_failed():  # the group can no longer be used, and its failure is kept
         return
     for table in (cache.workspaces, cache.kept):
         for key, value in list(table.items()):

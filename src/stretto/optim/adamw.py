@@ -22,11 +22,11 @@ class AdamW(torch.optim.AdamW):
 
     writes_copies: the kernel also writes the weights of a parallelized model's linears in the compute dtype, so that
     the next forward pass need not cast them. These copies take memory between steps: 2 bytes per parameter in bf16.
-    Only of weights that z does not cut and that stay gathered for the backward pass (`parallelize`), and not in CUDA
-    graphs other than `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that was
-    changed is cast again if torch counts the change or an optimizer made it. Through `.data`, the local tensor of a
-    detached DTensor, NumPy, a kernel of one's own or torch._foreach functions of DTensors it is neither: call
-    torch.autograd.graph.increment_version(weight) then, or training goes on with the old weight until the next step.
+    Only for weights that z does not shard and that are kept gathered for the backward pass (`parallelize`), and not in
+    CUDA graphs other than `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that
+    was changed is cast again if torch counts the change or an optimizer made it. Through `.data`, the local tensor of a
+    detached DTensor, NumPy, custom kernels or torch._foreach functions of DTensors it is neither: call
+    torch.autograd.graph.increment_version(weight) then, or training continues with the old weight until the next step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
         """Update the parameters by their gradients times `scale` (0-dim, on the parameters' device; None: 1).
 
         Gradients may be left scaled or unscaled: drop them afterwards. Returns `closure`'s result. skip: bool, 0-dim,
-        on the parameters' device; where it is true, weights, moments and step counts stay as they are. On a GPU that is
+        on the parameters' device; if it is true, weights, moments and step counts are not changed. On a GPU that is
         decided on the device, and the host does not wait.
         """
         if closure is not None and scale is not None:

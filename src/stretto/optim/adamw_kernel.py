@@ -36,7 +36,7 @@ class Decays(NamedTuple):
 def _adamw(  # type: ignore[no-untyped-def]
     moments, corrections, scale, failed, copies, numbers, decays, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Update BLOCK numbers of a parameter, each read and written once. The arguments are those of `launch`."""
+    """Update BLOCK elements of a parameter, each read and written once. The arguments are those of `launch`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     # After a failed wait for another rank, or in a step that is skipped, gradients are wrong: update nothing.

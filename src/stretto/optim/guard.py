@@ -74,7 +74,7 @@ def skipping_after_failure(optimizer: Any, skip: Tensor | None = None) -> Iterat
 
 
 def _set_found_inf(optimizer: Any, before: Tensor | None) -> None:
-    """Set `found_inf`, for which fused kernels skip a step: the failure flag, combined with a gradient scaler's."""
+    """Set `found_inf`, which makes fused kernels skip a step: the failure flag, combined with a gradient scaler's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not parameters or not all(group.get("fused") for group in optimizer.param_groups):
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards a model of any modules, without roles, block by block over z: what FSDP2's `fully_shard` does.
+"""Shards a model of any modules, without roles, block by block over z, as FSDP2's `fully_shard` does.
 
 Every parameter is sharded over z by its dim 0, and replicated over data, x and y. A block is gathered whole for its
-forward pass, and the next one meanwhile; whatever is in no block belongs to the model itself, and is gathered for its
-whole forward pass. Ranks along x and y all compute the same.
+forward pass, during which the next one is prefetched; parameters in no block belong to the model itself, and are
+gathered for its whole forward pass. Ranks along x and y all compute the same.
 """
 
 import re
@@ -54,7 +54,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
     children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_parameters(child)]
     if isinstance(module, _CONTAINERS) and len(children) > 1:
         for name, child in children:
-            # A list within a list has no forward of its own.
+            # A list within a list has no forward.
             if type(child).forward is nn.Module.forward or isinstance(child, nn.Sequential):
                 inner = list(_repeated(child, f"{name}."))
                 yield from inner if inner or isinstance(child, nn.ModuleList | nn.ModuleDict) else [name]

@@ -135,7 +135,7 @@ class Builder:
         return {name: self.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
 
     def plain_parameter(self, name: str, role: Role) -> nn.Parameter:
-        """Build what replaces a parameter whose module stays as it is."""
+        """Build the replacement of a parameter whose module is not sharded."""
         owner_name, _, key = name.rpartition(".")
         owner = self.model.get_submodule(owner_name)
         original, source = owner.get_parameter(key), self.initializer.real(owner_name, owner)
@@ -188,7 +188,7 @@ class Builder:
             input_axis=input_axis,
             output_axis=output_axis,
             output_reduce_group=NO_GROUP if input_axis is None else grid.group(input_axis),
-            # What "expand" gives back is of its own heads; `CompressingLinear` sums it.
+            # The gradients that "expand" returns cover its own heads; `CompressingLinear` sums them.
             input_grad_reduce_group=NO_GROUP if None in (input_axis, output_axis) else grid.group(str(output_axis)),
             is_transposed=is_transposed,
             keep_gathered=self.keep_gathered,
@@ -299,7 +299,7 @@ class Builder:
         return weight, shard
 
     def parameter(self, original: nn.Parameter, whole: Tensor, sharding: ParameterSharding) -> nn.Parameter:
-        """The sharded parameter that stands for the original wherever it is held; made at the first call."""
+        """The sharded parameter that replaces the original in all of its places; created at the first call."""
         if id(original) not in self._made:
             tied = self.tied.get(id(original))
             ends = None if tied is None else tied.ends
@@ -315,7 +315,8 @@ class Builder:
     def block_shard(
         self, name: str, places: Sequence[tuple[nn.Module, str]], *, scale: float, frees: bool
     ) -> BlockShard:
-        """What gathers the parameters in these places, all at once, for the forward pass of the module that is called
+        """The gatherer of the parameters in these places, all together, for the forward pass of the module that is
+        called
         `name`."""
         gatherer, gradients = self.gatherer, self.gradient_reducer
         group = self.grid.group("z")

@@ -98,7 +98,7 @@ class CapturedStep:
         self._inputs = tuple(tensor.clone() for tensor in tensors)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # thread_local: other threads (NCCL's watchdog) may call CUDA meanwhile.
+        # thread_local: other threads (NCCL's watchdog) may call CUDA during capture.
         with (
             _keeping_garbage(),
             capturing_weights() as weights,
@@ -122,7 +122,7 @@ def _keeping_garbage() -> Iterator[None]:
 
 
 def _require_replayable() -> None:
-    """RuntimeError where NCCL would register a tensor that lies in several pieces of memory: replays would hang."""
+    """RuntimeError if NCCL would register a tensor that spans several memory segments: replays would hang."""
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if is_alone or REGISTERS in os.environ:
         return

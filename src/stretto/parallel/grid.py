@@ -88,11 +88,11 @@ class Grid:
         self.device = _initialize(ranks, None if device is None else torch.device(device), limit)
         if dist.get_world_size() != ranks:
             raise ValueError(mismatch(self.sizes, dist.get_world_size()))
-        # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits what is left:
+        # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits the result:
         # with z last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
         places = torch.arange(ranks).view([sizes[axis] for axis in OUTER_TO_INNER])
         order = places.permute([OUTER_TO_INNER.index(axis) for axis in MESH_ORDER])
-        # Flattened and shaped anew: torch 2.11 reads the mesh's order off its strides, those of dims of size 1 too.
+        # Flattened and reshaped: torch 2.11 derives the mesh's order from its strides, including dims of size 1.
         order = order.reshape(-1).view([sizes[axis] for axis in MESH_ORDER])
         self.mesh = DeviceMesh(self.device.type, order, mesh_dim_names=MESH_ORDER)
         # torch's rules for operators on DTensors take time exponential in the mesh's dims (seconds for four, at an
@@ -124,7 +124,7 @@ class Grid:
         """Make the groups of experts' axes, and the mesh of experts' parameters of this stage.
 
         places: the ranks, by their coordinates in the order of OUTER_TO_INNER. Groups that would have the ranks of data
-        or z are theirs; but expert has one of its own, so that its messages do not wait for sums of gradients.
+        or z are theirs; but expert has its own, so that its messages do not wait for sums of gradients.
         """
         left = {"data": EXPERT_DATA, "z": EXPERT_Z}  # what an axis is called without the innermost ranks that are taken
         shape, names = [], []
@@ -174,7 +174,7 @@ class Grid:
         return self._groups[axis]
 
     def _group_of_experts(self, axis: str) -> dist.ProcessGroup:
-        """The group of an axis of experts that has none of its own: data's or z's without expert, else this rank."""
+        """The group of an axis of experts that has no separate one: data's or z's without expert, else this rank."""
         if axis != EXPERT and self.sizes.get(EXPERT, 1) == 1:
             return self._groups["data" if axis == EXPERT_DATA else "z"]
         alone = next((group for group in self._groups.values() if group.size() == 1), None)

@@ -162,7 +162,7 @@ def note_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
 def local(parameter: Any) -> Tensor:
     """This rank's shard of a DTensor parameter; its gradient flows back into the parameter's own shard.
 
-    Raises ValueError for a parameter that somebody has put in the place of the one that `parallelize` made.
+    Raises ValueError for a parameter that has replaced the one that `parallelize` created.
     """
     if not torch.compiler.is_compiling() and not hasattr(parameter, "stretto_layout"):
         raise ValueError(

@@ -97,7 +97,7 @@ class LowPrecisionWeight:
             torch.autograd.graph.increment_version(self._kept)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return LowPrecisionWeight, (self.dtype,)  # a copied parameter gets an empty copy of its own
+        return LowPrecisionWeight, (self.dtype,)  # a copied parameter gets its own, empty copy
 
 
 class LowPrecisionShard:
@@ -142,7 +142,7 @@ class CapturedWeights:
         self._left_stale = [copy for copy, parameter in both.items() if not copy.is_current(parameter)]
 
     def forget(self) -> None:
-        """Invalidate all copies: the capture has failed, so none of its writes was done."""
+        """Invalidate all copies: the capture has failed, so none of its writes was executed."""
         for copy in self.taken | self.written:
             copy.forget()
 
@@ -153,7 +153,7 @@ class CapturedWeights:
             copy.refresh(parameter)
 
     def note_replay(self) -> None:
-        """Update what the host knows of the copies after a replay."""
+        """Update the host's state of the copies after a replay."""
         for copy in self.written:
             copy.note_replay()
         for copy in self._left_stale:

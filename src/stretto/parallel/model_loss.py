@@ -17,7 +17,7 @@ from stretto.parallel.layers.router_loss import balance_over_batch
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.plan import ShardingPlan
 
-_TARGETS = ("targets", "labels")  # what a model's forward calls them
+_TARGETS = ("targets", "labels")  # their names in models' forward
 
 
 def install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: bool) -> None:
@@ -35,7 +35,7 @@ def install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: b
             huggingface.refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
         replace_module(model, names[0], loss)
-    else:  # the model returns whole logits, or a loss of its own
+    else:  # the model returns whole logits, or computes its own loss
         if grid.size(LOSS) > 1:
             model.register_forward_hook(_refuse_means_of_one_rank)
         return
@@ -48,7 +48,7 @@ def install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: b
 def take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:
     """Have the cross-entropy that a model's own code computes be the mean over the global batch.
 
-    only_with_labels: leave calls that have no argument of such a name as they are.
+    only_with_labels: do not change calls without an argument of such a name.
     """
     forward = model.forward
 

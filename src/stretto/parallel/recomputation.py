@@ -109,7 +109,7 @@ def _checkpoints_itself(layer: nn.Module) -> bool:
 
 
 def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
-    """What runs each block. A compiler does not trace it; what it calls may be compiled."""
+    """The function that runs each block. A compiler does not trace it; functions that it calls may be compiled."""
     mode, contexts = Recomputation.parse(recompute), partial(recomputation_contexts, recompute)
     run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     runners: list[_Runner] = [run] * blocks
@@ -155,7 +155,7 @@ class _SegmentedLoop:
         self._open: _BlockSegment | None = None
 
     def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run block `number`. ValueError if it goes on with a segment, and was not given what the last one returned."""
+        """Run block `number`. ValueError if it continues a segment, and its input is not the last output."""
         function, args, kwargs = _without_partial(function, args, kwargs)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -233,7 +233,7 @@ class _Call:
         ]
 
     def run_again(self, last_output: Sequence[Tensor]) -> Any:
-        """Run the block as it ran before. last_output: what the block before has returned, now that it ran again."""
+        """Recompute the block. last_output: the recomputed output of the previous block."""
 
         def find(leaf: Any) -> Any:
             if isinstance(leaf, _FromLast):
@@ -254,7 +254,7 @@ class _Call:
 
 
 class _AllSaved(BaseException):  # no error, and not for a block's own `except Exception`
-    """Raised once a recomputation has saved the last tensor; what would follow, nobody reads."""
+    """Raised once a recomputation has saved the last tensor, since the rest is not needed."""
 
 
 class _BlockSegment:
@@ -395,7 +395,7 @@ class _InputsOnHost:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block. RuntimeError if it overwrites its input in place, which is copied meanwhile."""
+        """Run a block. RuntimeError if it overwrites its input in place, which is being copied."""
         function, args, kwargs = _without_partial(function, args, kwargs)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)

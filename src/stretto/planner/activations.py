@@ -81,7 +81,7 @@ def recomputed_blocks(
 def _kept_of_a_block(
     workload: StepWorkload, model: Architecture, grid: GridSizes, recomputation: Recomputation, token_parts: int
 ) -> tuple[float, float]:
-    """What "products" or "communication" keeps of a block between the passes, and what stands beside it again."""
+    """What "products" or "communication" keeps of a block between the passes, and what is recomputed."""
     kept, own_input, _ = _activations(model, workload.seq_len, grid, token_parts)
     only_summed = recomputation.kind == "communication"
     linears = [linear for linear in model.linears if recomputation.keeps_product(linear.input_shards(grid))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a decoder-only transformer, from which the planner computes everything else."""
+"""The sizes of a decoder-only transformer, from which the planner computes all others."""
 
 from collections.abc import Hashable
 from dataclasses import MISSING, dataclass, fields, replace
@@ -40,7 +40,7 @@ class Architecture:
     `moe`: the mixture of experts that blocks have in place of the MLP: all of them, or those that `moe_pattern` has
     True for. `latent`: its attention is DeepSeek's, of these sizes.
 
-    `adds_output`: what the MLP returns is added to the residual stream as it is, without a norm or dropout between.
+    `adds_output`: the MLP's output is added to the residual stream directly, without a norm or dropout in between.
 
     `is_sharded_by_blocks`: `parallelize` finds no roles, and shards the model block by block over z, so that all ranks
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
@@ -170,7 +170,7 @@ class Architecture:
     def ends_with_linear(self) -> bool:
         """Whether nothing but an addition follows the last linear of a block, of a model whose blocks are all alike.
 
-        Where such a block is computed again, that linear's output is not made: nobody would read it.
+        When such a block is recomputed, that linear's output is skipped, since it would not be read.
         """
         return self.adds_output and isinstance(self.block[-1], MlpLayer)
 
@@ -196,7 +196,7 @@ class Architecture:
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the head's weight is one besides the embedding's."""
+        """Whether the head's weight is separate from the embedding's."""
         return self.head_outputs > 0 and not (self.labels is None and self.is_tied and self.is_first)
 
     @property
@@ -206,7 +206,7 @@ class Architecture:
 
     @property
     def active_weights(self) -> int:
-        """Weights of all blocks that one token is multiplied with: of experts, those of its own alone."""
+        """Weights of all blocks with which one token is multiplied: of experts, only those of its own."""
         experts = sum(
             kind.blocks * layer.active_weights
             for kind in self.kinds
@@ -247,7 +247,7 @@ class Architecture:
 
     @property
     def whole_parameters(self) -> int:
-        """Parameters of one block that every rank has whole, but for norms: its router."""
+        """Parameters of one block that every rank has whole, except for norms: its router."""
         return 0 if self.moe_layer is None else self.moe_layer.whole_parameters
 
     @property

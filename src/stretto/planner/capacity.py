@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a GPU's memory a plan may allocate: what the allocator and the process take besides."""
+"""How much of a GPU's memory a plan may allocate, after the overhead of the allocator and the process."""
 
 from collections.abc import Mapping
 
 # By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
 # (results/memory).
 RESERVED = 1.02
-# Of a GPU's memory, what a plan that fits may take: the rest is for what these factors are off by.
+# The fraction of a GPU's memory that a plan may take: the rest covers errors of the prediction.
 USABLE = 0.95
-_OUTSIDE = 1.4e9  # bytes that a process takes beside the allocator (results/memory): CUDA's context and kernels' code
+_OUTSIDE = 1.4e9  # bytes of a process outside of the allocator (results/memory): CUDA's context and kernels' code
 _MOST_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
@@ -23,7 +23,7 @@ def reserved(allocated: float) -> float:
 
 
 def outside_of_allocator(capacity: float) -> float:
-    """Bytes of a device of so many that a process takes beside the allocator."""
+    """Bytes of a device with this capacity that a process takes outside of the allocator."""
     return min(_OUTSIDE, _MOST_OUTSIDE * capacity)
 
 

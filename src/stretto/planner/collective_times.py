@@ -19,7 +19,7 @@ BETWEEN_NODES_LATENCY = 6e-6
 def chunked_sums(
     workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates, parameters: float, reductions: int
 ) -> float:
-    """Seconds of all sums over data of a rank's gradients, in so many chunks, where optimizer state is apart."""
+    """Seconds of a rank's all-reduces of gradients over data, in this many chunks, with separate optimizer state."""
     grid, gradient = config.grid, number_bytes(workload, config.state).gradient
     of_experts = local_expert_parameters(workload.model, grid)
 

@@ -124,7 +124,7 @@ def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: 
 
 
 def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: int) -> Volume:
-    """Numbers that one block sends, but for experts that ranks divide."""
+    """Elements that one block sends, except for experts that ranks divide."""
     total = Volume()
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
@@ -138,7 +138,7 @@ def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: 
 
 
 def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
-    """Bytes/s that a rank sends at in the axis's collectives, all groups of the axis at work at once.
+    """A rank's bytes/s in the axis's collectives while all groups of the axis communicate.
 
     Case 1, groups inside a node: the measured row of `in_node_bandwidths`; where there is none, the figures of the
     node's links (a group of `size` reaches size - 1 peers, each by its own link, up to all of a GPU's links). Case 2,
@@ -181,7 +181,7 @@ def leaves_node(cluster: Cluster, grid: GridSizes, pipe_rank: int) -> bool:
 
 
 def message_rate(cluster: Cluster, grid: GridSizes, *, leaves: bool) -> float:
-    """Bytes/s that a rank sends to the rank of the next stage at, all ranks of its stage at once.
+    """A rank's bytes/s to the rank of the next stage while all ranks of its stage send.
 
     Between nodes it is equation 5.7's, the ranks of a node sharing its network; within one, a measured row of
     `in_node_bandwidths`, or the link to one peer. Raises ValueError for a figure that the cluster does not have.

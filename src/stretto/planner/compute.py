@@ -21,7 +21,7 @@ from stretto.planner.workload import ELEMENT_BYTES, StepConfig, StepWorkload
 MATMUL_EFFICIENCY = 0.75  # of the datasheet's peak, for large products
 ATTENTION_EFFICIENCY = 0.6  # of what matrix products reach, forward and backward pass together
 COPY_EFFICIENCY = 0.87  # of the memory's bandwidth, for a large copy
-# Of a large product's rate, what a grouped one reaches with many rows an expert; and the rows of its tiles.
+# A grouped product's rate with many rows per expert, relative to a large product's; and the rows of its tiles.
 # Assumptions, until they are measured: tiles of 128 rows are usual on Hopper.
 GROUPED_EFFICIENCY = 0.9
 TILE_ROWS = 128
@@ -157,7 +157,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     copies, copies_back = _copies(workload, config, device.cluster)
     state, cluster = config.state, device.cluster
     # With separate optimizer state, a rank's actual shards count; with fp32 parameters, an equal part of all.
-    parameters = local_parameters(model, grid) if state.is_apart else _parameters(workload, grid)
+    parameters = local_parameters(model, grid) if state.is_separate else _parameters(workload, grid)
     return Compute(
         forward=forward + device.traffic((casts + copies) * (1 if config.gathers_once else micro_batches)),
         backward=backward + device.traffic((casts_back + copies_back) * micro_batches),
@@ -248,7 +248,7 @@ def _element_wise(
     scores = sum(layer.scores(grid) for layer in model.block) * workload.seq_len
     forward, backward = forward + _PASSES_OVER_SCORES * scores, backward + _PASSES_OVER_SCORES * scores
     for linear in model.linears:
-        if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
+        if linear.has_bias:  # summed for its gradient; and added by a separate kernel after a sum over ranks
             output_shards, input_shards = linear.output_shards(grid), linear.input_shards(grid)
             outputs = linear.outputs / output_shards / (token_parts if linear.is_rowwise else 1)
             backward += outputs
@@ -259,14 +259,14 @@ def _element_wise(
 def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple[float, float]:
     """Bytes of turning a rank's weights into dtype before they are used, and its gradients back and adding them up.
 
-    Where optimizer state is apart, weights are in dtype, and gradients are copied or added to those that are kept.
+    With separate optimizer state, weights are in dtype, and gradients are copied or added to those that are kept.
     """
     parameters = _parameters(workload, grid)
-    if config.state.is_apart:
+    if config.state.is_separate:
         gradient, adds = number_bytes(workload, config.state).gradient, 1 - 1 / config.micro_batches(workload)
         return 0.0, parameters * (workload.element + (1 + adds) * gradient)
     # Gradients of the micro-batches after the first are added: both are read, and the sum is written. What z sums
-    # comes in the dtype of the computation.
+    # is in the dtype of the computation.
     new = workload.element if grid.z > 1 else workload.master
     adds = (1 - 1 / config.micro_batches(workload)) * parameters * (2 * workload.master + new)
     if workload.element == workload.master:
@@ -282,7 +282,7 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered.
 
     Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks, and
-    experts, are sent so (`stretto.parallel.layers.block_shard`); what copy engines gather lies in its place.
+    experts, are sent so (`stretto.parallel.layers.block_shard`); weights gathered by copy engines need no copy.
     """
     model, options, element = workload.model, config.options, workload.element
     in_block = model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters
@@ -301,7 +301,7 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
 def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:
     """Seconds of the head and the loss of one micro-batch: three products, and bytes of the logits.
 
-    Kernels that take 16-bit logits in slices read them twice and write their gradient, and nothing else. Of pooled
+    Kernels that take 16-bit logits in slices only read them twice and write their gradient. Of pooled
     logits there are hardly any in the loss: they are made, and their gradient is.
     """
     model = workload.model

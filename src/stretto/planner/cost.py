@@ -4,7 +4,7 @@
 `paper`: the assumptions of Singh's dissertation. Only the linears' collectives count, at the bandwidths of section
 5.1.2, with no start-up, nothing hidden and no computation: good for ranking grids, not for telling the time.
 
-`full` adds what they leave out: computation, embedding, head and norms, a start-up latency a message, and overlap.
+`full` adds what they omit: computation, embedding, head and norms, a start-up latency per message, and overlap.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,8 +49,8 @@ from stretto.planner.workload import StepConfig, StepWorkload
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective uses some multiprocessors, memory bandwidth and power, which slows down concurrent kernels.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
-# Copy engines leave the multiprocessors alone: beside an all-gather of 256 MB by them, of 0.59 ms, products took
-# 0.19 ms longer, and beside NCCL's, of 0.67 ms, 0.29 ms (`stretto bench backend`, 4x H200, 2026-11-26).
+# Copy engines use no multiprocessors: concurrently with their all-gather of 256 MB, of 0.59 ms, products took
+# 0.19 ms longer, and with NCCL's, of 0.67 ms, 0.29 ms (`stretto bench backend`, 4x H200, 2026-11-26).
 SLOWDOWN_BESIDE_COPIES = 0.3
 
 
@@ -90,7 +90,7 @@ class Cost:
 
 
 def paper_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates) -> Cost:
-    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data; and what experts
+    """Only equations 5.1 to 5.7, with 2 bytes per element and m = batch x seq_len / G_data; and what experts
     send (section 7.3), at the same bandwidths.
 
     rates: the grid's `bandwidths`.
@@ -126,7 +126,7 @@ def paper_expert_seconds(workload: StepWorkload, config: StepConfig, cluster: Cl
 
 
 def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device, rates: Rates) -> Cost:
-    """Computation and communication of a step on one rank, and how much of the latter stays exposed.
+    """Computation and communication of a step on one rank, and how much of the latter is exposed.
 
     All of it where nothing overlaps: every collective is waited for where it is issued. rates: the grid's `bandwidths`.
     """
@@ -189,7 +189,7 @@ class StepCommunication:
     def gathers(self) -> float:
         """How often blocks' weights are gathered over z, for each micro-batch or, where they are kept, for each step.
 
-        A weight that is freed is gathered for the backward pass besides, and not for an output that recomputation
+        A freed weight is gathered again for the backward pass, but not for an output that recomputation
         leaves out; a block is kept from its recomputation on.
         """
         model, options = self.workload.model, self.config.options
@@ -257,10 +257,10 @@ class StepCommunication:
 
     @cached_property
     def _of_data(self) -> tuple[int, float]:
-        """All-reduces over data, and their seconds: of a block's weights, or, where optimizer state is apart, chunks of
+        """All-reduces over data, and their seconds: of a block's weights, or, with separate optimizer state, chunks of
         all gradients."""
         workload, config, model = self.workload, self.config, self.workload.model
-        if not config.state.is_apart:
+        if not config.state.is_separate:
             return model.layers, self._of_weights[3]
         parameters = local_parameters(model, model.splitting_sizes(config.grid))
         reductions = gradient_chunks(config.state, parameters)
@@ -395,7 +395,7 @@ class StepCommunication:
 
     def exposed(self) -> dict[str, float]:
         """What is left when the next weight is gathered under this linear, sums hide as each can, and weights'
-        gradients travel under the rest of the backward pass."""
+        gradients are sent during the rest of the backward pass."""
         work, parts = self.work, self.micro_batches * self.messages
         sums = [(each.axis, each.time - each.hidden) for each in self.sums]
         room = work.backward - sum(each.hidden for each in self.sums if not each.is_forward)
@@ -434,13 +434,13 @@ class StepCommunication:
 
     @cached_property
     def outside_blocks(self) -> Volume:
-        """Embedding, head, loss, and the statistics of norms over y: waited for wherever they stand."""
+        """Embedding, head, loss, and the statistics of norms over y, which are exposed."""
         workload, grid, model = self.workload, self.config.grid, self.workload.model
         element, micro_batches = workload.element, self.micro_batches
         gathers = 1 if self.config.gathers_once else micro_batches
         if model.is_sharded_by_blocks:  # gathered as one block, for the forward and the backward pass
             gather, scatter, over_data = self._weights(WeightTraffic.of(model.outside_parameters, grid))
-            over_data *= not self.config.state.is_apart  # whose chunks have all gradients
+            over_data *= not self.config.state.is_separate  # whose chunks have all gradients
             return Volume(gathers * gather, self.scatters * scatter, all_reduce_data=over_data)
         tokens = workload.tokens / grid.batch_parts / micro_batches
         hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
@@ -452,10 +452,10 @@ class StepCommunication:
             of_table = (z - 1) / z * table
             gather += gathers * self.collective("all_gather", "z", of_table * element)
             scatter += self.scatters * self.collective("reduce_scatter", "z", of_table * workload.element)
-            if is_own and not self.config.state.is_apart:
+            if is_own and not self.config.state.is_separate:
                 of_shard = 2 * (data - 1) / data * table / z * workload.element
                 over_data += self.collective("all_reduce", REPLICAS, of_shard)
-        # What is looked up, and the gradient by what the head is given.
+        # The looked-up rows, and the gradient of the head's input.
         half = (x - 1) / x * tokens * hidden * element
         over_x = len(tables) * self.collective("all_reduce", "x", 2 * half)
         if self.config.token_parts > 1:  # what is looked up is scattered, its gradient gathered; so is the head's input

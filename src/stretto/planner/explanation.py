@@ -21,7 +21,7 @@ from stretto.planner.optimizer_state import (
 from stretto.planner.workload import StepConfig, StepWorkload
 
 _MESSAGES = "messages_pipe"
-_NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are told together
+_NEGLIGIBLE = 0.02  # of the largest term's difference: smaller ones are summed up
 
 
 def explain(
@@ -37,7 +37,7 @@ def explain(
 ) -> str:
     """One sentence: what makes the first the first, what another loses by, or what would make it fit.
 
-    Where ranks compute the same, it says so first: such grids come after all others that fit.
+    If ranks compute the same, it begins with that: such grids come after all others that fit.
     """
     copies = model.copies(config.grid)
     same = f"its x * y = {copies} ranks compute the same, {copies} times the work of x = y = 1; " if copies > 1 else ""
@@ -60,7 +60,7 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
     ways = {
         "activation checkpointing" if mode == "full" else f"recompute={mode}": mode != "none",
         "shard_sequence": config.options.shard_sequence,
-        f"optimizer state on the {config.state.location}": config.state.is_apart,
+        f"optimizer state on the {config.state.location}": config.state.is_separate,
     }
     if config.schedule is not None:
         ways = {f"schedule {config.schedule}": True} | ways
@@ -91,16 +91,16 @@ def _differences(cost: Cost, best: Cost) -> str:
     names = dict.fromkeys((*cost.terms, *best.terms))
     by_name = {name: cost.terms.get(name, 0.0) - best.terms.get(name, 0.0) for name in names}
     largest = max(map(abs, by_name.values()))
-    told = {name: time for name, time in by_name.items() if abs(time) > _NEGLIGIBLE * largest}
-    order = sorted(told, key=lambda name: -told[name])
-    rest = sum(by_name.values()) - sum(told.values())
-    parts = [(told[name], name) for name in order] + [(rest, "the rest")] * (abs(rest) > 1e-12 * largest)
+    reported = {name: time for name, time in by_name.items() if abs(time) > _NEGLIGIBLE * largest}
+    order = sorted(reported, key=lambda name: -reported[name])
+    rest = sum(by_name.values()) - sum(reported.values())
+    parts = [(reported[name], name) for name in order] + [(rest, "the rest")] * (abs(rest) > 1e-12 * largest)
     return ", ".join(f"{_seconds(abs(time))} {'more' if time > 0 else 'less'} for {name}" for time, name in parts)
 
 
 def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, float], limit: float) -> str:
     needed = sum(memory.values())
-    if config.state.is_apart and not memory["activations"]:
+    if config.state.is_separate and not memory["activations"]:
         return (
             f"does not fit: when training begins, fp32 parameters stand beside those that are computed with, "
             f"{needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB; try more GPUs along x, y or z"
@@ -147,7 +147,7 @@ def _does_not_fit_the_host(host: PinnedMemory) -> str:
 def list_formulas(
     workload: StepWorkload, config: StepConfig, parameters: float, step_memory: Mapping[str, float], host: PinnedMemory
 ) -> tuple[Formula, ...]:
-    """What memory of device and host is made of, and what travels between them in a step.
+    """The components of device and host memory, and the bytes copied between them in a step.
 
     parameters: phi, those of a rank. step_memory: components of the device's at the peak of a step.
     """
@@ -162,8 +162,8 @@ def list_formulas(
     made_of = {
         "parameters": (f"{weight} phi", phi),
         "optimizer": (" + ".join(optimizer) or "0", terms),
-        # Of gradients beside fp32 parameters, not all are there at every peak.
-        "gradients": (f"{gradient} phi" if state.is_apart else f"at most {gradient} phi", phi),
+        # Without separate state, not all gradients are allocated at every peak.
+        "gradients": (f"{gradient} phi" if state.is_separate else f"at most {gradient} phi", phi),
     }
     lines = [Formula(name, *made_of.get(name, ("", {})), num_bytes) for name, num_bytes in step_memory.items()]
     lines.append(Formula("peak of a step", "the sum of these", {}, sum(step_memory.values())))

@@ -34,7 +34,7 @@ class GridPlan:
     `terms` are the step's parts by name, in seconds: their sum is `step_time`. `bandwidth` is bytes/s by axis,
     `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs most, by component at the peak:
     their sum, `peak_memory`, is what is allocated, and torch's allocator reserves `reserved_memory` for it. With
-    optimizer state apart the peak may come before the first step; `step_memory` has the components of a step.
+    separate optimizer state the peak may come before the first step; `step_memory` has the components of a step.
 
     `kept_activations` is bytes of what all blocks keep between the passes, `activations_on_host` those of it that are
     in pinned host memory (recompute="host"); `host_memory` is that and optimizer state, of a rank, and
@@ -43,8 +43,8 @@ class GridPlan:
 
     With several pipeline stages, schedule and the fields after it say how they run. `stages` are the cuts: stage s has
     the blocks stages[s]:stages[s + 1]. `bubble` is how long the rank that computes most waits in a step although
-    messages took no time, `message_time` what a rank's messages take, hidden or not, and `exposed["pipe"]` what they
-    lengthen the step by. `live_micro_batches` are those that each stage of the rank that needs most keeps.
+    messages took no time, `message_time` the time of a rank's messages, hidden or not, and `exposed["pipe"]` how much
+    they lengthen the step by. `live_micro_batches` are those that each stage of the rank that needs most keeps.
     `is_replayed` says that the whole schedule was simulated, in place of a closed form.
 
     `why` says why it is not the first, or not possible. `notes`, the same for every plan, say what `parallelize` has
@@ -145,12 +145,12 @@ class Candidate:
 
     @property
     def rank_on_its_grid(self) -> tuple[Any, ...]:
-        """Where nothing fits, what comes nearest to it: a plan must not advise what was tried and is not enough."""
+        """If nothing fits, the nearest candidate: a plan must not recommend options that were found insufficient."""
         is_too_large = self.impossible is None and not self.fits
         return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
 
     def settles(self, choice: StepChoice, workload: StepWorkload) -> bool:
-        """Whether another choice cannot be faster: this one takes all of a rank's part of the batch at once, and
+        """Whether no other choice can be faster: this one covers a rank's whole part of the batch, and
         computes or sends no more often."""
         takes_all = self.fits and self.config.micro_batch == workload.batch // self.config.grid.batch_parts
         return takes_all and choice.repeats_as_much_as(StepChoice(self.config.options, self.config.state))
@@ -238,7 +238,7 @@ def to_plan(
     limit: float,
     notes: tuple[str, ...],
 ) -> GridPlan:
-    """The plan of a candidate, explained beside the best one."""
+    """The plan of a candidate, explained relative to the best one."""
     model = workload.model
     config, cost, host, worst = candidate.config, candidate.cost, candidate.host, candidate.worst
     if worst is None:
@@ -283,7 +283,7 @@ def to_plan(
 
 
 def _list_expert_formulas(workload: StepWorkload, config: StepConfig) -> tuple[Formula, ...]:
-    """What experts send, and what their memory would be at least; none of a dense model."""
+    """Experts' communication, and a lower bound of their memory; empty for a dense model."""
     if workload.model.moe is None:
         return ()
     return (*explain_messages(workload, config), explain_memory(workload.model, config.grid))

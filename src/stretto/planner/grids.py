@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Enumerate every way to lay ranks out over the axes, and say why a model cannot run on one."""
+"""Enumerate all grids of a number of ranks, and explain why a model cannot run on one."""
 
 import math
 from collections.abc import Iterator

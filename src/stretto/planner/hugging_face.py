@@ -263,7 +263,7 @@ def _labels(head: _Head, config: Mapping[str, Any], name: str) -> int | None:
 def _notes(
     class_name: str, family: _Family, head: _Head, refusals: Sequence[str], config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What stands between this model and `parallelize`, and what the plan takes for granted."""
+    """The reasons why `parallelize` cannot shard this model, and the plan's assumptions."""
     if head is _NO_HEAD:
         yield f"{class_name} has no head: what your code puts there is not counted"
     if config.get("num_nextn_predict_layers") and family.divides_experts:

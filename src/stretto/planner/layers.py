@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of layers that a transformer block is a list of, each with what it computes, sends and keeps.
+"""The kinds of layers of which a transformer block is a list, each with its computation, communication and memory.
 
 Linears are described by their sizes alone, and everything that is modelled of them (collectives, products, memory)
-follows from these. To plan another kind of layer, add a class here, and change besides:
+follows from these. To plan another kind of layer, add a class here, and also change:
 
-- `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs sizes of its own;
+- `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs its own sizes;
 - `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
   weights and biases, and those that `gathered_tensors` gives: those of norms (`block_norms`, `head_norm_weights`),
   attention sinks, embeddings and head are counted by name;
@@ -95,7 +95,7 @@ class BlockLayer(ABC):
         """The widest activation whose gradient its backward pass holds."""
 
     def growth(self, grid: GridSizes) -> float:
-        """What its backward pass holds at most beyond what it keeps: gradients of activations; 0 by default."""
+        """The peak memory of its backward pass beyond kept activations: gradients of activations; 0 by default."""
         return 0.0
 
     def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:

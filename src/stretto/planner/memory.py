@@ -3,9 +3,9 @@
 
 Moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes its
 slice of logits. Then the last block's backward pass adds gradients of its activations, while all other blocks'
-activations are still there. At the end of the backward pass the activations are gone and all gradients are there. With
-recomputation, a block that is computed again stands beside what is kept of all others (`recomputed_blocks`). Components
-are given at the worst moment, so that their sum is the peak of what is allocated.
+activations are still there. At the end of the backward pass all activations are freed and all gradients allocated. With
+recomputation, a recomputed block is in memory together with what is kept of all others (`recomputed_blocks`).
+Components are given at the worst moment, so that their sum is the peak of what is allocated.
 """
 
 import math
@@ -43,7 +43,7 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
 
 
 def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
-    """Those of one block of a model whose blocks are alike, but for norms of hidden features, and routed experts."""
+    """Those of one block of a model with equal blocks, except for norms of hidden features, and routed experts."""
     if (key := ("parameters", grid.x, grid.y, grid.z)) in model.memo:
         known: float = model.memo[key]
         return known
@@ -60,7 +60,7 @@ def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_
     outputs = -(-model.head_outputs // grid.x)
     weight = outputs * model.hidden / grid.y
     match model.logits:
-        case "sliced":  # a slice is there in dtype; in slices that would fit in fp32 beside that
+        case "sliced":  # a slice is in dtype; slices are sized such that a copy in fp32 would fit, too
             logits = min(outputs * tokens * element, LOGITS_SLICE * (master + element))
             copies = 2 if keeps_head_weight and outputs % LOGITS_ROW_MULTIPLE else 1  # gathered, and padded
             # After the last slice the gradient, summed in fp32, is cast.
@@ -72,14 +72,14 @@ def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_
 def whole_logits(workload: StepWorkload, tokens: int) -> float:
     """Bytes of a loss's logits where no rank has a part of them alone."""
     model, element = workload.model, workload.element
-    if model.logits == "pooled":  # and their gradient, of zeros but for the rows that were taken
+    if model.logits == "pooled":  # and their gradient, zero except for the rows that were taken
         return 2 * model.head_outputs * tokens * element
     # And wide three times: softmax, its gradient, and the gradient before it.
     return model.head_outputs * tokens * (element + 3 * workload.master)
 
 
 def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
-    """Bytes by component at the peak, on the rank that needs most: `step_memory`, or, where optimizer state is apart
+    """Bytes by component at the peak, on the rank that needs most: `step_memory`, or, with separate optimizer state
     and this is more, those of the moment before the first step when fp32 parameters are taken over (as temporary).
 
     has_nvlink: as in `step_memory`.
@@ -94,7 +94,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     """Bytes by component at the peak of a step, on the rank that needs most.
 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
-    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
+    slice and the head's weight gradient), temporary (of one linear's backward pass).
 
     has_nvlink: whether it reaches all ranks of z, and so those of x, so that copy engines may send what goes over z.
     Their buffers are kept all the time: those of gradients (`stretto.parallel.comm.copy_engine_scatter`), and, if
@@ -148,8 +148,8 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens * model.is_last
     gradients = parameters * of_number.gradient
     # With several micro-batches, the gradients of the earlier ones are there all the time, as shards (of zeros, if the
-    # sums are kept whole beside them). Those of optimizer state apart are, in any case.
-    accumulates = config.micro_batches(workload) > 1 or config.state.is_apart
+    # sums are kept whole beside them). With separate optimizer state they always are.
+    accumulates = config.micro_batches(workload) > 1 or config.state.is_separate
     unsharded = 0.0
     if accumulates and config.options.accumulate_unsharded and grid.z > 1:
         unsharded = (all_weights + table + head * model.has_own_head) * workload.master
@@ -167,8 +167,8 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     shards = group_of_shards(grid).size
     if shards > 1:  # those of a block's divided experts go in one message
         scattered += max(each.experts for each in sizes) * (1 + 1 / shards)
-    # State apart has its gradients summed where they lie.
-    bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_apart else 0.0
+    # Separate state has its gradients reduced in place.
+    bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 and not config.state.is_separate else 0.0
     moments = [
         {  # the loss
             "gradients": earlier,
@@ -270,7 +270,7 @@ def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
 
 
 def workspaces(gathered: float, ranks: int) -> float:
-    """Bytes that products beside which ranks of x gather tokens, and scatter sums of them, keep for their calls.
+    """Bytes of the workspaces of products that overlap with gathers of tokens over x, and scatters of their sums.
 
     gathered: bytes of the tokens of all ranks. Of the sums each rank receives those of the others. As `stretto.ops`
     allocates: a power of two, twice up to `TWO_SLOTS_BYTES`.
@@ -283,7 +283,7 @@ def workspaces(gathered: float, ranks: int) -> float:
 
 
 def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:
-    """Parameters of each block, and of what is in none, that copy engines gather into places of their own.
+    """Parameters of each block, and of modules in none, that copy engines gather into separate buffers.
 
     Where a model is sharded by blocks, all large ones; otherwise the large ones of experts. has_nvlink: as in `memory`.
     """
@@ -332,7 +332,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     head = model.head_outputs * model.hidden
     shards = parameters * of_number.gradient
     unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
-    earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_apart else 0.0
+    earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_separate else 0.0
     of_block = model.block_parameters / grid.z * of_number.gradient
     kept, _, growth = activations_of_a_block(workload, grid)
     kept_by_each, hidden = recomputed.between / layers, model.hidden
@@ -379,6 +379,6 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     table = model.embedding_rows * model.hidden
     note(0.0, hidden, reduced=(layers - 1) * of_block, temporary=head + table + in_flight)
     note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.z) * is_sent)
-    is_packed = grid.replicas > 1 and not config.state.is_apart
+    is_packed = grid.replicas > 1 and not config.state.is_separate
     note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if is_packed else 0.0)
     return parameters_and_optimizer(workload, config.state, parameters) | max(moments, key=peak)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts memory and time of optimizer state: beside fp32 parameters, apart on the device, or apart on the host.
+"""Predicts memory and time of optimizer state: with fp32 parameters, or stored separately on device or host.
 
-With phi parameters on a rank, state apart (`stretto.optim.state`) takes, in bf16 with AdamW:
+With phi parameters on a rank, separate state (`stretto.optim.state`) takes, in bf16 with AdamW:
 
     the whole training   weights 2 phi, gradients 2 phi, on the device
     state, on the device 12 phi: fp32 weights and both moments
@@ -10,7 +10,7 @@ With phi parameters on a rank, state apart (`stretto.optim.state`) takes, in bf1
                          the device) until the last of them is taken over
 
 Singh's section 3.3.1 has 4 phi + 16 bsize; here the kernel reads 16-bit gradients, and buffers have no room for fp32
-ones. Sections 3.3.1 and 3.3.3 also say what a step of it takes: `optimizer_seconds` and `exposed_sums`.
+ones. Sections 3.3.1 and 3.3.3 also model the time of its step: `optimizer_seconds` and `exposed_sums`.
 """
 
 import math
@@ -34,7 +34,7 @@ LOCATIONS: tuple[StateLocation, ...] = get_args(StateLocation)
 class NumberBytes(NamedTuple):
     """Bytes that a rank keeps for each of its parameters.
 
-    weight: what is computed with. gradient: as it is kept between passes. master: of the fp32 weight beside a 16-bit
+    weight: of the computation. gradient: as it is kept between passes. master: of the fp32 weight of a 16-bit
     one; 2 where it is split, 0 where there is none. moments: the optimizer's own state.
     """
 
@@ -45,7 +45,7 @@ class NumberBytes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """What a step reads and writes beside weight and gradient."""
+        """What a step reads and writes in addition to weight and gradient."""
         return self.master + self.moments
 
 
@@ -62,7 +62,7 @@ class HostTraffic(NamedTuple):
 class PinnedMemory(NamedTuple):
     """Pinned host memory, in bytes: a rank's optimizer state and activations, and all that a node's ranks have.
 
-    limit: what a plan may take of a node's; None where the cluster does not say it.
+    limit: how much of a node's a plan may take; None if the cluster does not specify it.
     """
 
     state: float
@@ -93,11 +93,11 @@ class Formula(NamedTuple):
 
 
 def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
-    """What a rank keeps for each of its parameters; of step_on="auto", what it keeps for steps on the device."""
+    """Bytes that a rank keeps per parameter; for step_on="auto", those of steps on the device."""
     if options.step_on == "auto":
         options = replace(options, step_on="device")
     element, moments = types.element, types.moments * types.master
-    if not options.is_apart:
+    if not options.is_separate:
         return NumberBytes(types.master, types.master, 0, moments)
     is_split = options.splits(element, is_bf16=types.dtype == "bf16")
     master = 0 if element == types.master else element if is_split else types.master
@@ -105,8 +105,8 @@ def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
 
 
 def check_state(types: NumberTypes, execution: ExecutionOptions, options: StateOptions) -> None:
-    """Raise ValueError where training refuses optimizer state apart."""
-    if not options.is_apart:
+    """Raise ValueError where training does not support separate optimizer state."""
+    if not options.is_separate:
         return
     if types.dtype == "fp64":
         raise ValueError(
@@ -147,7 +147,7 @@ def parameters_and_optimizer(types: NumberTypes, options: StateOptions, paramete
 
 def take_over(types: NumberTypes, options: StateOptions, parameters: float) -> dict[str, float] | None:
     """Bytes by component when the first fp32 parameter is taken over; None where none is."""
-    if not options.is_apart:
+    if not options.is_separate:
         return None
     of_number = number_bytes(types, options)
     return {
@@ -162,7 +162,7 @@ def take_over(types: NumberTypes, options: StateOptions, parameters: float) -> d
 
 
 def state_on_host(types: NumberTypes, options: StateOptions, parameters: float) -> float:
-    """Bytes of pinned memory that a rank's state takes; of step_on="auto", what the larger of both places takes."""
+    """Bytes of pinned memory that a rank's state takes; for step_on="auto", the larger of both places'."""
     if options.location != "host":
         return 0.0
     if options.step_on == "auto":
@@ -203,7 +203,7 @@ def host_memory(
 
 
 def host_traffic(types: NumberTypes, options: StateOptions) -> HostTraffic:
-    """Bytes of each number that travel between device and host in a step."""
+    """Bytes per parameter that are copied between device and host in a step."""
     if options.location != "host":
         return HostTraffic(0.0, 0.0)
     of_number = number_bytes(types, options)
@@ -215,10 +215,10 @@ def host_traffic(types: NumberTypes, options: StateOptions) -> HostTraffic:
 def update_bytes(types: NumberTypes, options: StateOptions) -> int:
     """Bytes of each number that a step reads and writes in the device's memory, that of the gradient's norm included.
 
-    With state apart, one kernel does all of it; beside fp32 parameters, SGD has gradients scaled first.
+    With separate state, one kernel does all of it; with fp32 parameters, SGD has gradients scaled first.
     """
     weight, gradient, master, _ = of_number = number_bytes(types, options)
-    if not options.is_apart:
+    if not options.is_separate:
         passes = gradient + (2 * gradient if types.optimizer == "sgd" else 0)
         return passes + gradient + 2 * (weight + of_number.state)
     norm, is_split = gradient, master == weight
@@ -239,7 +239,7 @@ def optimizer_seconds(
 
     State on the device: its bytes over the memory bandwidth. On the host: buckets are fetched, stepped and returned at
     the same time, as far as there are sets of buffers, so that the slowest of the three counts, and the other two of
-    one bucket. A step that is computed on the host is predicted by what travels alone.
+    one bucket. A step that is computed on the host is predicted by its copies alone.
 
     traffic: seconds of so many bytes on the device. Raises ValueError for a cluster that does not say its host link.
     """
@@ -260,7 +260,7 @@ def optimizer_seconds(
 
 
 def host_link(cluster: Cluster) -> tuple[float, float, float]:
-    """Bytes/s to the device, to the host, and both ways at once, of each rank while all ranks of its node copy.
+    """Bytes/s to the device, to the host, and in both directions, of each rank while all ranks of its node copy.
 
     Raises ValueError for a cluster that does not say the last of them; without the others, each way has half of it.
     """
@@ -276,7 +276,7 @@ def gradient_chunks(options: StateOptions, parameters: float) -> int:
 
 def steps_in_chunks(types: NumberTypes, config: StepConfig) -> bool:
     """Whether buckets are stepped as soon as their own chunk is summed: nothing needs the norm of all gradients."""
-    return config.state.is_apart and not config.clips and types.dtype != "fp16"
+    return config.state.is_separate and not config.clips and types.dtype != "fp16"
 
 
 def exposed_sums(left: float, whole: float, chunks: int, optimizer: float) -> float:

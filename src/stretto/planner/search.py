@@ -134,7 +134,7 @@ def _search_grids(searched: PipelineSearch, ranks: int) -> tuple[list[Candidate]
 
 
 def _why(workload: StepWorkload, grids: Sequence[GridSizes]) -> str:
-    """Why none of these grids is possible."""
+    """The reason why none of these grids is possible."""
     reasons = (why_impossible(workload.model, grid, workload.batch) for grid in grids)
     return "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3])
 
@@ -174,7 +174,7 @@ def predict(
     """Predict one grid (sizes by axis, 1 where one is absent) that runs with these options.
 
     options: how the step executes (default: `ExecutionOptions()`). changes: some of them by name (`PredictKeywords`).
-    state: where optimizer state lies (default: `StateOptions()`). clips: whether gradients are clipped.
+    state: where optimizer state is stored (default: `StateOptions()`). clips: whether gradients are clipped.
 
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
@@ -259,7 +259,7 @@ def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str,
 
 
 def _check_expert(expert: int | None, ranks: int) -> None:
-    """Raise ValueError for ranks of experts that no grid of so many ranks has."""
+    """Raise ValueError for ranks of experts that no grid of this size has."""
     if expert is not None and ranks % expert:
         near = min(divisors(ranks), key=lambda n: (abs(n - expert), -n))
         raise ValueError(f"expert is {expert}, which does not divide {ranks} GPUs; {near} would do")
@@ -308,7 +308,7 @@ def _nothing_possible(
     shards: bool,
     pipelines: PipelineSpace,
 ) -> str:
-    """Why no grid of `ranks` can hold the model, and the nearest number of GPUs, up to `most`, that would do."""
+    """Why the model fits on no grid of `ranks`, and the nearest number of GPUs, up to `most`, on which it fits."""
     if 1 not in pipelines.pipes:
         stages = ", ".join(map(str, pipelines.pipes))
         why = "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3]) or "no number of stages can"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options among which `plan` searches: those of execution, and where optimizer state lies."""
+"""The options among which `plan` searches: those of execution, and the location of optimizer state."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class SearchKeywords(FixedKeywords, total=False):
         model, time are counted where there are several micro-batches.
     gather_once: weights are gathered over z once a step and stay whole to its end (default: False), as
         `ExecutionOptions` has it.
-    state: where optimizer state lies (default: `StateOptions()`, beside fp32 parameters).
+    state: where optimizer state is stored (default: `StateOptions()`, with fp32 parameters).
     memory: "auto" searches modes of recomputation where `recompute` is not given ("host" is none of them, since the
         time of its copies is not predicted), and all locations of optimizer state where `state` is not given, for the
         fastest choice that fits GPU and host.
@@ -54,7 +54,8 @@ class SearchKeywords(FixedKeywords, total=False):
     expert_tensor: what ranks of x do to experts, "cut" or "fold" (default: searched).
     imbalance: rows of the busiest rank of experts over the mean (default: `expert_layers.IMBALANCE`).
     drop_duplicates: whether ranks of x that cut experts send each its own part of the tokens (default: True).
-    clips: whether gradients are clipped (default: True), which keeps optimizer steps of state apart from beginning
+    clips: whether gradients are clipped (default: True), which prevents steps of separate optimizer state from
+    beginning
         before all gradients are summed.
     pipe: ranks of the axis of pipeline stages, or "auto" to search them (default: 1).
     schedule, virtual_stages, extra_warm_up, limit, serve_first: with several pipeline stages, as `Pipeline` takes them;
@@ -102,13 +103,13 @@ class PredictKeywords(ExecutionKeywords, total=False):
 
 
 class StepChoice(NamedTuple):
-    """How a step executes, and where its optimizer state lies."""
+    """How a step executes, and where its optimizer state is stored."""
 
     options: ExecutionOptions
     state: StateOptions
 
     def repeats_as_much_as(self, other: "StepChoice") -> bool:
-        """Whether this one computes and sends again at least what another does, with all else the same."""
+        """Whether this one recomputes and resends at least as much as another, and is otherwise equal."""
         mode, of_other = self.options.recomputation, other.options.recomputation
         recomputes_as_much = not of_other.is_on or self.options.recompute == other.options.recompute
         if mode.kind in ("full", "every"):
@@ -124,7 +125,7 @@ class SearchSpace:
 
     recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
     accumulate_unsharded, gather_once: of all choices. skips_slower: whether to skip choices that only add work to one
-    that takes all of a rank's part of the batch at once. notes: what was not tried, and why. expert, expert_tensor: of
+    that covers a rank's whole part of the batch. notes: what was not tried, and why. expert, expert_tensor: of
     all grids; None tries all. drops_duplicates: of all choices.
     """
 

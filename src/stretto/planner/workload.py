@@ -16,7 +16,7 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class NumberTypes:
-    """The dtype that a step computes in, and its optimizer, which say what a rank keeps for each parameter.
+    """The dtype in which a step computes, and its optimizer, which determine the bytes that a rank keeps per parameter.
 
     has_momentum: of SGD. Raises ValueError for an unknown dtype or optimizer.
     """
@@ -51,8 +51,8 @@ class NumberTypes:
 class StepWorkload(NumberTypes):
     """A training step: the model, the global batch in sequences, and the numbers' types.
 
-    Activations, gathered weights and what travels are in `dtype`; parameters, gradients and optimizer state in fp32
-    (fp64 for fp64), unless the state is apart (`StepConfig.state`).
+    Activations, gathered weights and messages are in `dtype`; parameters, gradients and optimizer state in fp32
+    (fp64 for fp64), unless the state is separate (`StepConfig.state`).
     """
 
     model: Architecture
@@ -121,8 +121,8 @@ class ScheduleChoice:
 class StepConfig:
     """How a workload's step runs.
 
-    micro_batch: sequences that a rank takes at once (it accumulates gradients). state: where optimizer state lies.
-    clips: whether gradients are clipped, so that the optimizer of state apart waits for the norm of all of them.
+    micro_batch: sequences per pass of a rank (it accumulates gradients). state: where optimizer state is stored.
+    clips: whether gradients are clipped, so that separate optimizer state waits for the norm of all of them.
     schedule: of a grid with several pipeline stages.
     """
 

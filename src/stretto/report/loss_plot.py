@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILION, drawing
 
-SMOOTHED_FROM = 200  # steps: below, each step's loss is clear enough by itself
+SMOOTHED_FROM = 200  # steps: below, each step's loss is clear enough without smoothing
 
 # The first of several curves is drawn wide and pale, so that a curve which covers it does not hide it.
 _UNDER, _COLOURS, _ALONE = SKY, (VERMILION, GREEN, PURPLE, ORANGE), BLUE

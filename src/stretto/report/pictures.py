@@ -16,7 +16,7 @@ def can_draw() -> bool:
     """
     if _has_matplotlib():
         return True
-    _say_how_to_get()
+    _explain_how_to_install()
     return False
 
 
@@ -40,5 +40,5 @@ def _has_matplotlib() -> bool:
 
 
 @cache
-def _say_how_to_get() -> None:
+def _explain_how_to_install() -> None:
     print(f"stretto: no pictures are drawn: {HOW_TO_GET}", file=sys.stderr, flush=True)

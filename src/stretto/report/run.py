@@ -85,14 +85,14 @@ def largest_difference(run: RunRecord, other: RunRecord) -> float:
     return max(filter(math.isfinite, both), default=math.nan)
 
 
-def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> RunRecord:
+def write_report(out: Path, *, compare_with: Path | None = None, sample: str | None = None) -> RunRecord:
     """Write loss.png and summary.md to `out`, timeline.png if the run was traced, and experts.png if it has experts.
 
     Returns the run.
 
-    Without matplotlib there are no pictures, and a line on stderr says how to get them.
+    Without matplotlib there are no pictures, and a line on stderr explains how to install it.
 
-    beside: the folder of another run, whose loss is plotted and compared. sample: generated text for the summary.
+    compare_with: the folder of another run, whose loss is plotted and compared. sample: generated text for the summary.
     Raises ValueError as `read_run` does.
     """
     run = read_run(out)
@@ -103,7 +103,7 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
         from stretto.report.timeline import plot_timeline
 
         plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT)
-    other = None if beside is None else read_run(beside)
+    other = None if compare_with is None else read_run(compare_with)
     if draws:
         draw_loss(run, other)
         draw_experts(run)
@@ -118,7 +118,7 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
 
 
 def draw_loss(run: RunRecord, other: RunRecord | None = None) -> Path:
-    """Draw a run's loss.png into its folder, beside another run's loss if there is one. Returns the picture's path."""
+    """Draw a run's loss.png into its folder, with another run's loss if given. Returns the picture's path."""
     from stretto.report.loss_plot import plot_loss
 
     curves = {each.label: each.finite_losses() for each in (run, other) if each}

@@ -37,7 +37,7 @@ class MessageDrivenPolicy:
         algorithm 2.
 
     The last stage computes a micro-batch's backward pass right after its forward pass. Gradients and activations of
-    one kind are served in the order in which they came.
+    one kind are served in the order of arrival.
 
         policy = MessageDrivenPolicy(stage=1, stages=4, micro_batches=8, limit=4)
         policy.arrive(PipelineOperation.FORWARD, 0)  # stage 0 has sent micro-batch 0
@@ -140,11 +140,11 @@ def simulate_message_driven(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> PipelineTimeline:
-    """Compute when each action starts and ends where every stage is on a rank of its own and follows its messages.
+    """Compute when each action starts and ends, if every stage is on a separate rank and follows its messages.
 
     limit, serve_first: of MessageDrivenPolicy (default of limit: the number of stages).
     ties: which of an activation and a gradient that arrive at the same moment counts as the earlier.
-    links, jitter, seed: as of `simulate`. The timeline's schedule has the order that came about, which `verify` takes.
+    links, jitter, seed: as of `simulate`. The timeline's schedule has the resulting order, which `verify` accepts.
 
     Raises ValueError for numbers that make no sense.
     """

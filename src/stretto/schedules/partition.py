@@ -10,10 +10,10 @@ def partition(costs: Sequence[float], stages: int, first: float = 0.0, last: flo
     """Cut a row of items into stages so that the largest cost of a stage is as small as possible.
 
     costs: of each item (a block), in any unit, at least 0.
-    first, last: cost of the first stage, and of the last, beside its items: a model's embedding and its head.
+    first, last: additional cost of the first and the last stage: a model's embedding and its head.
 
     Returns stages + 1 cuts from 0 to len(costs): stage s has the items cuts[s]:cuts[s + 1], at least one. The minimum
-    is exact. Among cuts that reach it, each stage is as near to the mean of what is left as it can be.
+    is exact. Among cuts that reach it, each stage is as near to the mean of the remaining cost as possible.
 
     Raises ValueError for fewer items than stages, and for costs that are negative or not finite.
     """

@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
     stage: counted over all ranks, from 0 where the model begins.
     micro_batch: None for UNSHARD and RESHARD alone.
-    overlaps_next: this F and the action after it, a B, may be computed at once: torch's OVERLAP_F_B. To compute one
+    overlaps_next: this F and the action after it, a B, may be computed together: torch's OVERLAP_F_B. To compute one
         after the other is right, too.
     """
 

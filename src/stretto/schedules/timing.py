@@ -4,7 +4,7 @@
 A rank computes one action at a time, in its schedule's order, as soon as the message that the action uses has come.
 Sending does not occupy the rank that computes: a message leaves when its action ends, waits for the messages before it
 in its channel, occupies the channel for its transmission time, and arrives a latency later. Receives are posted early
-enough, and channels have enough buffers, so that nothing else delays it. Gathering weights takes no time here.
+enough, and channels have enough buffers, so that it has no other delay. Gathering weights takes no time here.
 """
 
 import random
@@ -25,7 +25,7 @@ class StageCosts:
 
     forward: F of each stage. backward_input, backward_weight: I and W. backward: B, a whole backward pass; None is the
         sum of I and W.
-    overlapped: an overlapped pair whose F is of the stage, computed at once when both messages have come; None
+    overlapped: an overlapped pair whose F is of the stage, computed together when both messages have arrived; None
         computes one after the other, each when its message has come.
 
     Raises ValueError for negative times, or if not all have as many stages.

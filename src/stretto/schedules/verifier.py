@@ -2,7 +2,7 @@
 """`verify`: proves a pipeline schedule complete, well ordered and free of deadlock before it runs.
 
 A schedule fixes the order of each rank's actions, so whether it deadlocks does not depend on how long actions and
-messages take: a rank that could go on can still do so after any other rank has. Running the ranks in any order until
+messages take: a rank that could continue can still do so after any other rank has. Running the ranks in any order until
 none can go on is therefore a proof.
 """
 
@@ -21,7 +21,7 @@ _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """The most micro-batches whose activations are kept at once, on each rank (of all its stages) and on each stage.
+    """The peak number of micro-batches whose activations are kept, on each rank (of all its stages) and on each stage.
 
     A micro-batch is live on a stage from the start of its F to the end of its B, or of its W where B is split.
     """
@@ -47,7 +47,7 @@ def live_micro_batches(schedule: PipelineSchedule) -> LiveMicroBatches:
 def peak_activations(
     schedule: PipelineSchedule, whole: Sequence[float], for_weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Return the most that each rank keeps of all micro-batches at once, in the unit of `whole`, such as bytes.
+    """Return the peak of each rank's kept activations, in the unit of `whole`, such as bytes.
 
     whole: what each stage keeps of a micro-batch from the start of its F to the end of its B, or of its I.
     for_weights: what of it is left from the end of I to that of W (default: all).
@@ -85,7 +85,7 @@ def verify(
     """Raise ScheduleError, with the rank, the action and the rule, unless the schedule can be run.
 
     buffers: messages that a channel holds, sent and not yet used; None is any number. A channel goes from one rank to
-        another and carries activations or gradients. A rank whose message finds no buffer waits until one is free; a
+        another and contains activations or gradients. A rank whose message finds no buffer waits until one is free; a
         buffer is free again when the action that uses its message starts.
     delivery: "in_order", a channel delivers its messages in the order sent, so a rank must use them in that order.
         "matched", a rank can take any message that has come, by stage and micro-batch.
@@ -251,7 +251,7 @@ def _check_deadlock(schedule: PipelineSchedule, buffers: int | None) -> None:
 
 
 class _Execution:
-    """Runs all ranks until none can go on, without times.
+    """Runs all ranks until none can continue, without times.
 
     buffers: messages that a channel holds; None is any number. at_once: an overlapped pair starts once both its
     messages are there, and sends once both its actions have ended; otherwise its actions follow each other.
@@ -280,7 +280,7 @@ class _Execution:
         return self.position[rank] == len(self.schedule.ranks[rank]) and not self.unsent[rank]
 
     def _advance(self, rank: int, ready: list[int]) -> None:
-        """Run a rank until it must wait, and add the ranks that may go on because of it to `ready`."""
+        """Run a rank until it must wait, and add the ranks that it unblocks to `ready`."""
         owners, actions = self.schedule.stage_ranks, self.schedule.ranks[rank]
         unsent = self.unsent[rank]
         while True:

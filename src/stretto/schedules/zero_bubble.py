@@ -103,7 +103,7 @@ def zb_v(pipe: int, micro_batches: int, virtual_stages: int, extra_warm_up: int)
             program.split_backward(down)
             program.forward(up)
             program.split_backward(up)
-        # Input gradients go on to the ranks that wait for them; weight gradients are left for the end.
+        # Input gradients are sent to the ranks that wait for them; weight gradients are computed last.
         for _ in range(rank):
             program.backward_input(down)
             program.backward_input(up)
@@ -134,7 +134,7 @@ def dualpipe_v(pipe: int, micro_batches: int, virtual_stages: int, extra_warm_up
             program.split_backward(up)
             program.forward(up)
         for n in range(micro_batches - 2 * pipe + rank + 1):
-            if n == 0 and left == 0:  # apart, so that the gradient leaves the last stage sooner
+            if n == 0 and left == 0:  # separately, so that the gradient leaves the last stage sooner
                 program.forward(down)
                 program.backward(up)
             else:

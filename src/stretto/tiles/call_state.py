@@ -15,7 +15,7 @@
                                 have when it has sent all signals of the current call
 
 Counters, targets and sends only count up and wrap around; nothing resets them. A call that `begin_call` began advances
-targets and sends at its beginning; a call that a kernel entered by itself (`BlockChannel.enter`) does so at its end,
+targets and sends at its beginning; a call that its kernel begins (`BlockChannel.enter`) does so at its end,
 and until then its waits add the call's share (`count_static`) to the old target.
 """
 
@@ -34,7 +34,7 @@ PRODUCED = tl.constexpr(4)  # programs that have finished all that peers wait fo
 LATE = tl.constexpr(5)  # the tile that a poll has given up on in the call, plus 1; 0: none
 RECORDED = tl.constexpr(6)  # whether the channel's failure record describes a wait that ended without its signal
 USED = tl.constexpr(7)  # for each of two slots, the number of the last call that used it
-CLOCK = tl.constexpr(32)  # in a cache line of its own, since all waiting programs update it
+CLOCK = tl.constexpr(32)  # in a separate cache line, since all waiting programs update it
 HEADER = tl.constexpr(64)  # words before the targets
 
 # int64 words of CLOCK.
@@ -98,7 +98,7 @@ def claim(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def claim_move(channel):  # type: ignore[no-untyped-def]
-    """Claim the next piece of data to move, counted apart from `claim`: for programs that move data, then compute."""
+    """Claim the next piece of data to move, with a separate counter: for programs that move data, then compute."""
     return tl.atomic_add(channel.state + MOVED, 1, sem="relaxed", scope="gpu")
 
 
@@ -128,12 +128,12 @@ def may_publish(channel):  # type: ignore[no-untyped-def]
 def advance_targets(channel, producer, counts, BLOCK: tl.constexpr, TIMES: tl.constexpr = 1):  # type: ignore[no-untyped-def]
     """Add this call's signals to `targets` (those that arrive here) and `sends` (this rank's); one program runs it.
 
-    TIMES: -1 takes them back, for a call that no rank goes on with.
+    TIMES: -1 reverts them, for a call that all ranks abandon.
 
-    counts: None where the producer's mapping is static; else int32 [2, world, capacity]: how often each source will
+    counts: None if the producer's mapping is static; else int32 [2, world, capacity]: how often each source will
     notify each channel here, and how often this rank will notify each channel of each destination.
 
-    Once a wait of this process has failed, `sends` stay as they are: a copy engine then signals an old value, which
+    Once a wait of this process has failed, `sends` are not changed: a copy engine then signals an old value, which
     meets no target.
     """
     publishes = may_publish(channel)
@@ -175,7 +175,7 @@ def count_static(channel, producer, index, other):  # type: ignore[no-untyped-de
 
 @triton.jit
 def require_static(producer):  # type: ignore[no-untyped-def]
-    """Refuse, at compile time, a producer whose signals the kernel cannot count by itself."""
+    """Raise an error, at compile time, for a producer whose signals the kernel cannot count."""
     tl.static_assert(
         producer is not None, "a call that began by enter gives its waits and its end the producer's mapping: producer="
     )

@@ -2,7 +2,7 @@
 """How a call begins and ends on the device: by a launch of `begin_call`, or by `end_call` within the call's kernel.
 
 A call that `BlockChannel.begin` begins runs `begin_call` (one program) before the kernels that signal and wait. It
-advances the call number and the targets and, if it meets, waits until all ranks have begun the call. A call that
+advances the call number and the targets and, with_barrier, waits until all ranks have begun the call. A call that
 `BlockChannel.enter` begins launches nothing: its kernel derives number and targets from the previous call's state, and
 the last program to run `end_call` (or `end_unsignalled_call`) writes the new state.
 """
@@ -31,8 +31,8 @@ _LONG_AGO = tl.constexpr(1 << 20)
 
 
 @triton.jit
-def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin a call on this rank: advance its number and targets; if it MEETS, wait until all ranks have begun it.
+def begin_call(channel, producer, counts, slot, WITH_BARRIER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin a call on this rank: advance its number and targets; WITH_BARRIER: wait until all ranks have begun it.
 
     One program runs this, in a launch before those that signal and wait.
     Signals: the call's number, into this rank's last peer slot at every other rank (release at system scope).
@@ -52,9 +52,9 @@ def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.c
         tl.store(channel.state + USED + slot, epoch)
     for claimed in tl.static_range(CLAIMED, PRODUCED + 1):
         tl.store(channel.state + claimed, 0)
-    # After a failed wait, polls give up at once, as if one had given up on tile 0.
+    # After a failed wait, polls end immediately, as if one had timed out on tile 0.
     tl.store(channel.state + LATE, tl.minimum(tl.load(channel.failed), 1))
-    if MEETS:
+    if WITH_BARRIER:
         publishes = may_publish(channel)
         for distance in tl.static_range(1, channel.world):
             set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch, publishes)

@@ -167,7 +167,7 @@ class BlockChannel:
         *,
         counts: Tensor | None = None,
         slot: int | None = None,
-        meets: bool = True,
+        with_barrier: bool = True,
         launches: bool = True,
     ) -> Channel:
         """Begin a call: on the device, increment the call's number, and advance the targets of all counters.
@@ -179,11 +179,11 @@ class BlockChannel:
 
         counts: None for a static mapping of the producer, which notifies every tile once. Else int32 [2, world,
         channels], which may be filled on the device: [0, r, c] how often rank r will notify channel c here in this
-        call, [1, r, c] how often this rank will notify channel c of rank r. meets: wait on the device until all ranks
-        have begun, so that the call may overwrite the previous call's buffers; without it the kernels must ensure this
-        themselves. slot: 0 or 1, the same on all ranks, for double-buffered calls: a rank that is one call ahead then
-        need not wait. Any order of slots is safe. launches: False if the caller's next kernel, of one program, calls
-        `begin_call` itself, which saves a launch.
+        call, [1, r, c] how often this rank will notify channel c of rank r. with_barrier: wait on the device until all
+        ranks have begun, so that the call may overwrite the previous call's buffers; without it the kernels must ensure
+        this themselves. slot: 0 or 1, the same on all ranks, for double-buffered calls: a rank that is one call ahead
+        then need not wait. Any order of slots is safe. launches: False if the caller's next kernel, of one program,
+        calls `begin_call` itself, which saves a launch.
 
         Returns the first argument of the call's kernels; the mappings are separate arguments. PeerError if a wait has
         failed before.
@@ -191,11 +191,11 @@ class BlockChannel:
         self.check()
         # Arguments that were checked before are not checked again.
         described = self.describe(operator, mode)
-        key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, meets)
+        key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, with_barrier)
         if key is None or not self.launch.knows(begin_call, key):
             self._require_fitting(producer, consumer, counts, slot)
         channel = self._current = described
-        arguments = channel, producer, counts, slot, meets, 1 << (self.channels - 1).bit_length()
+        arguments = channel, producer, counts, slot, with_barrier, 1 << (self.channels - 1).bit_length()
         if launches and key is not None:
             self.launch(begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
         elif launches:
@@ -214,7 +214,7 @@ class BlockChannel:
         return self.describe(operator, mode, begun_in_kernel=True)
 
     def describe(self, operator: str, mode: str = "p2p", *, begun_in_kernel: bool = False) -> Channel:
-        """Make the argument of kernels that begin no call, and use peer tiles with numbers of their own.
+        """Make the argument of kernels that begin no call, and use peer tiles with their own call numbers.
 
         begun_in_kernel: for a call that its kernel begins and ends; see `enter`.
         """
@@ -306,7 +306,7 @@ class BlockChannel:
         return self._memory.buffer().nbytes if self._signals else 0
 
     def close(self) -> None:
-        """Free the memory; no kernel of this channel may run any more."""
+        """Free the memory; no kernel of this channel may still be running."""
         self._signals = []
         self._current = None
         for known in (self._described, self.launch, self._tensors, self._notified):

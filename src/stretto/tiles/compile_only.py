@@ -2,7 +2,7 @@
 """Compile a kernel without a GPU, from the arguments of an ordinary launch.
 
 Tests without a GPU check machine code this way: whether a kernel compiles, and what stands before and after a signal.
-Triton has no public interface for it; its private ones (3.6 to 3.9) are used here and nowhere else.
+Triton has no public interface for it; its private ones (3.6 to 3.9) are used only here.
 """
 
 from typing import Any

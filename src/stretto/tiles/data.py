@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads from and stores to other ranks' memory, on the device: TileLink's push and pull (section 3.2.2).
 
-They mirror `tl.store` and `tl.load`, with a rank. Neither orders anything by itself: notify after a push, and wait
+They mirror `tl.store` and `tl.load`, with a rank. Neither implies an order: notify after a push, and wait
 before a pull.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache of encoded TMA descriptors, so that Triton does not encode them again at every launch.
 
-Triton inspects every argument of a launch for descriptors and encodes each one anew: 3.5 us of the 15.8 us that a host
+Triton inspects every argument of a launch for descriptors and encodes each one again: 3.5 us of the 15.8 us that a host
 took to launch a kernel with three (H200, Triton 3.6). The encoding depends on the matrix's address, shape and strides,
 and on how the descriptor pads and rounds; everything else belongs to the compiled kernel.
 """
@@ -14,7 +14,7 @@ _NAMES = {"launcher", "tensordesc_indices", "tensordesc_meta"}
 
 
 def remember_descriptors(compiled: Any) -> None:
-    """Make a compiled kernel's launches encode each descriptor once; kernels without descriptors stay as they are.
+    """Make a compiled kernel's launches encode each descriptor once; kernels without descriptors are not changed.
 
     This replaces the closure that Triton's `wrap_handle_tensordesc` made, by means of the closure's own cells. Where a
     version of Triton has another launcher, as 3.8 does, nothing changes.

@@ -2,7 +2,7 @@
 """Copies and signals that the host enqueues: TileLink's rank_copy_data, rank_notify and rank_wait (section 3.2).
 
 On CUDA all three run in stream order: a copy on a copy engine, a signal as a copy of 4 bytes from device memory (so
-that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are done at once.
+that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are executed immediately.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from stretto.tiles.streams import find_driver, find_handle
 
 
 def copy_engine(
-    channel: BlockChannel, *, stream_index: int = 0, opens: bool = True, lane: int | None = None
+    channel: BlockChannel, *, stream_index: int = 0, forks: bool = True, lane: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream, concurrently with kernels.
 
-    They run after all earlier work of the current stream; with opens=False, after the work that it had when the side
+    They run after all earlier work of the current stream; with forks=False, after the work that it had when the side
     stream was opened, earlier in the call. stream_index: the index of the side stream (`lane` is its deprecated name).
     Leaving the context does not wait: launch the kernels that overlap with the copies, then call `join_copies`.
     """
     if lane is not None:
         warnings.warn("copy_engine's lane is now stream_index", DeprecationWarning, stacklevel=2)
         stream_index = lane
-    if opens:
+    if forks:
         open_side_stream(channel, stream_index)
     return channel.side_stream(stream_index) or contextlib.nullcontext()
 
@@ -130,7 +130,7 @@ def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
 
 
 def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
-    """Wait as `rank_wait` does, for all other ranks at once: for rank r's signals of channel r * stride + index."""
+    """Wait as `rank_wait` does, for all other ranks: for rank r's signals of channel r * stride + index."""
     _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
     _require_inside(channel, index, 0)
     launch_kernel(wait_for_all, 1, channel.current, index, stride, num_warps=1)

@@ -19,7 +19,7 @@ checks.
 
 The patches change classes of Triton's interpreter for all kernels of the process, since nothing smaller reaches a
 kernel's own `tl.sum`. They apply only where TRITON_INTERPRET is set; compiled kernels are untouched. The private names
-of `triton.runtime.interpreter` are used here and nowhere else.
+of `triton.runtime.interpreter` are used only here.
 """
 
 import inspect

@@ -37,7 +37,7 @@ _record_owners: weakref.WeakValueDictionary[int, RecordOwner] = weakref.WeakValu
 
 
 def register_record(address: int, owner: RecordOwner) -> None:
-    """Make `owner` answer for the failure record at this address, as long as it lives."""
+    """Register `owner` as the owner of the failure record at this address, while it lives."""
     _record_owners[address] = owner
 
 

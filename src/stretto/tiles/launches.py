@@ -73,7 +73,7 @@ class Launches:
             self._known[id(kernel), key] = compiled, (kernel, kept)
 
     def remember(self, argument: Any) -> None:
-        """Keep what launches pass for this very object, a tuple whose tensors stay where they are."""
+        """Cache the launch arguments of this object, a tuple whose tensors keep their addresses."""
         if len(self._addresses) == _MOST_REMEMBERED:
             self._addresses.clear()
         self._addresses[id(argument)] = argument, pass_addresses(argument)

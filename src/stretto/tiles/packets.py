@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets: data that is its own signal, for small messages that travel in the time of one store.
+"""Packets: data that is its own signal, for small messages with the latency of one store.
 
 A packet is 32 bits of data, never 0, in memory that holds 0 where there is no packet. It is stored whole, so a reader
-that sees a nonzero word has all of it: there is no barrier, no fence, no second message and no flag beside the data.
+that sees a nonzero word has all of it: there is no barrier, no fence, no second message and no separate flag.
 (NCCL's LL protocol sends as many bits of flags as of data.) Data of 0 is sent as the bits of a negative zero, in its
 last number.
 
-Reuse: the reader of a packet writes 0 back, so the memory is left as it was. It holds packets and nothing else, one
+Reuse: the reader of a packet writes 0 back, so the memory is left as it was. It holds only packets, one
 program takes each packet, and consecutive calls alternate between two slots (`call_slot`).
 
 Exactly one thread loads each packet. Triton holds a block that has fewer elements than the program has threads several
@@ -33,7 +33,7 @@ def push_packets(  # type: ignore[no-untyped-def]
     """Store 32-bit `data`, as `pack` makes it, as packets at `pointer` + `offsets` in the memory of `rank`.
 
     pointer: a scalar into this rank's memory, of int32. ranks: a rank for each packet, instead of `rank`. in_fours:
-    store every four neighbours along the last dim at once; their first place is a multiple of 16 bytes, and they share
+    store every four neighbours along the last dim together; their first place is a multiple of 16 bytes, and they share
     one rank and one mask. publishes: the result of `may_publish`, if the caller has it already: data that was made
     after a failed wait is not sent.
     """
@@ -126,19 +126,19 @@ def _greatest(x):  # type: ignore[no-untyped-def]
 def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for all ranks' packets, empty their places, and sum their numbers in fp32, in rank order.
 
-    Returns (low, high, have_arrived): the sums, and whether all packets came before the time limit. If not, the sums
+    Returns (low, high, have_arrived): the sums, and whether all packets arrived before the time limit. If not, the sums
     are wrong and must not be sent on. Rank r's packets are at pointer + r * stride + offsets. dtype: of the numbers; a
     packet holds two of 16 bits, or one of 32 bits, and then low and high are the same. Each read covers all ranks'
     packets.
     """
     _require_one_load(offsets)
     stride = tl.cast(stride, tl.int64)  # all ranks' packets may be 2^31 or more
-    low, high, late = _look_at_all(channel, pointer, stride, offsets, mask, dtype)
+    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype)
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = late >= 0
     while waits:
-        low, high, late = _look_at_all(channel, pointer, stride, offsets, mask, dtype)
+        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype)
         waits = late >= 0
         looks += 1
         if waits & (looks % LOOKS_A_TIME == 0):
@@ -149,7 +149,7 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
 
 
 @triton.jit
-def _look_at_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _poll_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return (low, high, late): the sums, and the last rank with a missing packet, or -1."""
     low = tl.zeros(offsets.shape, tl.float32)
     high = tl.zeros(offsets.shape, tl.float32)

@@ -45,7 +45,8 @@ def producer_tile_notify(  # type: ignore[no-untyped-def]
     mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the mapping gives the
     tile) or "broadcast" (those of all ranks, from the next one on); the mode that `begin` was given. after_tma: the
     tile was stored through a descriptor. rank: for a broadcast, signal this rank alone; the other ranks get calls of
-    their own. count: other than 1 where the `counts` given to `begin` say so: a tile may be signalled in several parts.
+    their own. count: other than 1 if the `counts` given to `begin` require it: a tile may be signalled in several
+    parts.
 
     Order: this block's stores, to whichever rank, before the signal (barrier, then release at system scope).
     """

@@ -42,12 +42,12 @@ class SideStream:
         self._before: list[tuple[int, int, int]] = []
 
     def open(self) -> None:
-        """Fork: order what this stream gets from now on after what the current stream has so far."""
+        """Fork: order later work of this stream after the current stream's work so far."""
         self._opened.record(find_current(self.device))
         self.stream.wait_event(self._opened)
 
     def join(self) -> None:
-        """Join: order what the current stream gets from now on after what this stream has so far."""
+        """Join: order later work of the current stream after this stream's work so far."""
         self._joined.record(self.stream)
         find_current(self.device).wait_event(self._joined)
 

@@ -5,11 +5,11 @@ Synchronization. A wait reads with acquire at system scope until `(int32)(seen -
 zero: an int32 0 computed from the value that it saw. Add the zero to the offset of whatever is loaded after the wait,
 so that no compiler, the software pipeliner included, can move the load above the wait.
 
-Time limit. Every LOOKS_A_TIME reads, the wait looks at a clock that all programs of the GPU share, and at the process's
+Time limit. Every LOOKS_A_TIME reads, the wait reads a clock that all programs of the GPU share, and at the process's
 failure flag. A wait that exceeds the channel's limit sets the flag, writes the channel's failure record
-(`stretto.memory.failures`), and the kernel runs to its end without its other waits. Interpreted kernels raise at once.
-While the flag is set, no kernel of this process signals (`may_publish`): what it stores may be wrong, and no peer may
-trust it. The peers' waits then reach their own time limits.
+(`stretto.memory.failures`), and the kernel runs to its end without its other waits. Interpreted kernels raise
+immediately. While the flag is set, no kernel of this process signals (`may_publish`): its stores may be wrong, and no
+peer may trust it. The peers' waits then reach their own time limits.
 """
 
 import triton
@@ -33,7 +33,7 @@ OF_PACKETS = tl.constexpr(5)
 # A peer's slot whose call number is further ahead than this holds an old number, from before the numbers wrapped.
 _FAR_AHEAD = tl.constexpr(1 << 20)
 
-# Reads of a signal per look at the clock, which costs more. An interpreted read yields to other programs anyway.
+# Reads of a signal per read of the clock, which costs more. An interpreted read yields to other programs anyway.
 LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 
 
@@ -110,7 +110,7 @@ def _read_clock(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Return whether a wait may go on; past its limit it is reported, and this process's other waits give up too."""
+    """Return whether a wait may continue; past its limit it is reported, and this process's other waits end, too."""
     latest = tl.atomic_max(latest_time(channel), now(), sem="relaxed", scope="gpu")
     failed = tl.atomic_add(channel.failed, 0, sem="acquire", scope="gpu")
     goes_on = (failed == 0) & (latest - began <= load_limit(channel))

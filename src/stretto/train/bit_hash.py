@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number of 64 bits
-CPU_BLOCK = 1 << 18  # words whose multipliers are made at once on a CPU
+CPU_BLOCK = 1 << 18  # words whose multipliers are computed together on a CPU
 
 
 def hash_bits(tensors: Sequence[Tensor]) -> Tensor:

@@ -52,7 +52,7 @@ def _first_nonfinite(weights: dict[str, Tensor]) -> tuple[int, str] | None:
 def save_batch(task: TrainTask, step: int) -> str:
     """Save this rank's part of a step's batch to `out/nonfinite/step-N/rank-R.safetensors`.
 
-    Nothing of a batch is kept in usual steps: it is read once more. Returns what a message about the step ends with:
+    Batches are not kept in normal steps: this one is read again. Returns the end of a message about the step:
     the folder, or why there is none.
     """
     folder = task.config.out / FOLDER / f"step-{step:08d}"

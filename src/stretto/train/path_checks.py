@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a run's folder before anything is made: it can be written to, and it does not lie in the data's folder."""
+"""Checks of a run's folder before anything is created: it is writable, and not inside the data's folder."""
 
 import os
 import tempfile
@@ -23,7 +23,7 @@ def check_folder(out: Path) -> None:
 
 
 def check_outside_data(run_folder: Path, data: str | list[str], *, reads_all: bool = True) -> None:
-    """Raise ValueError if the run's folder lies in a data folder: a resumed run would read its own files as data.
+    """Raise ValueError if the run's folder is in a data folder: a resumed run would read its own files as data.
 
     reads_all: the data format reads every file of a folder. Other formats read only files of certain names, which a
     run's folder does not have.

@@ -18,7 +18,7 @@ from stretto.train.smaller_grids import check_smaller_grids
 def preflight(config: AnyConfig) -> AnyConfig:
     """Check that a run can start. Returns the configuration with `device` decided.
 
-    In a rank that torchrun has started, that is on the grid for as many ranks as there are, and it resumes what the job
+    In a rank that torchrun has started, this is on the grid for the actual number of ranks, and it resumes what the job
     has trained before (`launch.elastic`).
 
     Raises ValueError with the option, its value, the rule, and what would do.

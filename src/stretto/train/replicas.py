@@ -52,7 +52,7 @@ class ReplicaCheck:
         keys: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(keys, [shards.key for shards in self._shards])
         self._width = max(map(len, keys))
-        # The ranks that hold the same shards, and where each of them has their hash in what it sends.
+        # The ranks that hold the same shards, and the position of their hash in each one's message.
         holders: dict[str, dict[int, int]] = defaultdict(dict)
         for rank, own in enumerate(keys):
             for number, key in enumerate(own):
@@ -103,17 +103,17 @@ class ReplicaCheck:
             for shards, values in zip(self._shards, hashes, strict=True)
             if shards.key in differing
         }
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (socket.gethostname(), self._tensor_shard(), own))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (socket.gethostname(), self._tensor_shard(), own))
         votes = [
-            Vote(name, {rank: told[rank][2][key][number][1] for rank in self._holders[key]})
+            Vote(name, {rank: gathered[rank][2][key][number][1] for rank in self._holders[key]})
             for key in differing
-            for number, name in enumerate(_names(told[next(iter(self._holders[key]))][2][key]))
+            for number, name in enumerate(_names(gathered[next(iter(self._holders[key]))][2][key]))
         ]
-        culprits, names = judge([vote for vote in votes if vote.differs], [shard for _, shard, _ in told])
+        culprits, names = judge([vote for vote in votes if vote.differs], [shard for _, shard, _ in gathered])
         others = sorted({rank for vote in votes if vote.name == names[0] for rank in vote.hashes} - set(culprits))
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        who = _ranks(culprits, [told[rank][0] for rank in culprits])
+        who = _ranks(culprits, [gathered[rank][0] for rank in culprits])
         than = f"other weights than {_ranks(others)}" if others else "different weights, and either may be right"
         since = "when training began" if self._verified is None else f"at step {self._verified}"
         return CorruptionError(
@@ -140,7 +140,7 @@ class Vote:
 
     @property
     def minority(self) -> list[int]:
-        """The ranks that differ from what more than half of all hold; none if there is no such majority."""
+        """The ranks that differ from a majority of more than half; none if there is no such majority."""
         (most, count), *_ = Counter(self.hashes.values()).most_common(1)
         return [rank for rank, value in self.hashes.items() if value != most] if 2 * count > len(self.hashes) else []
 
@@ -156,7 +156,7 @@ def judge(votes: Sequence[Vote], tensor_shards: Sequence[tuple[int, ...]]) -> tu
     """Find the ranks that hold wrong weights, and the parameters, the surest first.
 
     Along data and z gradients are summed, so that a fault of one rank makes no other rank differ from its replicas
-    there. Along x and y each rank computes the gradient of what they replicate by itself, and those of a faulty rank's
+    there. Along x and y each rank computes the gradients of replicated weights separately, and those of a faulty rank's
     neighbours change a step later. So ranks that agree in `tensor_shards`, by rank, are compared first.
     """
     narrow = [(vote, part) for vote in votes for part in vote.split(tensor_shards) if part.differs]

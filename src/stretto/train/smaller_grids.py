@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of `train.grids`, on which a run goes on with fewer ranks: checks them, and chooses one.
+"""The grids of `train.grids`, on which a run continues with fewer ranks: checks them, and chooses one.
 
 A list is taken in its order; of `auto` the planner predicts every legal grid with the run's own options, and the
 fastest that fits into a GPU's memory is taken. Where it cannot predict (CPUs without `cluster`, unknown models), that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a parallelized model with optimizer state apart from it: 16-bit weights on the device, fp32 state in a store.
+"""Trains a parallelized model with separate optimizer state: 16-bit weights on the device, fp32 state in a store.
 
 The store (`stretto.optim.state`) knows flat tensors alone; here are the model, the grid and torch.distributed.
 """
@@ -50,9 +50,9 @@ class StoredOptimizer:
     """An optimizer whose state is in an `OptimizerStateStore`; it takes over the parameters of a parallelized model.
 
     The model's fp32 parameters become views of one flat tensor of weights in `dtype`; their values, as they are
-    now, become the fp32 weights of the store. Gradients go to the store, and `.grad` of parameters stays None. Frozen
-    parameters are converted, too. make: `adamw_update`, `sgd_update`, or `tiled_update` of any
-    elementwise optimizer.
+    now, become the fp32 weights of the store. Gradients are written to the store, and `.grad` of parameters remains
+    None. Frozen parameters are converted, too. make: `adamw_update`, `sgd_update`, or `tiled_update` of any elementwise
+    optimizer.
 
     Raises ValueError for parameters that are not fp32, or that are not of a model that `parallelize` has returned.
     """
@@ -171,7 +171,7 @@ class StoredOptimizer:
         return loss if self.loss_scale is None else self.loss_scale.apply(loss)
 
     def describe(self) -> str:
-        """Where state lies and how it is stepped, for the log."""
+        """Where state is stored and how it is updated, for the log."""
         store, options = self.store, self.options
         numbers, buckets = store.layout.size, len(store.layout.buckets)
         state = sum(array.numel() * array.element_size() for array in store.residence.arrays.values())
@@ -185,14 +185,14 @@ class StoredOptimizer:
             f"{store.step_order.value}"
         )
 
-    # For checkpoints, which hold fp32 weights and the optimizer's state, wherever they lie.
+    # For checkpoints, which hold fp32 weights and the optimizer's state, wherever they are stored.
 
     def weight(self, name: str) -> Tensor:
         """This rank's shard of a parameter's fp32 weight."""
         return self.store.weight(self._numbers[name])
 
     def masters_on_device(self) -> dict[str, Tensor]:
-        """The fp32 weights that lie on the device beside the weights that are computed with, by name."""
+        """The fp32 weights on the device, in addition to the weights of the computation, by name."""
         store = self.store
         has_any = self.options.location == "device" and MASTER in store.residence.arrays
         return {name: self.weight(name) for name in self.parameters} if has_any else {}
@@ -206,7 +206,7 @@ class StoredOptimizer:
         return self.store.slots(self._numbers[name])
 
     def set_scalars(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set what parameters' states have beside `slots`: 0-dim tensors by name and key."""
+        """Set the entries of parameters' states other than `slots`: 0-dim tensors by name and key."""
         self.store.set_scalars({self._numbers[name]: own for name, own in scalars.items()})
 
 
@@ -272,7 +272,7 @@ def adamw_update(*, betas: tuple[float, float], eps: float, tile: int = TILE) ->
     return make
 
 
-# Numbers that the host steps at once: with their gradients and state they fit into the cores' caches.
+# Elements that the host updates at a time: with their gradients and state they fit into the cores' caches.
 HOST_TILE = 1 << 20
 
 
@@ -372,7 +372,7 @@ class _StoreSink:
 
 
 class _GradientSum:
-    """A sum over several groups, in place, of which the first was started. wide: what travels, if not `gradients`."""
+    """A sum over several groups, in place, of which the first was started. wide: the sent tensor, if different."""
 
     def __init__(self, gradients: Tensor, wide: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         self._gradients = gradients
@@ -393,7 +393,7 @@ class GridCommunicator:
     """Sums over a grid's groups. The key of a parameter is the tuple of the groups that sum its gradient.
 
     On CPUs, 16-bit gradients of more than two ranks are summed in fp32 and rounded once. Gloo would round after each
-    addition, in an order that depends on where in a message a number lies, and so on the size of buckets.
+    addition, in an order that depends on an element's position in the message, and so on the size of buckets.
     """
 
     def __init__(self, grid: Grid) -> None:

@@ -66,7 +66,7 @@ class TrainTask(ABC):
 
     @abstractmethod
     def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
-        """Read this rank's part of a step's batch once more, as arrays by name, with the numbers of its samples."""
+        """Read this rank's part of a step's batch again, as arrays by name, with the indices of its samples."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
@@ -77,7 +77,7 @@ class TrainTask(ABC):
         return self.weights()
 
     def masters(self) -> Mapping[str, Tensor]:
-        """This rank's shards of fp32 weights beside those of `replicated`, by name, where they lie on the device."""
+        """This rank's shards of fp32 weights other than those of `replicated`, by name, if they are on the device."""
         return {}
 
     def full_rate(self) -> float | None:

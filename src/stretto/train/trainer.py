@@ -28,7 +28,7 @@ from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
-from stretto.train.health import Heartbeat, beating, flight_recorder, note, phase
+from stretto.train.health import Heartbeat, flight_recorder, heartbeats, note, phase
 from stretto.train.launch import resolve_device
 from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
@@ -60,7 +60,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     the job's process group and destroys it again, unless the caller has initialized it. It ends early, with a
     checkpoint, when a rank gets SIGINT, SIGTERM or SIGHUP. display: what rank 0 shows on the screen.
 
-    Raises ValueError for what the configuration, the data or the checkpoint does not allow, or while another run uses
+    Raises ValueError for an invalid configuration, invalid data or an invalid checkpoint, or while another run uses
     `config.out`, and DivergenceError, with the step and how to continue, when the loss is no longer finite.
     """
     require_loggers(config.train)
@@ -69,7 +69,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     os.environ.update(flight_recorder.environment(times_nccl=not is_captured))  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    with beating(config.train.timeout, config.out, ranks=config.ranks):
+    with heartbeats(config.train.timeout, config.out, ranks=config.ranks):
         note("start")
         grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
         flight_recorder.name_groups(grid.group_names())
@@ -129,7 +129,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
                 grid.device,
                 Retention.of(config.train),
                 is_async=config.train.async_save,
-                say=reporter.print_message if is_first else lambda _: None,
+                log=reporter.print_message if is_first else lambda _: None,
             )
         )
         task.before_update = saver.wait_on_device
@@ -144,7 +144,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             full_rate=task.full_rate(),
             skips_overflows=task.skips_overflows,
             skips_nonfinite=config.train.on_nonfinite == "skip",
-            on_nonfinite=partial(_look_at_nonfinite, task, replicas),
+            on_nonfinite=partial(_inspect_nonfinite, task, replicas),
         )
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
@@ -235,7 +235,7 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
 
 
 def _slow_rank() -> dict[str, Any]:
-    """The rank that was slow when this was last told, for `summary.json`; empty if none was."""
+    """The rank that was last reported as slow, for `summary.json`; empty if none was."""
     told = None if Heartbeat.running is None else Heartbeat.running.slow_rank()
     return {} if told is None else {"slow_rank": told}
 
@@ -255,7 +255,7 @@ def _train_steps(
     Weights are verified before they are saved, so that no checkpoint is newer than the last step that was verified.
     """
     options = task.config.train
-    # The second step's bytes are counted: the first one also sends what is sent only once.
+    # The second step's bytes are counted: the first one also has one-time communication.
     counted = min(start + 2, options.steps)
     bytes_sent: dict[str, int] = {}
     for step in range(start + 1, options.steps + 1):
@@ -296,7 +296,7 @@ def _train_steps(
     return bytes_sent
 
 
-def _look_at_nonfinite(task: TrainTask, replicas: ReplicaCheck | None, step: int) -> str:
+def _inspect_nonfinite(task: TrainTask, replicas: ReplicaCheck | None, step: int) -> str:
     """Save the batch of a step that is not finite. If that comes from one rank's weights, raise CorruptionError."""
     where = save_batch(task, step)
     if replicas is not None:

@@ -32,7 +32,8 @@ Decision = TypeVar("Decision")
 def machine_key(device: torch.device, *, operator: str = "", versions: Sequence[str] = (), links: str = "") -> str:
     """The name under which a store keeps the times of this kind of machine: GPU, links and versions, no host's name.
 
-    operator: a prefix for times that are kept apart. versions: of libraries besides torch whose speed is measured.
+    operator: a prefix for times that are stored separately. versions: of libraries besides torch whose speed is
+    measured.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     parts = (operator, gpu, links, f"torch {torch.__version__}", *versions)
@@ -47,17 +48,17 @@ def time_runs(
     warmups: int = 0,
     calls: int = 1,
     group: dist.ProcessGroup | None = None,
-    meets_each_time: bool = False,
+    barrier_each_time: bool = False,
 ) -> list[float]:
     """Seconds of a call in each of `repeats` runs, on a GPU between events on the current stream.
 
     warmups: runs before these that are not timed. calls: how many calls one run makes. group: its ranks meet before the
-    first run or, with meets_each_time, before each run, warm-ups included, once the run before has ended; otherwise
+    first run or, with barrier_each_time, before each run, warm-ups included, once the run before has ended; otherwise
     runs on a GPU are issued back to back.
     """
 
     def meet(is_first: bool) -> None:
-        if meets_each_time or is_first:
+        if barrier_each_time or is_first:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if group is not None:

@@ -69,7 +69,7 @@ class TuningStore:
 
 
 def read_times(path: Path) -> dict[str, dict[str, tuple[float, ...]]]:
-    """All that a file of a store holds, by machine and key, for one that somebody has named.
+    """The content of a store's file, by machine and key, for a file that the user has named.
 
     ValueError, which names the file, where it cannot be read or holds anything but times.
     """

@@ -54,7 +54,7 @@ def call_different_things(by_schedule):
 
 
 @pytest.mark.parametrize("by_schedule", [False, True])
-def test_ranks_that_call_different_things_are_all_told_what_each_calls(ranks, by_schedule):
+def test_ranks_that_make_different_calls_all_raise_with_the_call_of_each(ranks, by_schedule):
     told, other = ranks(2).run(call_different_things, by_schedule)
     assert told == other
     mine = "allreduce sum of [4] float32 on cpu on rank 0; "
@@ -79,7 +79,7 @@ def call_in_another_order():
     return str(error.value).partition("differs: ")[2]
 
 
-def test_ranks_that_call_alike_are_named_together(ranks):
+def test_ranks_with_equal_calls_are_named_together(ranks):
     told = "allreduce sum of [4] float32 on cpu on rank 0, 1; barrier on cpu on rank 2"
     assert ranks(3).run(call_in_another_order) == [told] * 3
 

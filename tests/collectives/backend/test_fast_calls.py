@@ -110,7 +110,7 @@ def test_tensors_that_answer_in_python_go_to_the_dispatcher(group):
     assert group.all_reduce(fake)
 
 
-def test_nothing_runs_beside_the_dispatcher(group):
+def test_nothing_runs_concurrently_with_the_dispatcher(group):
     remember_all_reduce(group, torch.ones(8))
     group.fast.hold()
     group.fast.pause()
@@ -175,7 +175,7 @@ def test_calls_that_two_threads_make_through_python_do_not_mix():
     thread.join()
 
 
-def test_what_one_thread_bypasses_is_counted_on_another():
+def test_a_bypass_on_one_thread_does_not_affect_counts_of_another():
     dispatcher = Dispatcher(Member(0, 1, "g"), {"cpu": "gloo"})
     call = "allreduce", [torch.ones(8)], [torch.ones(8)], "sum", 0, 1000, ""
     with dispatcher.bypassed():

@@ -129,7 +129,7 @@ def stay_away():
     dist.barrier()
 
 
-def test_a_rank_that_does_not_come_is_named_within_the_limit(ranks):
+def test_a_missing_rank_is_named_within_the_limit(ranks):
     ranks(2).run(stay_away)
 
 
@@ -146,7 +146,7 @@ def give_up_in_a_row():
             assert str(raised.value).count("gave up") == (rank > 0)
 
 
-def test_a_reason_to_give_up_is_told_once(ranks):
+def test_a_reason_to_give_up_is_reported_once(ranks):
     ranks(4).run(give_up_in_a_row)
 
 
@@ -250,7 +250,7 @@ def refuse(folder):
     uninstall(group=group)
 
 
-def test_what_cannot_be_installed_is_refused_by_all_ranks(ranks, tmp_path):
+def test_an_invalid_installation_raises_on_all_ranks(ranks, tmp_path):
     ranks(2).run(refuse, str(tmp_path))
 
 

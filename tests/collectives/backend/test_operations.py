@@ -113,7 +113,7 @@ def hand_everything_on():
         uninstall(installed, group)
 
 
-def test_what_no_schedule_is_for_runs_on_gloo(ranks):
+def test_calls_without_a_schedule_run_on_gloo(ranks):
     ranks(2).run(hand_everything_on)
 
 

@@ -22,7 +22,7 @@ class FastestRunner:
         return FastestRun(None, "", "it was slower")
 
 
-def test_the_devices_own_choice_is_counted_and_said_with_its_reason(caplog):
+def test_the_devices_own_choice_is_counted_and_logged_with_its_reason(caplog):
     dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo"})
     dispatcher._runners["cpu"] = FastestRunner()
 
@@ -57,7 +57,7 @@ def test_the_devices_own_choice_is_counted_and_said_with_its_reason(caplog):
         ([torch.zeros(4)], [torch.zeros(4)], "", "the group has one rank"),
     ],
 )
-def test_what_is_left_to_nccl_on_gpus_has_a_reason(inputs, outputs, note, why, monkeypatch):
+def test_calls_left_to_nccl_on_gpus_have_a_reason(inputs, outputs, note, why, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     runner = CudaRunner(Member(0, 1, "g"))
     found = runner.start_fastest(BackendCall("allreduce", tuple(outputs), tuple(inputs), "sum", 0, 1.0, note))
@@ -71,13 +71,13 @@ def test_what_is_left_to_nccl_on_gpus_has_a_reason(inputs, outputs, note, why, m
         ("allreduce", torch.zeros(1).expand(4), "", r"shape \[4\] and strides \[0\]"),
     ],
 )
-def test_what_no_schedule_can_do_on_gpus_is_refused_before_anything_is_launched(operation, tensor, note, message):
+def test_calls_that_no_schedule_supports_on_gpus_raise_before_any_launch(operation, tensor, note, message):
     call = BackendCall(operation, (tensor,), (tensor,), "", 0, 1.0, note)
     with pytest.raises(ValueError, match=message):
         CudaRunner(Member(0, 2, "g")).start(find("direct-all-to-all").compile(ranks=2), call)
 
 
-def test_a_call_with_a_sparse_tensor_is_said_with_the_bytes_of_a_dense_one(caplog):
+def test_a_call_with_a_sparse_tensor_is_described_with_the_bytes_of_a_dense_one(caplog):
     dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo"})
     tensors = [torch.eye(3).to_sparse()]
     with caplog.at_level(logging.DEBUG, "stretto.collectives"):
@@ -106,7 +106,7 @@ BOTH = torch.arange(8.0)
         ("reducescatter", BOTH, torch.empty(2), "apart"),
     ],
 )
-def test_buffers_that_lie_in_each_other_are_told_from_those_that_overlap(collective, given, taken, expected):
+def test_nested_buffers_are_distinguished_from_overlapping_ones(collective, given, taken, expected):
     match _find_buffers(collective, given, taken, rank=1):
         case None:
             assert expected is None

@@ -30,7 +30,7 @@ def run_python(code, **environment):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_counts_is_still_found_and_says_its_new_name():
+def test_counts_is_still_found_and_warns_with_its_new_name():
     with pytest.warns(DeprecationWarning, match=r"stretto\.collectives\.counts is now .*\.call_counts"):
         assert stretto.collectives.counts is call_counts
 
@@ -49,7 +49,7 @@ def test_importing_stretto_imports_no_torch_and_builds_nothing():
         ("import torch.distributed as dist", {"DIST": "1"}),
     ],
 )
-def test_the_backend_is_known_whoever_is_imported_first(tmp_path, imports, environment):
+def test_the_backend_is_registered_in_any_order_of_imports(tmp_path, imports, environment):
     """The last one names stretto nowhere: torch finds it by the entry point of the installed package."""
     if environment:
         folder = tmp_path / "found-0.1.dist-info"
@@ -88,7 +88,7 @@ print(call_counts())
 
 @pytest.mark.usefixtures("forks_torch_processes")
 @pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
-def test_without_a_compiler_the_error_says_what_is_missing(tmp_path):
+def test_without_a_compiler_the_error_names_what_is_missing(tmp_path):
     done = run_python(START, PATH="", STRETTO_CACHE=str(tmp_path))
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
@@ -200,7 +200,7 @@ def say_why():
     assert len(call_counts(group)) == 4
 
 
-def test_debug_level_says_what_ran_and_why(ranks):
+def test_debug_level_logs_what_ran_and_why(ranks):
     ranks(2).run(say_why)
 
 
@@ -265,5 +265,5 @@ def ask_for_what_nccl_alone_has():
         dist.new_group(backend="stretto")._register_on_completion_hook(print)
 
 
-def test_what_nccl_alone_has_is_refused_by_its_name(ranks):
+def test_features_of_nccl_alone_raise_by_name(ranks):
     ranks(1).run(ask_for_what_nccl_alone_has)

@@ -180,7 +180,7 @@ class _Future:
         return self._value
 
 
-def test_what_a_caller_launches_after_an_async_call_runs_beside_it(gpu):
+def test_kernels_launched_after_an_async_call_overlap_with_it(gpu):
     begun = gpu.streams.current.put(int)
     work = gpu.call(1)
     gpu.streams.current.put(int).result(SECONDS)
@@ -300,7 +300,7 @@ def test_captured_calls_are_ordered_by_the_groups_stream_and_join_their_callers(
 
 
 @pytest.mark.parametrize("is_async_call", [True, False])
-def test_a_barrier_comes_after_the_schedules_that_the_gpu_has_begun(gpu, is_async_call):
+def test_a_barrier_is_ordered_after_the_schedules_that_the_gpu_has_begun(gpu, is_async_call):
     gpu.call(1, is_async_call)
     dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo", "cuda": "nccl"})
     dispatcher._runners["cuda"] = gpu.runner
@@ -396,7 +396,7 @@ class FastCalls:
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_call_comes_after_those_that_were_launched_without_python(gpu, is_async):
+def test_a_call_is_ordered_after_those_that_were_launched_without_python(gpu, is_async):
     gpu.runner._fast = fast = FastCalls(gpu)
     gpu.call(1, is_async=False)
     fast.launch(2)
@@ -413,7 +413,7 @@ def test_a_call_comes_after_those_that_were_launched_without_python(gpu, is_asyn
     assert end is work.end
 
 
-def test_a_barrier_comes_after_calls_that_were_launched_without_python(gpu):
+def test_a_barrier_is_ordered_after_calls_that_were_launched_without_python(gpu):
     gpu.runner._fast = fast = FastCalls(gpu)
     gpu.call(1)
     gpu.kernel.release(1)

@@ -165,7 +165,7 @@ def refuse():
             run_on_host(outside, given, torch.zeros(4), group)
 
 
-def test_ranks_that_stop_disagree_or_ask_for_nonsense_say_so(ranks):
+def test_ranks_that_stop_disagree_or_pass_invalid_arguments_raise(ranks):
     ranks(2).run(stop_and_go_on)
     ranks(2).run(refuse)
     ranks(2).run(disagree)

@@ -28,7 +28,7 @@ def assert_outputs(schedule, outputs, expected, what):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", programs.PROGRAMS)
-def test_any_dtype_reduction_and_number_of_elements_comes_out_right(name):
+def test_any_dtype_reduction_and_number_of_elements_gives_the_right_result(name):
     print(f"seed {SEED}")
     order = random.Random(SEED)
     combinations = [(dtype, reduction) for dtype in DTYPES for reduction in REDUCTIONS]
@@ -112,7 +112,7 @@ def expect_what_is_there(memory, rank, index):
 
 
 @pytest.mark.parametrize("trials", [40, pytest.param(150, marks=pytest.mark.long)])
-def test_random_programs_leave_what_they_say_in_any_order(trials):
+def test_random_programs_leave_the_expected_values_in_any_order(trials):
     for trial in range(trials):
         seed = SEED + trial
         print(f"seed {seed}")
@@ -283,7 +283,7 @@ REVERSED = Collective("custom", 1, 2, 2, lambda rank, index: ((rank, 1 - index),
         ),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(schedule, inputs, options, message):
+def test_unsupported_calls_raise_with_the_reason(schedule, inputs, options, message):
     with pytest.raises(ValueError, match=message):
         simulate(schedule, inputs, **options)
 

@@ -318,7 +318,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_is_refused_on_every_rank(ranks, case):
+def test_invalid_arguments_raise_on_every_rank(ranks, case):
     for text in ranks(3).run(refuse, case):
         assert REFUSALS[case][1] in text
 
@@ -341,7 +341,7 @@ def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
     return str(missed.value), str(again.value)
 
 
-def test_a_peer_that_does_not_come_is_named_with_phase_and_step(ranks):
+def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "recursive")
     where = "rank 3 of 6 (node 1, place 1), all_gather (recursive), phase between nodes, step 1 of 2"
     assert where + ", receiving from rank 5: " in found[3][0]
@@ -350,7 +350,7 @@ def test_a_peer_that_does_not_come_is_named_with_phase_and_step(ranks):
     assert all("this two-level group is of no more use: rank" in again for _, again in found[:5])
 
 
-def test_a_reduction_names_who_is_missing_inside_a_node(ranks):
+def test_a_reduction_names_the_rank_that_is_missing_inside_a_node(ranks):
     found = ranks(6).run(miss_a_peer, "all_reduce", "ring")
     assert "rank 4 of 6 (node 2, place 0), all_reduce (ring), phase inside the node" in found[4][0]
     assert "with rank 5" in found[4][0]
@@ -375,7 +375,7 @@ def lose_a_connection() -> str:
     return str(lost.value)
 
 
-def test_a_lost_peer_is_an_error_at_once_and_within_the_limit_for_who_waits_for_others(ranks):
+def test_a_lost_peer_is_an_error_immediately_and_within_the_limit_for_ranks_that_wait_for_others(ranks):
     direct, indirect, _ = ranks(3).run(lose_a_connection)
     where = "rank 0 of 3 (node 0, place 0), all_reduce (ring), phase between nodes, step 1 of 2, "
     assert where in direct

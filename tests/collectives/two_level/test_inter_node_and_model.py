@@ -118,7 +118,7 @@ def test_recursive_is_chosen_for_latency_ring_for_shared_links_and_flat_for_a_sl
     assert crossing == pytest.approx(10_000, rel=0.02)
 
 
-def test_what_was_chosen_for_many_ranks_is_not_predicted_again(monkeypatch):
+def test_a_choice_for_many_ranks_is_not_predicted_again(monkeypatch):
     links = Links(1e-6, 1e9, 3e-6, 2e9)
     chosen = choose("all_gather", 77_777, 4096, 8, links)
     monkeypatch.setattr(model, "predict", None)
@@ -133,7 +133,7 @@ def test_lines_cross_where_their_logarithms_do():
     assert find_crossovers([1, 2, 4], lambda size: size, lambda size: 10) == []
 
 
-def test_links_come_from_a_cluster_and_bad_ones_are_refused():
+def test_links_are_read_from_a_cluster_and_invalid_ones_raise():
     links = Links.of_cluster(Cluster.preset("perlmutter"))
     assert (links.in_node_bandwidth, links.node_bandwidth) == (300e9, 100e9)
     good = vars(LINKS)

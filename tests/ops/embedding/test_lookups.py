@@ -234,7 +234,7 @@ def look_up_many_sets_of_tables(after_capture):
     return sum(word() is not None for word in words), len(words)
 
 
-def test_what_replays_of_a_cuda_graph_read_is_never_freed_and_else_what_is_kept_is_bounded(interpret):
+def test_memory_that_cuda_graphs_read_is_never_freed_and_other_caches_are_bounded(interpret):
     ((living, of_all),) = interpret(1, look_up_many_sets_of_tables, True)
     assert living == of_all >= 4
     ((living, of_all),) = interpret(1, look_up_many_sets_of_tables, False)

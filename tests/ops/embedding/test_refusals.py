@@ -35,7 +35,7 @@ def look_up_with_faults():
     return said, out[:, ::4].tolist()
 
 
-def test_a_bad_index_or_offset_is_named_by_its_rank_and_harms_nobody(interpret):
+def test_a_bad_index_or_offset_is_named_by_its_rank_and_does_not_affect_others(interpret):
     (silent, out), (said, other) = interpret(2, look_up_with_faults)
     assert silent == [""] * 4
     assert out == [[2.0, 1.0] * 2, [1.0, 1.0] * 2]
@@ -74,7 +74,7 @@ def look_up_other_tables_under_one_name():
     return ops.embedding_all_to_all(indices, offsets, [torch.ones(2, 4)], name="narrow").tolist()
 
 
-def test_ranks_that_see_other_tables_say_so(interpret):
+def test_ranks_with_different_tables_raise(interpret):
     assert interpret(2, look_up_other_tables_under_one_name) == [[[1.0] * 8]] * 2
 
 
@@ -118,7 +118,7 @@ def look_up_with_indices_of_two_dtypes():
     return found, look_up((torch.int64, torch.int32, torch.int64), "one")
 
 
-def test_ranks_whose_indices_have_other_dtypes_say_so(interpret):
+def test_ranks_whose_indices_have_different_dtypes_raise(interpret):
     assert interpret(3, look_up_with_indices_of_two_dtypes) == [([1.0], [1.0])] * 3
 
 
@@ -179,7 +179,7 @@ def wait_for_nobody():
     return "named"
 
 
-def test_a_rank_that_does_not_come_is_named(interpret):
+def test_a_missing_rank_is_named(interpret):
     assert interpret(2, wait_for_nobody) == ["named", "late"]
 
 
@@ -268,5 +268,5 @@ def ask_wrongly():
             ops.embedding_all_to_all(indices, bounds, tables, name=f"disagree {place}", batch=None if tables else 4)
 
 
-def test_what_cannot_be_looked_up_is_refused_before_anything_runs(interpret):
+def test_invalid_look_ups_raise_before_anything_runs(interpret):
     interpret(2, ask_wrongly)

@@ -14,9 +14,9 @@ from stretto.ops import moe
 SEED = 40
 
 
-def run_layer(x, layer, ids, weights, group, around, **options):
-    sent = moe.dispatch(x, ids, len(layer.gate_up), group, around=around, **options)
-    return moe.combine(sent.rows * 2, sent.handle, weights, group, around=around)
+def run_layer(x, layer, ids, weights, group, wrap_collective, **options):
+    sent = moe.dispatch(x, ids, len(layer.gate_up), group, wrap_collective=wrap_collective, **options)
+    return moe.combine(sent.rows * 2, sent.handle, weights, group, wrap_collective=wrap_collective)
 
 
 class Recorder:

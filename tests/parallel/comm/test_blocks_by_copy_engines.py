@@ -161,7 +161,7 @@ def change_before_backward() -> str:
     return ""
 
 
-def test_what_was_overwritten_before_the_backward_pass_is_named(interpret):
+def test_a_parameter_overwritten_before_the_backward_pass_is_named(interpret):
     for message in interpret(2, change_before_backward):
         assert "a parameter of" in message
         assert "was changed, and a forward pass run with it" in message

@@ -193,7 +193,7 @@ def keep_a_graph_of_a_part() -> list[bool]:
     return [torch.equal(torch.autograd.grad(early.sum(), hidden)[0], expected)]
 
 
-def test_what_was_gathered_outside_of_a_pass_is_never_written_over(interpret):
+def test_weights_gathered_outside_of_a_pass_are_never_overwritten(interpret):
     assert interpret(2, keep_a_graph_of_a_part) == [[True], [True]]
 
 
@@ -209,7 +209,7 @@ def call_a_part(is_pushed: bool) -> list[torch.Tensor]:
         return [part, setup.loss()]
 
 
-def test_what_is_called_outside_of_a_pass_sees_the_weights_as_they_are(interpret):
+def test_calls_outside_of_a_pass_see_the_current_weights(interpret):
     for ours, other in zip(*(interpret(2, call_a_part, way) for way in (True, False)), strict=True):
         assert all(map(torch.equal, ours, other))
 
@@ -315,7 +315,7 @@ def test_a_weight_that_is_changed_inside_is_gathered_again(interpret):
     assert interpret(2, change_in_a_step) == [[True] * 4] * 2
 
 
-def test_gather_once_says_what_it_needs(ranks):
+def test_gather_once_raises_with_its_requirements(ranks):
     with (
         pytest.raises(ValueError, match=r"takes a model that stretto.parallelize has returned"),
         gather_once(GPT(CONFIG)),

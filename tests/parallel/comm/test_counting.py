@@ -179,7 +179,7 @@ def is_small(message: Message, config: GPTConfig, sizes: Sizes) -> bool:
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt2-like", "llama-like"])
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
-def test_the_messages_that_algorithm_3_names_carry_what_the_equations_say(sizes, config):
+def test_the_messages_of_algorithm_3_have_the_sizes_of_the_equations(sizes, config):
     size_of = dict(zip(("data", "x", "y", "z"), sizes, strict=True))
     for gathers in (1, 2):
         messages = messages_of_linears(config, sizes, gathers)
@@ -202,7 +202,7 @@ def observe_two_depths(sizes: Sizes, config: GPTConfig, options: Options) -> tup
     ],
     ids=str,
 )
-def test_a_gpts_linears_send_what_the_equations_say_and_its_blocks_nothing_else_of_size(
+def test_a_gpts_linears_send_what_the_equations_predict_and_its_blocks_no_other_large_messages(
     ranks, sizes, model, keep_gathered
 ):
     print(f"seed {SEED}")
@@ -322,7 +322,7 @@ def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
 
 @pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
-def test_in_bf16_weights_and_activations_travel_in_two_bytes(ranks, sizes):
+def test_in_bf16_weights_and_activations_are_sent_in_two_bytes(ranks, sizes):
     print(f"seed {SEED}")
     sent = messages_of_linears(LLAMA, sizes)
     in_bf16 = Counter(

@@ -58,7 +58,7 @@ def clipped_alone(sizes: Sizes) -> list[float]:
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
-def test_one_parameter_may_be_clipped_by_itself(ranks, sizes):
+def test_one_parameter_may_be_clipped_separately(ranks, sizes):
     for norm, gradient in ranks(4).run(clipped_alone, sizes):
         assert norm < 1e-12
         assert gradient < 1e-5  # the norm's 1e-6

@@ -172,14 +172,14 @@ def products_hidden_under(sizes: Sizes, overlap: Overlap, how: How) -> dict[tupl
     return hidden
 
 
-def test_an_input_gradients_sum_runs_beside_the_weight_gradients_product(ranks):
+def test_an_input_gradients_sum_overlaps_with_the_weight_gradients_product(ranks):
     for seen in ranks(2).run(products_hidden_under, (1, 2, 1, 1), Overlap(), How()):
         assert seen["allreduce", "x"] == [1] * 2 * CONFIG.layers  # qkv and up; the others sum over y
     for seen in ranks(2).run(products_hidden_under, (1, 2, 1, 1), replace(Overlap(), all_reduce=False), How()):
         assert seen["allreduce", "x"] == [0] * 2 * CONFIG.layers
 
 
-def test_the_first_half_of_a_large_output_is_summed_beside_the_product_of_the_second(ranks):
+def test_the_sum_of_the_first_half_of_a_large_output_overlaps_with_the_product_of_the_second(ranks):
     forward = CONFIG.layers  # the outputs of down; out has 16 inputs here, which are too few
     for seen in ranks(2).run(products_hidden_under, (1, 2, 1, 1), Overlap(), How(halves=True)):
         assert seen["allreduce", "x"][: 2 * forward] == [1, 0] * forward
@@ -189,7 +189,7 @@ def test_the_first_half_of_a_large_output_is_summed_beside_the_product_of_the_se
         assert seen["allreduce", "x"][: 2 * forward] == [0, 0] * forward
 
 
-def test_a_weight_is_gathered_beside_the_product_before_it(ranks):
+def test_a_weights_gather_overlaps_with_the_product_before_it(ranks):
     for seen in ranks(2).run(products_hidden_under, (1, 1, 1, 2), Overlap(), How()):
         # The embedding's is the first of a pass: nothing is before it. It has no product, so that of the first linear,
         # which is issued when the embedding's has arrived, has none to hide under either.
@@ -211,7 +211,7 @@ def test_weights_that_the_backward_pass_gathers_again_are_gathered_ahead_too(ran
         assert sum(count == 0 for count in counts) <= 4, counts
 
 
-def test_weight_gradients_are_scattered_beside_the_rest_of_the_backward_pass(ranks):
+def test_weight_gradients_are_scattered_during_the_rest_of_the_backward_pass(ranks):
     for seen in ranks(2).run(products_hidden_under, (1, 1, 1, 2), Overlap(), How()):
         # The head's first, then four of each block, and the embedding's last, after which no product is left.
         counts = seen["reduce_scatter_base", "z"]
@@ -221,7 +221,7 @@ def test_weight_gradients_are_scattered_beside_the_rest_of_the_backward_pass(ran
         assert set(seen["reduce_scatter_base", "z"]) == {0}
 
 
-def test_buckets_of_gradients_are_summed_over_data_beside_the_backward_pass(ranks):
+def test_buckets_of_gradients_are_summed_over_data_during_the_backward_pass(ranks):
     for seen in ranks(2).run(products_hidden_under, (2, 1, 1, 1), Overlap(), How()):
         assert len(seen["allreduce", "data"]) > 3
         assert seen["allreduce", "data"][0] >= 8
@@ -280,7 +280,7 @@ def fail(*_: Any) -> None:
         pytest.param("a forward pass has no backward pass", marks=pytest.mark.long),
     ],
 )
-def test_what_was_learned_of_the_order_is_never_taken_for_granted(ranks, disturb):
+def test_the_learned_order_is_verified_in_each_pass(ranks, disturb):
     print(f"seed {SEED}")
     for hidden, plain in ranks(4).run(gradients_after, (2, 1, 1, 2), disturb):
         assert [torch.equal(a, b) for a, b in zip(hidden, plain, strict=True)] == [True] * len(plain)

@@ -92,7 +92,7 @@ def refusals() -> list[str]:
     return [*found, str(error.value)]
 
 
-def test_what_only_a_grid_shows_is_refused(ranks):
+def test_errors_that_depend_on_the_grid_raise(ranks):
     for sequence, dense, blocks, rows in ranks(4).run(refusals):
         assert "blocks.0.mlp.router has a loss over each sequence" in sequence
         assert "a model that is sharded block by block has all experts on every rank" in dense

@@ -43,7 +43,7 @@ def compare_modes(sizes: dict[str, Any], options: dict[str, Any], modes: Sequenc
     return [f"{mode}: counts" for mode in wrong] + differences(right, {mode: seen for mode, (seen, _) in found.items()})
 
 
-def test_what_is_computed_again_gives_the_same_gradients_and_counts_to_the_bit(ranks):
+def test_recomputation_gives_bitwise_equal_gradients_and_counts(ranks):
     print(f"seed {SEED}")
     found = ranks(2).run(compare_modes, {"z": 2, "expert": 2}, {}, ("full", "communication"))
     assert found == [[]] * 2

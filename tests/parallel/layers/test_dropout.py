@@ -57,7 +57,7 @@ def test_an_empty_shard_of_a_batch_and_a_bare_vector_can_be_dropped_from(ranks: 
     assert ranks(1).run(shapes_of_small_inputs) == [[(0, 8), (2, 0, 8), (8,), (2, 8)]]
 
 
-def test_the_asked_share_is_dropped_and_each_call_draws_anew(ranks: Callable[[int], Ranks]) -> None:
+def test_the_given_share_is_dropped_and_each_call_draws_a_new_mask(ranks: Callable[[int], Ranks]) -> None:
     ((first, second),) = ranks(1).run(masks)
     for mask in (first, second):
         assert set(mask.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75))}

@@ -410,7 +410,7 @@ def test_x_may_split_linears_within_a_gathered_module(ranks):
         (nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])), {"0": "gathered"}, {}, r"but no forward of its own"),
     ],
 )
-def test_what_cannot_be_whole_is_refused(model, roles, sizes, message):
+def test_modules_that_cannot_be_replicated_raise(model, roles, sizes, message):
     with pytest.raises(ValueError, match=message):
         validate(model, sizes, roles=roles)
 

@@ -171,7 +171,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_cannot_be_sharded_is_refused(ranks):
+def test_modules_that_cannot_be_sharded_raise(ranks):
     for of_model, of_tokens, of_block in ranks(2).run(refusals):
         assert "GPT2LMHeadModel does not declare that it supports sequence sharding" in of_model
         assert "x=2: the 5 tokens of a batch [1, 5] cannot be shared equally; 4 could" in of_tokens

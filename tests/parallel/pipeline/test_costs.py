@@ -270,7 +270,7 @@ def weight_gradients(schedule: str) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
-def test_a_weights_gradient_is_made_when_the_schedule_says_so(ranks, schedule):
+def test_a_weights_gradient_is_computed_when_the_schedule_requests_it(ranks, schedule):
     for seen, linears in ranks(2).run(weight_gradients, schedule):
         per_action = Counter(seen)
         assert len(seen) == 4 * linears > 0

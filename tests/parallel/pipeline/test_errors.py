@@ -236,7 +236,7 @@ def rows_of_one_rank(axis: str, schedule: str) -> str:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", ["pipe", "data", "z"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "message-driven"])
-def test_ranks_that_are_given_other_rows_than_others_say_so(ranks, axis, schedule):
+def test_ranks_with_different_numbers_of_rows_raise(ranks, axis, schedule):
     told = ranks(2 if axis == "pipe" else 4).run(rows_of_one_rank, axis, schedule, timeout=60)
     assert any("micro-batches in this step" in text for text in told), told
 

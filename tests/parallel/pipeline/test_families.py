@@ -69,7 +69,7 @@ def _train(model: torch.nn.Module, grid: Grid, batch: dict[str, torch.Tensor], s
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "task"), zoo.list_families())
 @pytest.mark.parametrize("sizes", [{"pipe": 2}, {"pipe": 2, "x": 2}, {"pipe": 2, "z": 2}], ids=str)
-def test_families_train_in_stages_as_in_one_process_or_say_why_they_do_not(ranks, sizes, family, task):
+def test_families_train_in_stages_as_in_one_process_or_raise_with_the_reason(ranks, sizes, family, task):
     found = ranks(prod(sizes.values())).run(train_in_stages, sizes, family, task)
     for outcome in found:
         if isinstance(outcome, str):

@@ -233,7 +233,7 @@ def take_in_the_next_step(carrier):
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", CARRIERS)
 @pytest.mark.parametrize("how", ["deadlock", "left", "missing", "twice", "memory", "closed"])
-def test_errors_of_a_schedule_are_told_from_dead_ranks(kind, how, ranks):
+def test_errors_of_a_schedule_are_distinguished_from_dead_ranks(kind, how, ranks):
     assert ranks(2).run(fail_otherwise, kind, how, timeout=90) == [[], []]
 
 
@@ -264,7 +264,7 @@ def wait_beside_a_stopped_store(rank, world, kind, folder):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", CARRIERS)
-def test_a_store_that_stops_delays_nobody_for_long(kind, pool, tmp_path):
+def test_a_store_that_stops_causes_only_a_short_delay(kind, pool, tmp_path):
     processes = run_ranks(pool, wait_beside_a_stopped_store, 2, kind, str(tmp_path))
     processes[1].join(40)
     code = processes[1].exitcode

@@ -305,7 +305,7 @@ def misuse():
         (GlooCarrier if dist.get_rank() else SharedMemoryCarrier)()
 
 
-def test_what_cannot_be_is_refused_before_anything_is_sent(ranks):
+def test_invalid_arguments_raise_before_anything_is_sent(ranks):
     ranks(2).run(misuse)
 
 

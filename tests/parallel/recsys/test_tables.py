@@ -176,7 +176,7 @@ def test_no_rank_is_much_fuller_than_in_the_best_placement(seed: int) -> None:
     assert largest_part(place_tables(tables, 3)) <= 1.5 * best
 
 
-def test_a_rank_may_have_no_table_and_says_so() -> None:
+def test_a_rank_may_have_no_table_with_a_warning() -> None:
     placement = place_tables([TableSize(10, 4)], 3)
     assert placement.owned == ((0,), (), ())
     assert placement.explain().splitlines()[1] == "rank 1: 0 B, 0.0% of the look-ups; tables none"

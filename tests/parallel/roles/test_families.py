@@ -208,7 +208,7 @@ def warnings_of(case: str, sizes: tuple[int, int, int, int]) -> list[str]:
 
 
 @pytest.mark.long
-def test_what_every_rank_of_x_computes_is_warned_of_with_what_it_costs(ranks):
+def test_computation_on_every_rank_of_x_warns_with_its_cost(ranks):
     for case, part in (("phi 3", r"model\.layers\.\*\.self_attn"), ("gpt-oss", r"model\.layers\.\*\.mlp")):
         found, others = ranks(4).run(warnings_of, case, X2_Z2)[:2]
         assert others == []

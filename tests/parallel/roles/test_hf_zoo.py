@@ -191,7 +191,7 @@ def test_any_other_model_with_a_plan_equals_the_plain_model_or_is_refused_by_nam
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("model_type", list(WITHOUT_ROLES))
 @pytest.mark.filterwarnings("ignore:.*is sharded only over z")
-def test_a_model_that_nothing_says_how_to_split_is_sharded_by_blocks(ranks, model_type, sizes):
+def test_a_model_without_roles_is_sharded_by_blocks(ranks, model_type, sizes):
     print(f"seed {SEED}")
     count = prod(sizes)
     assert ranks(count).run(try_on_grid, sizes, model_type, expected_of(model_type)) == [{}] * count

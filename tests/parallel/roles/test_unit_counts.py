@@ -57,7 +57,7 @@ WITHOUT_UNIT = {Q: "colwise", OUT: "rowwise"}
         (WITHOUT_UNIT, r"by its name the number of heads that blocks\.0\.q makes"),
     ],
 )
-def test_a_number_of_heads_that_nobody_has_named_is_refused(roles: dict[str, Any], why: str) -> None:
+def test_a_number_of_heads_that_is_not_named_raises(roles: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=rf"^blocks\.0\.heads is 6, {why}.*x=2 splits what they count") as caught:
         validate(model_of(), {"x": 2}, roles=roles)
     named = literal_eval(str(caught.value).partition("local_attributes=")[2].partition(", with None")[0])

@@ -112,7 +112,7 @@ def read_bytes(folder, data):
     return read_chakra(folder / "t")
 
 
-def test_bytes_worked_out_by_hand_are_read(tmp_path):
+def test_bytes_encoded_by_hand_are_read(tmp_path):
     trace = read_bytes(tmp_path, BY_HAND)
     assert trace.metadata == Metadata("0.0.4")
     assert trace.nodes == (NODES,)
@@ -120,7 +120,7 @@ def test_bytes_worked_out_by_hand_are_read(tmp_path):
     assert trace.nodes[0][1].get("comm_tag", 7) == 7
 
 
-def test_an_attributes_fields_may_come_in_any_order_and_numbers_unpacked():
+def test_an_attributes_fields_may_be_in_any_order_and_numbers_unpacked():
     unpacked = bytes.fromhex("20052006")  # field 4, ctrl_deps, one number each, as proto2 writes
     assert decode_node(unpacked).control_dependencies == (5, 6)
     value_first = bytes.fromhex("520548060a0161")
@@ -239,7 +239,7 @@ def test_random_bytes_are_read_or_refused_in_one_line(tmp_path):
         (BY_HAND[:8] + b"\x03\x12\x01\xff", "a text is not UTF-8"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_place(tmp_path, data, message):
+def test_an_invalid_trace_raises_with_the_place(tmp_path, data, message):
     with pytest.raises(ValueError, match=r"t\.0\.et") as error:
         read_bytes(tmp_path, data)
     assert message in str(error.value)
@@ -273,7 +273,7 @@ def test_a_pipe_in_place_of_a_rank_or_of_groups_is_refused_and_not_waited_for(tm
         read_chakra(tmp_path / "one", groups=tmp_path / "pipe.0.et")
 
 
-def test_groups_come_from_a_file_or_from_the_traces_own_nodes(tmp_path):
+def test_groups_are_read_from_a_file_or_from_the_traces_own_nodes(tmp_path):
     node = files.group_node(0, {"3": (1, 0), "4": ()})
     write_chakra(ChakraTrace(((node,), ())), tmp_path / "t")
     assert dict(read_chakra(tmp_path / "t").groups) == {"3": (1, 0), "4": (0, 1)}

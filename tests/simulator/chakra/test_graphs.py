@@ -69,7 +69,7 @@ def seconds(*ranks, network=None, **options):
     return run(ChakraTrace(ranks), network, **options).makespan
 
 
-def test_computations_of_a_rank_run_one_at_a_time_and_those_of_the_cpu_beside_them():
+def test_computations_of_a_rank_run_one_at_a_time_and_concurrently_with_those_of_the_cpu():
     assert seconds((compute(1, 300), compute(2, 200))) == pytest.approx(500e-6)
     assert seconds((compute(1, 300), compute(2, 200, is_cpu_op=True))) == pytest.approx(300e-6)
     assert seconds((compute(1, 300), compute(2, 200, 1, is_cpu_op=True))) == pytest.approx(500e-6)
@@ -265,7 +265,7 @@ def test_a_trace_has_a_node_of_each_computation_and_two_of_each_message():
     assert (copy.get("stretto_stream"), copy.get("stretto_category")) == ("copies", "copy")
 
 
-def test_what_a_trace_cannot_say_is_refused():
+def test_unsupported_content_of_a_trace_raises():
     builder = GraphBuilder(2)
     first = builder.compute(0, 1e-6, name="gemm")
     builder.compute(1, 1e-6, after=[first])

@@ -162,7 +162,7 @@ def test_a_second_simulation_gives_the_same_times():
         ({"window": 0}, "a window of 0 slices"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(change, message):
+def test_unsupported_simulations_raise(change, message):
     with pytest.raises(ValueError, match=message):
         simulate_recommendation(STEP, RATES, PAIR, **change)
 

@@ -18,7 +18,7 @@ COSTS = MachineCosts(
 )
 
 
-def test_what_is_written_is_read_back(tmp_path: Path):
+def test_written_files_are_read_back(tmp_path: Path):
     file = tmp_path / "costs.json"
     file.write_text(COSTS.to_json())
     assert MachineCosts.find(str(file)) == COSTS

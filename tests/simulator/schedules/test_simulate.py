@@ -108,7 +108,7 @@ def test_slots_bound_what_a_message_carries():
     assert simulate_schedule(two, 16 << 20, full(4), costs).tiles == 8
 
 
-def test_calls_and_headers_cost_what_they_say():
+def test_calls_and_headers_have_their_configured_costs():
     schedule = find("direct-all-gather").compile(ranks=2, in_place=True)
     costs = ExecutorCosts(
         3e-6, {"Simple": ProtocolCosts(0.0, 1.0, call_seconds=4e-6, header_bytes=1e6)}, tile_bytes=None
@@ -135,7 +135,7 @@ def test_a_thread_block_waits_for_the_step_it_depends_on():
     assert result.blocks[1].busy == pytest.approx(7e-6)
 
 
-def test_tiles_of_a_chunk_travel_over_several_hops_at_once():
+def test_tiles_of_a_chunk_are_pipelined_over_several_hops():
     send = Step(StepType.SEND, Buffer.IN, 0, size=1)
     forward = Step(StepType.RECEIVE_COPY_SEND, destination_buffer=Buffer.OUT, destination=0, size=1)
     receive = Step(StepType.RECEIVE, destination_buffer=Buffer.OUT, destination=0, size=1)

@@ -30,7 +30,7 @@ def run(tape: Tape, **slowdowns: float) -> StepSimulation:
     return StepSimulation(programs, lowered, execute_step(lowered.graph, network, slowdowns), network, slowdowns)
 
 
-def test_a_collective_is_exposed_as_far_as_nothing_is_computed_beside_it():
+def test_a_collective_is_exposed_as_far_as_no_computation_overlaps_with_it():
     tape = Tape()
     tape.compute("first", 3.0)
     started = tape.start("sum", over("x", 2.0))
@@ -64,7 +64,7 @@ def test_collectives_of_one_group_follow_one_another_and_those_of_two_do_not():
     assert run(two).step_time == pytest.approx(3.0)
 
 
-def test_computation_is_slower_beside_communication():
+def test_computation_is_slower_during_communication():
     # For 2 of its seconds it runs at half speed beside x: 1 of its 3 seconds' work is done, and 2 are left.
     beside = Tape()
     started = beside.start("sum", over("x", 2.0))

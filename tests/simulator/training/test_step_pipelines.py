@@ -43,7 +43,7 @@ def timeline_of(plan):
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_ranks_compute_when_the_timing_model_of_schedules_says(choice):
+def test_ranks_compute_when_the_timing_model_of_schedules_predicts(choice):
     # Messages are slow enough to make stages wait, and never meet in a channel.
     machine = made_up(between_nodes=NetworkLink(bandwidth=25e9, latency=2e-4))
     plan, step, _ = plan_and_simulate(choice, 8 if choice.virtual_stages == 1 else 4, 16, machine)

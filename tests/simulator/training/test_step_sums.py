@@ -63,7 +63,7 @@ def test_a_dense_model_sends_and_computes_what_is_planned(grid):
 
 
 @pytest.mark.parametrize("grid", [{"data": 8}, {"data": 2, "x": 4}, {"z": 8}], ids=str)
-def test_optimizer_state_apart_sums_its_gradients_in_chunks(grid):
+def test_separate_optimizer_state_sums_its_gradients_in_chunks(grid):
     state = StateOptions("device", bucket_size=1 << 16)
     assert_sums_are_the_planners(workload(), configure(grid, 2, state=state))
 

@@ -156,20 +156,20 @@ def save_on_a_disk_of(out: Path, free: int) -> tuple[str, str]:
 def prepare_with_memory(out: Path, left: int, is_async: AsyncSave) -> tuple[bool, list[str], str]:
     """Prepare saves where rank 1's machine has so much memory left. Returns the decision, the log, and the error."""
     model, optimizer = trained_once({"data": dist.get_world_size()})
-    said: list[str] = []
+    logged: list[str] = []
     own = left if dist.get_rank() == 1 else 1 << 40
     with (
         mock.patch.object(saver_module, "host_memory_available", return_value=HostMemoryLimit(own, "a test")),
         mock.patch.object(saver_module.socket, "gethostname", return_value=f"node{dist.get_rank()}"),
-        Saver(out, CPU, Retention(), is_async=is_async, say=said.append) as saver,
+        Saver(out, CPU, Retention(), is_async=is_async, log=logged.append) as saver,
     ):
         state = training_state(model, optimizer)
         try:
             saver.prepare(state)
         except ValueError as error:
-            return saver.is_async, said, str(error)
+            return saver.is_async, logged, str(error)
         saver.save(1, state, DESCRIPTION, waits=True)
-        return saver.is_async, said, ""
+        return saver.is_async, logged, ""
 
 
 def fail_while_it_is_written(out: Path, kind: type[Exception]) -> bool:

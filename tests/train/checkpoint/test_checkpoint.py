@@ -87,7 +87,7 @@ def test_every_grid_reads_and_writes_the_same_numbers(ranks: MakeRanks, tmp_path
     check_grids(ranks, tmp_path, make, {}, {"y": 2}, {"x": 4, "z": 2}, {"data": 2, "x": 2, "y": 2})
 
 
-def test_what_ranks_hold_alike_is_written_once(ranks: MakeRanks, tmp_path: Path) -> None:
+def test_replicated_state_is_written_once(ranks: MakeRanks, tmp_path: Path) -> None:
     weights = ranks(4).run(runs.save_trained, runs.make_gpt, {"data": 2, "y": 2}, tmp_path)[0]
     written = sum(
         chunk.bytes
@@ -209,7 +209,7 @@ def test_an_older_checkpoint_than_the_newest_is_found(saved: Path) -> None:
     assert newest_checkpoint(saved, before=checkpoint_path(saved, 1)) is None
 
 
-def test_latest_passes_over_an_incomplete_checkpoint_and_says_so(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_skips_an_incomplete_checkpoint_with_a_warning(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
     (checkpoint_path(copy, 2) / "__0_0.distcp").unlink()
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint(copy, "latest") == checkpoint_path(copy, 1)
@@ -346,7 +346,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
         ("start", -1),
     ],
 )
-def test_an_index_that_lies_is_refused(copy: Path, field: str, value: Any) -> None:
+def test_an_incorrect_index_raises(copy: Path, field: str, value: Any) -> None:
     path = checkpoint_path(copy, 2)
 
     def change(content: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", moe_families.FAMILIES)
-def test_what_transformers_has_written_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
+def test_files_of_transformers_are_read_as_by_transformers(tmp_path: Path, family: str) -> None:
     print(f"seed {moe_families.SEED}")
     moe_families.write_folder(tmp_path, family)
     there = load_file(tmp_path / SINGLE)
@@ -163,7 +163,7 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     return whole
 
 
-def test_any_box_of_a_matrix_in_fp8_is_scaled_by_the_blocks_that_it_lies_in(tmp_path: Path) -> None:
+def test_any_box_of_an_fp8_matrix_is_scaled_by_its_blocks(tmp_path: Path) -> None:
     print(f"seed {moe_families.SEED}")
     generator = torch.Generator().manual_seed(moe_families.SEED)
     blocks = torch.randn(3, 2, generator=generator).repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]

@@ -189,7 +189,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_what_torch_writes_is_checked_bit_by_bit(name: str) -> None:
+def test_torchs_files_are_checked_bit_by_bit(name: str) -> None:
     assert check_container(memoryview(container_of(CONTAINERS[name]))) == (Checked.ALL, None)
 
 
@@ -273,7 +273,7 @@ def test_an_alignment_that_no_header_can_have_is_a_fault() -> None:
     assert "99999" in error.value.fault.reason
 
 
-def test_a_container_without_crcs_is_said_to_be_unchecked() -> None:
+def test_a_container_without_crcs_is_reported_as_unchecked() -> None:
     torch.serialization.set_crc32_options(False)
     try:
         content = container_of(torch.arange(5.0))
@@ -349,7 +349,7 @@ def resumed(out: Path, resume: object, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("state", ["fp32", pytest.param("host", marks=pytest.mark.long)])
-def test_latest_takes_the_checkpoint_before_and_says_so_once(
+def test_latest_takes_the_previous_checkpoint_and_warns_once(
     ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path, state: str
 ) -> None:
     out = shutil.copytree(trained[0], tmp_path / "run")
@@ -482,7 +482,7 @@ def test_other_files_than_torchs_index_are_refused(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_checkpoint_is_written_by_threads_of_a_thread_with_a_group_of_its_own(
+def test_a_checkpoint_is_written_by_threads_of_a_thread_with_a_separate_group(
     ranks: MakeRanks, tmp_path: Path, threads: int
 ) -> None:
     ranks(2).run(runs.save_in_a_thread, tmp_path, threads)

@@ -28,7 +28,7 @@ LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: 1.0, 60: 4.0}
         (Retention(2, every=30, best=1), {20, 30, 50, 60}),
     ],
 )
-def test_a_checkpoint_is_kept_if_one_of_the_rules_says_so(rule: Retention, kept: set[int]) -> None:
+def test_a_checkpoint_is_kept_if_one_of_the_rules_applies(rule: Retention, kept: set[int]) -> None:
     assert rule.surplus(LOSSES) == sorted(set(LOSSES) - kept)
 
 
@@ -89,7 +89,7 @@ def test_the_folder_for_checkpoints_of_an_earlier_run_is_a_new_one(tmp_path: Pat
     assert (folder / "earlier-run-4" / "step-00000005").is_dir()
 
 
-def test_what_cannot_be_deleted_does_not_keep_a_run_from_starting(
+def test_files_that_cannot_be_deleted_do_not_prevent_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where another machine reads a file of it on NFS, which then has another name until it is closed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves beside training: nothing overtakes the copy, one after another, and nothing is left of those that fail."""
+"""Asynchronous saves: nothing overtakes the copy, one after another, and nothing is left of those that fail."""
 
 import re
 from collections.abc import Callable
@@ -143,11 +143,11 @@ def test_asynchronous_saves_that_were_asked_for_and_do_not_fit_are_refused(ranks
     assert names(tmp_path) == []
 
 
-def test_enough_memory_turns_them_on_and_says_so_once(ranks: MakeRanks, tmp_path: Path) -> None:
+def test_enough_memory_turns_them_on_and_is_logged_once(ranks: MakeRanks, tmp_path: Path) -> None:
     for is_async, said, error in ranks(2).run(saver_runs.prepare_with_memory, tmp_path, 1 << 40, "auto"):
         assert (is_async, error) == (True, "")
         assert len(said) == 1
-        assert said[0].startswith("checkpoints are written beside training, from a copy of ")
+        assert said[0].startswith("checkpoints are written asynchronously, from a copy of ")
 
 
 # --- a full disk

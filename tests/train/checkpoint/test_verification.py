@@ -68,7 +68,7 @@ def damages(path: Path) -> list[str]:
 # --- verify
 
 
-def test_what_was_written_is_whole_to_the_last_byte(saved: Path) -> None:
+def test_written_files_are_complete_to_the_last_byte(saved: Path) -> None:
     for found in (
         *verify(saved),
         *verify(saved / "one.safetensors"),
@@ -157,7 +157,7 @@ def test_an_index_of_torchs_that_is_none_is_damaged_and_runs_no_code(tmp_path: P
     assert "is no index of torch.distributed.checkpoint" in damages(tmp_path)[0]
 
 
-def test_the_command_says_what_is_damaged_and_ends_with_1(copy: Path) -> None:
+def test_the_command_names_what_is_damaged_and_exits_with_1(copy: Path) -> None:
     status, output = stretto_command("checkpoint", "verify", copy)
     assert (status, output.count("whole (format 2")) == (0, 2)
     runs.flip_bit(checkpoint_path(copy, 1) / "__0_0.distcp", 8 * 100)
@@ -174,7 +174,7 @@ def test_the_command_says_what_is_damaged_and_ends_with_1(copy: Path) -> None:
     assert damage["expected"] != damage["found"]
 
 
-def test_list_and_show_say_what_there_is(copy: Path) -> None:
+def test_list_and_show_print_the_available_checkpoints(copy: Path) -> None:
     (checkpoint_path(copy, 1) / "__0_0.distcp").unlink()
     status, output = stretto_command("checkpoint", "list", copy, "--json")
     first, second = json.loads(output)["checkpoints"]
@@ -284,7 +284,7 @@ def test_a_header_of_any_length_is_refused_before_it_is_read(tmp_path: Path) -> 
             read_header(file)
 
 
-def test_files_of_others_are_imported_and_said_to_be_unverified(tmp_path: Path) -> None:
+def test_files_of_other_libraries_are_imported_and_reported_as_unverified(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, other = GPT(runs.GPT_CONFIG), GPT(runs.GPT_CONFIG)
     save_file({name: value.detach() for name, value in model.named_parameters()}, tmp_path / "model.safetensors")
@@ -437,7 +437,7 @@ def test_a_tensor_that_ends_at_a_missing_block_is_damaged(tmp_path: Path) -> Non
     assert len(stored.read(0, BLOCK)) == BLOCK
 
 
-def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_other_than_regular_files_raise_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(ValueError, match=r"pipe\.safetensors is no folder and no regular file"):
         verify(tmp_path / "pipe.safetensors")

@@ -95,7 +95,7 @@ def test_sizes_that_no_machine_has_are_refused_with_the_largest(override: str, b
         make_config(SMALLEST, [override])
 
 
-def test_a_gpt_may_say_its_kind() -> None:
+def test_a_gpt_may_set_its_kind() -> None:
     assert make_config(SMALLEST, ["model.kind=gpt"]) == make_config(SMALLEST)
     assert "model.kind is 3, but must be one of gpt, dlrm" in refusal("model.kind=3")
 
@@ -104,7 +104,7 @@ def test_a_table_given_as_override_is_merged_into_its_section() -> None:
     assert make_config(SMALLEST, ["grid.y=2", "grid={x=2, z=2}"]).grid == GridConfig(x=2, y=2, z=2)
 
 
-def test_ranks_are_the_grids_product_unless_said() -> None:
+def test_ranks_default_to_the_grids_product() -> None:
     assert make_config(SMALLEST, ["grid.x=2", "grid.data=4"]).ranks == 8
 
 
@@ -145,7 +145,7 @@ def test_ranks_are_the_grids_product_unless_said() -> None:
         ("train..steps=5", "--set 'train..steps=5' is not of the form key=value"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_with_key_value_rule_and_what_would_do(override: str, words: str) -> None:
+def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str) -> None:
     assert words in refusal(override)
 
 
@@ -170,7 +170,7 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
         ),
     ],
 )
-def test_a_graph_is_refused_beside_what_it_cannot_hold(override: str, words: str) -> None:
+def test_a_graph_raises_with_options_that_it_does_not_support(override: str, words: str) -> None:
     assert words in refusal("train.cuda_graph=true", override)
 
 
@@ -181,7 +181,7 @@ def test_weights_cannot_be_freed_and_gathered_once() -> None:
 
 
 @pytest.mark.parametrize("option", ["cuda_graph", "writes_copies"])
-def test_what_only_gpus_have_is_refused_on_a_cpu(option: str) -> None:
+def test_features_of_gpus_raise_on_a_cpu(option: str) -> None:
     config = make_config(SMALLEST, [f"train.{option}=true", "train.dtype=bf16", "device=cpu"])
     with pytest.raises(ValueError, match=rf"train\.{option} is on, but this run's device is the CPU"):
         resolve_device(config)
@@ -229,7 +229,7 @@ def test_a_micro_batch_names_the_nearest_micro_batch_and_batch() -> None:
     assert "the nearest that would do is 5, or a train.batch of 16" in message or "or a train.batch of 24" in message
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     message = refusal("train.steps=0", "model.layres=2", "grid.x=zwei")
     assert len(message.splitlines()) == 4
     for key in ("train.steps", "model.layres", "grid.x"):
@@ -306,7 +306,7 @@ numbers = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
 @given(
     paths=texts | st.lists(texts, min_size=1), lr=numbers, clip=st.none() | numbers, micro=st.sampled_from([None, 2])
 )
-def test_what_is_written_is_read_back_the_same(
+def test_written_values_are_read_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory, paths: Any, lr: float, clip: float | None, micro: int | None
 ) -> None:
     values = deepcopy(SMALLEST)
@@ -321,7 +321,7 @@ def test_a_models_options_are_those_of_the_gpt() -> None:
     assert set(ModelConfig.model_fields) - {"name", "path"} == {field.name for field in fields(GPTConfig)}
 
 
-def test_a_model_takes_what_is_not_said_from_preset_data_and_sequence_length() -> None:
+def test_a_model_takes_missing_options_from_preset_data_and_sequence_length() -> None:
     own = make_config(SMALLEST).model.to_gpt(data_vocab=256, seq_len=16)
     assert own == GPTConfig(layers=2, hidden=8, heads=2, vocab=256, max_seq_len=16)
     preset = make_config(SMALLEST | {"model": {"name": "gpt2-small", "layers": 1}}).model

@@ -35,7 +35,7 @@ def text_of(folder: Path, ids: np.ndarray) -> str:
     return AutoTokenizer.from_pretrained(folder).decode(ids[ids != model_folders.IGNORED])
 
 
-def test_the_targets_are_what_the_assistant_says_and_the_end_of_it(tmp_path: Path, folder: Path) -> None:
+def test_the_targets_are_the_assistants_messages_and_their_end(tmp_path: Path, folder: Path) -> None:
     dataset = open_turns(tmp_path / "chat.jsonl", folder, TURNS)
     inputs, targets = dataset.read(0)
     length = len(AutoTokenizer.from_pretrained(folder)(WRITTEN)["input_ids"])
@@ -49,7 +49,7 @@ def test_the_targets_are_what_the_assistant_says_and_the_end_of_it(tmp_path: Pat
     assert dataset.notes == ()
 
 
-def test_what_is_too_long_is_cut_and_what_then_has_no_target_is_left_out(tmp_path: Path, folder: Path) -> None:
+def test_long_conversations_are_truncated_and_those_without_a_target_skipped(tmp_path: Path, folder: Path) -> None:
     """Both are counted, for the user to read."""
     short, long, late = ("a", "b"), ("a", "b" * 40), ("a" * 40, "b")
     dataset = open_turns(tmp_path / "chat.jsonl", folder, short, long, late, short, seq_len=20)
@@ -64,7 +64,7 @@ def test_what_is_too_long_is_cut_and_what_then_has_no_target_is_left_out(tmp_pat
         open_turns(tmp_path / "late.jsonl", folder, late, seq_len=20)
 
 
-def test_a_template_that_marks_nothing_makes_all_tokens_targets_and_says_so(tmp_path: Path) -> None:
+def test_a_template_without_marks_makes_all_tokens_targets_with_a_note(tmp_path: Path) -> None:
     template = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     model_folders.write_tokenizer(tmp_path, template)
     dataset = open_turns(tmp_path / "chat.jsonl", tmp_path, TURNS)
@@ -72,9 +72,7 @@ def test_a_template_that_marks_nothing_makes_all_tokens_targets_and_says_so(tmp_
     assert "does not mark what the assistant says" in dataset.notes[0]
 
 
-def test_ids_are_computed_once_and_anew_for_another_template(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_are_computed_once_per_template(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_turns(tmp_path / "chat.jsonl", folder, TURNS)
     plain = tmp_path / "plain"
     model_folders.write_tokenizer(plain, model_folders.CHAT_TEMPLATE.replace("<|end|>", ""))
@@ -130,7 +128,7 @@ def test_a_folder_with_a_file_that_is_held_out_is_not_trained_on(tmp_path: Path,
         open_dataset(str(tmp_path), model_folder=folder, seq_len=16)
 
 
-def test_without_a_template_or_a_package_the_message_says_what_is_missing(
+def test_without_a_template_or_a_package_the_message_names_what_is_missing(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = model_folders.write_chat(tmp_path / "chat.jsonl", [TURNS])

@@ -144,7 +144,7 @@ def test_a_bad_line_is_counted_over_pieces(logs: Path, monkeypatch: pytest.Monke
         CriteoClicks(str(logs), ROWS, ONE)
 
 
-def test_a_packed_file_that_is_cut_short_or_damaged_says_after_which_line(
+def test_a_packed_file_that_is_truncated_or_damaged_raises_with_the_last_valid_line(
     logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(criteo_module, "PIECE_BYTES", 1000)

@@ -125,7 +125,7 @@ def test_less_than_one_sequence_is_refused(tmp_path: Path, text: str, message: s
         open_dataset(str(tmp_path / "short"), seq_len=8)
 
 
-def test_what_is_no_regular_file_is_refused_without_opening_it(tmp_path: Path) -> None:
+def test_other_than_regular_files_raise_without_being_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
@@ -134,7 +134,7 @@ def test_what_is_no_regular_file_is_refused_without_opening_it(tmp_path: Path) -
                 open_dataset(str(tmp_path / name), seq_len=2)
 
 
-def test_what_the_system_refuses_is_named(tmp_path: Path) -> None:
+def test_errors_of_the_system_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: File name too long"):
         open_dataset(str(tmp_path / ("x" * 300)), seq_len=2)
     (tmp_path / "broken").symlink_to(tmp_path / "nothing")

@@ -57,7 +57,7 @@ def ids_of(dataset: TokenDataset) -> list[int]:
 
 @settings(max_examples=40, deadline=None)
 @given(ids=st.lists(st.integers(0, 50256), min_size=2, max_size=200), code=st.sampled_from("HI"))
-def test_nanogpt_ids_come_back(tmp_path_factory: pytest.TempPathFactory, ids: list[int], code: str) -> None:
+def test_nanogpt_ids_are_read_back(tmp_path_factory: pytest.TempPathFactory, ids: list[int], code: str) -> None:
     file = write_nanogpt(tmp_path_factory.mktemp("tokens") / "train.bin", ids, code)
     dtype = {"H": "uint16", "I": "uint32"}[code]
     dataset = open_dataset(str(file), seq_len=1, vocab=50257, token_dtype=dtype)
@@ -71,7 +71,7 @@ def test_nanogpt_ids_come_back(tmp_path_factory: pytest.TempPathFactory, ids: li
     code=st.sampled_from(sorted(MEGATRON_CODES)),
     named_by=st.sampled_from(["", ".bin", ".idx"]),
 )
-def test_megatron_sequences_come_back_as_one_stream(
+def test_megatron_sequences_are_read_back_as_one_stream(
     tmp_path_factory: pytest.TempPathFactory, sequences: list[list[int]], code: int, named_by: str
 ) -> None:
     sequences = [[1, 2], *sequences]
@@ -292,7 +292,7 @@ def test_an_index_of_more_than_one_chunk_is_checked_to_its_end(tmp_path: Path) -
         open_dataset(str(tmp_path / "a"), seq_len=1)
 
 
-def test_what_is_ambiguous_is_refused(tmp_path: Path) -> None:
+def test_ambiguous_formats_raise(tmp_path: Path) -> None:
     write_nanogpt(tmp_path / "train.bin", [1, 2, 3])
     (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(ValueError, match=r"several formats: .*notes\.txt \(text\).*train\.bin \(nanogpt\).*set format"):

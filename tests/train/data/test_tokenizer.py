@@ -213,7 +213,7 @@ def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path, tokenizer:
         open_dataset(write(tmp_path / "a", TEXT), tokenizer=str(tokenizer), seq_len=1, vocab=299)
 
 
-def test_without_the_package_the_message_says_what_to_install(
+def test_without_the_package_the_message_names_what_to_install(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -232,13 +232,13 @@ def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(rank
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr"),
     ],
 )
-def test_what_is_wrong_is_said_with_key_value_rule_and_what_would_do(override: str, words: str) -> None:
+def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         dlrm_runs.configure(Path("unused"), "ranks=4", override)
     assert words in str(refused.value)
 
 
-def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
+def test_written_values_are_read_back_unchanged(tmp_path: Path) -> None:
     config = dlrm_runs.configure(tmp_path, "train.evaluate_every=3")
     (tmp_path / "run.toml").write_text(config_to_toml(config))
     assert load_config(tmp_path / "run.toml") == config
@@ -252,7 +252,7 @@ def test_tables_that_no_machine_holds_and_a_kernel_that_is_not_there_are_refused
         preflight(dlrm_runs.configure(tmp_path, "train.implementation=kernel"))
 
 
-def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_data_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     for name, count in (("logs", 30), ("others", 7)):
         lines = ["\t".join(["1", *[str(number)] * 13, *["a"] * 26]) for number in range(count)]

@@ -132,7 +132,7 @@ def test_the_last_sequences_are_held_out_of_training(ranks: MakeRanks, tmp_path:
         (["data.evaluation_path={missing}"], r"missing\.txt: no such file"),
     ],
 )
-def test_what_cannot_be_held_out_is_refused(tmp_path: Path, options: list[str], message: str) -> None:
+def test_impossible_evaluation_splits_raise(tmp_path: Path, options: list[str], message: str) -> None:
     paths = {name: str(tmp_path / f"{name}.txt") for name in ("text", "missing")}
     with pytest.raises(ValueError, match=message):
         preflight(runs.configure(tmp_path / "run", *(option.format(**paths) for option in options)))

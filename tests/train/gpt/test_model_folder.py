@@ -144,7 +144,7 @@ def test_a_gpt_is_not_exported_as_a_folder(tmp_path: Path, ranks: MakeRanks) -> 
 
 
 @pytest.mark.long
-def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says_on_any_grid(
+def test_the_loss_of_conversations_is_the_mean_over_the_assistants_messages_on_any_grid(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
     """Each step's batch has another number of targets, and so has each rank's part of it."""
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_trained_is_refused_before_anything_starts(
         preflight(model_folders.configure(tmp_path / "run", folder, *options))
 
 
-def test_without_transformers_the_message_says_what_to_install(
+def test_without_transformers_the_message_names_what_to_install(
     gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)

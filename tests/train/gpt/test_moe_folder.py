@@ -99,7 +99,7 @@ def test_an_export_before_any_training_has_the_tensors_of_the_folder_in_bits(
     preflight(model_folders.configure(tmp_path / "again", tmp_path / "exported"))
 
 
-def test_a_folder_in_fp8_is_exported_in_bf16_without_what_says_fp8_or_further_layers(
+def test_a_folder_in_fp8_is_exported_in_bf16_without_entries_for_fp8_or_further_layers(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "model", "deepseek_v3", dtype=torch.bfloat16, num_nextn_predict_layers=1)

@@ -96,7 +96,7 @@ def check_state_apart(
     same(resumed, whole[2:], 1e-5)
 
 
-def test_optimizer_state_apart_is_stepped_and_resumed_on_two_stages(ranks: MakeRanks, tmp_path: Path) -> None:
+def test_separate_optimizer_state_is_stepped_and_resumed_on_two_stages(ranks: MakeRanks, tmp_path: Path) -> None:
     check_state_apart(ranks, tmp_path, {"pipe": 2}, "1f1b", "device", tied=True)
 
 
@@ -105,7 +105,7 @@ def test_optimizer_state_apart_is_stepped_and_resumed_on_two_stages(ranks: MakeR
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("state", ["device", "host"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "message-driven"])
-def test_optimizer_state_apart_is_stepped_and_resumed_on_each_stage(
+def test_separate_optimizer_state_is_stepped_and_resumed_on_each_stage(
     ranks: MakeRanks, tmp_path: Path, schedule: str, state: str, tied: bool
 ) -> None:
     check_state_apart(ranks, tmp_path, {"pipe": 2, "data": 2}, schedule, state, tied)

@@ -29,7 +29,7 @@ MACHINE = Cluster(
 
 
 @pytest.mark.long
-def test_the_summary_has_what_the_planner_says_of_this_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_the_summary_has_the_planners_prediction_of_this_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     MACHINE.save(tmp_path / "mine.toml")
     config = runs.configure(
         tmp_path / "run",
@@ -180,7 +180,7 @@ def test_weights_that_a_gpu_cannot_hold_even_so_are_refused(tmp_path: Path) -> N
         check_state_fits(config, 126_000_000, 300e6)  # of a model that the planner does not know
 
 
-def test_state_apart_is_predicted_for_a_run_that_names_its_cluster(tmp_path: Path) -> None:
+def test_separate_state_is_predicted_for_a_run_that_names_its_cluster(tmp_path: Path) -> None:
     """On 1 GB/s both ways together, 20 bytes of each of 126 million numbers take 2.5 s at least."""
     link = HostLink(duplex_bandwidth=1e9)
     machine = replace(MACHINE, host_link=link, gpu=replace(MACHINE.gpu, peak_flops=FlopRates(bf16=1e15)))

@@ -100,7 +100,7 @@ def test_a_stalled_rank_is_named_and_not_those_that_wait_for_it():
     assert "rank 1 (host another-host, pid 1001) is stuck in step 31, phase data, at loader.py:7 in read" in stall.text
 
 
-def test_a_chain_of_waits_leads_to_the_rank_that_waits_for_nobody():
+def test_a_chain_of_waits_leads_to_the_rank_that_does_not_wait():
     job = Job(4)
     job.pass_time(5)
     job.wait_in(0, 9, "x", (0, 1))
@@ -124,7 +124,7 @@ def test_a_rank_that_waits_for_a_message_is_not_taken_for_the_one_that_has_to_se
     assert (stall.culprits, stall.waiting) == ((1,), (0, 2, 3))
 
 
-def test_a_rank_that_waits_for_nobody_knows_whom_is_not_the_culprit():
+def test_a_rank_that_waits_for_an_unknown_rank_is_not_the_culprit():
     job = Job(2)
     job.pass_time(5)
     job.still |= {0, 1}
@@ -134,7 +134,7 @@ def test_a_rank_that_waits_for_nobody_knows_whom_is_not_the_culprit():
     assert (stall.culprits, stall.waiting) == ((1,), (0,))
 
 
-def test_a_message_that_is_waited_for_is_told():
+def test_a_message_that_is_waited_for_is_reported():
     job = Job(2)
     job.pass_time(5)
     job.still |= {0, 1}
@@ -153,7 +153,7 @@ def test_a_rank_whose_last_progress_was_a_little_later_is_found():
     assert job.monitor.find_stall().culprits == (1,)
 
 
-def test_nobody_is_named_while_the_awaited_rank_makes_progress():
+def test_no_rank_is_named_while_the_awaited_rank_makes_progress():
     job = Job(2)
     job.pass_time(5)
     job.wait_in(0, 7)
@@ -161,7 +161,7 @@ def test_nobody_is_named_while_the_awaited_rank_makes_progress():
     assert job.monitor.find_stall() is None
 
 
-def test_without_a_flight_recorder_the_line_of_python_tells_who_waits():
+def test_without_a_flight_recorder_the_line_of_python_shows_which_rank_waits():
     job = Job(2)
     job.pass_time(5)
     job.still |= {0, 1}
@@ -220,7 +220,7 @@ def test_a_writer_that_hangs_is_found_by_the_threads_that_wait_for_it():
     assert job.monitor.find_stall().culprits == (1,)
 
 
-def test_a_writer_that_hangs_beside_training_is_found_though_all_ranks_train():
+def test_a_checkpoint_thread_that_hangs_is_found_although_all_ranks_train():
     job = Job(3)
     saves = dict.fromkeys(range(3), 0.0)
 
@@ -267,7 +267,7 @@ def test_a_writer_that_hangs_is_found_while_its_main_thread_waits_at_a_barrier()
     assert (stall.culprits, stall.waiting) == ((1,), (0, 2))
 
 
-def test_the_rank_that_others_wait_for_is_named_and_not_one_that_nobody_waits_for():
+def test_the_rank_that_others_wait_for_is_named_and_not_one_that_no_rank_waits_for():
     job = Job(4)
     job.pass_time(5)
     for rank in (0, 2):
@@ -290,7 +290,7 @@ def test_a_rank_that_starts_has_a_minute_even_if_the_limit_is_shorter():
     assert job.monitor.find_stall().culprits == (1,)
 
 
-def test_nobody_is_warned_of_before_half_of_the_own_limit():
+def test_no_rank_causes_a_warning_before_half_of_its_own_limit():
     job = Job(4)
     for rank in (2, 3):
         job.change(rank, phase="load", line="import torch")
@@ -347,7 +347,7 @@ def test_ranks_whose_wait_has_failed_are_no_culprits():
     assert job.monitor.find_stall(limit=10, failed=[0, 1, 2]).culprits == (3,)
 
 
-def test_ranks_that_have_lost_their_connection_and_are_about_to_say_so_are_not_stuck():
+def test_ranks_that_have_lost_their_connection_and_are_about_to_report_it_are_not_stuck():
     """Ranks 2 and 3 wait for reports of their pipeline; the others are in a collective that these will not enter."""
     job = Job(4)
     job.pass_time(5)
@@ -360,7 +360,7 @@ def test_ranks_that_have_lost_their_connection_and_are_about_to_say_so_are_not_s
     assert job.monitor.find_stall() is None
 
 
-def test_a_warning_comes_once_at_half_of_the_limit():
+def test_a_warning_is_issued_once_at_half_of_the_limit():
     job = Job(2)
     job.pass_time(5)
     job.stopped.add(1)
@@ -406,7 +406,7 @@ def test_ranks_are_listed_as_people_do(ranks, text):
     assert list_ranks(ranks) == text
 
 
-def test_a_failure_is_known_since_the_first_rank_said_that_it_lost_its_connection(tmp_path):
+def test_a_failure_is_known_since_the_first_rank_reported_its_lost_connection(tmp_path):
     job = Job(2)
     watch = RankWatch(tmp_path, 2, LIMIT)
     watch.monitor = job.monitor
@@ -451,7 +451,7 @@ def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_p
     assert not watch.is_saving([0, 1], 5.0)
 
 
-def test_a_process_of_another_container_is_not_looked_at_or_killed_by_its_number():
+def test_a_process_of_another_container_is_neither_inspected_nor_killed_by_its_pid():
     """Containers with the host's network have its name, and each has a process with the same number."""
     job = Job(2)
     with subprocess.Popen(["sleep", "60"]) as other:

@@ -84,7 +84,7 @@ def test_ranks_whose_nccl_kernels_run_nearly_all_the_time_are_not_slow_by_noise(
     assert SlowRanks().find(of(r0=(-0.3, 1.0, "nccl"), r1=(-0.1, 1.0, "nccl"), r2=(-0.2, 1.0, "nccl"))) is None
 
 
-def test_a_rank_with_slow_data_is_told_by_the_hosts_view():
+def test_a_rank_with_slow_data_is_reported_by_the_hosts_view():
     # Steps of 150 ms. Rank 1 reads for 100 ms; the hosts of the others work for 5 ms, and wait for the GPU.
     found = SlowRanks().find(of(r0=(0.005, 0.15, "host"), r1=(0.1, 0.15, "host"), r2=(0.005, 0.15, "host")))
     assert (found.rank, found.ratio) == (1, pytest.approx(0.15 / 0.055))
@@ -153,7 +153,7 @@ def test_without_times_of_nccl_the_hosts_view_is_taken_and_the_recorder_is_left_
     assert len(readings) == device_waits.FIRST_WINDOWS
 
 
-def test_the_recorder_is_not_read_on_cpus_or_beside_cuda_graphs(monkeypatch):
+def test_the_recorder_is_not_read_on_cpus_or_with_cuda_graphs(monkeypatch):
     monkeypatch.setattr(device_waits, "read_seconds", lambda starts: pytest.fail("it was read"))
     for has_gpu, view in ((False, "cpu"), (True, "host")):
         sampler = BusySampler(has_gpu=has_gpu)
@@ -206,7 +206,7 @@ def test_steps_are_seen_with_the_unix_time_that_the_recorder_has_too(monkeypatch
     assert abs(starts[-1][1] / 1e9 - time.time()) < 60
 
 
-def test_nccl_times_collectives_unless_the_user_has_said_otherwise(monkeypatch):
+def test_nccl_times_collectives_unless_the_user_has_set_otherwise(monkeypatch):
     for name in ("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING", "TORCH_FR_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert flight_recorder.environment(times_nccl=True)["TORCH_NCCL_ENABLE_TIMING"] == "1"

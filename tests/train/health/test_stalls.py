@@ -134,7 +134,7 @@ def test_of_four_ranks_the_one_whose_connections_are_cut_is_named(tmp_path, monk
 
 
 @pytest.mark.exhaustive
-def test_a_slow_rank_is_told_and_is_in_the_summary(tmp_path, monkeypatch, caplog):
+def test_a_slow_rank_is_reported_and_is_in_the_summary(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(fault_runs.FAULT, "slow data 1")
     options = ["grid.data=2", "train.timeout=20", "train.steps=170"]
     assert launch(fault_runs.train_with_fault, runs.configure(tmp_path / "out", *options), QUICK) is None

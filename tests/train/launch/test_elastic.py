@@ -186,7 +186,7 @@ def wait_for(tmp_path: Path, *, step: int | None = None, started: str | None = N
 
 
 @pytest.mark.exhaustive
-def test_torchruns_nodes_come_and_go(tmp_path: Path) -> None:
+def test_torchruns_nodes_join_and_leave(tmp_path: Path) -> None:
     """Two nodes of a rank each; one is lost, and the other goes on alone; another one comes, and both go on."""
     options = ["train.steps=40", "train.checkpoint_every=2", "train.dtype=fp64", "grid.data=2", "train.grids=data=1"]
     config = runs.configure(tmp_path / "out", *options, "model={layers=1, hidden=16, heads=2}")

@@ -158,7 +158,7 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
         (launch_entries.exit_together, "rank 0 of 2 failed: it exited with status 3"),
     ],
 )
-def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
+def test_a_rank_that_fails_just_after_it_was_polled_fails_the_job(
     out: Path, monkeypatch: pytest.MonkeyPatch, entry: Callable[[TrainConfig], None], reason: str
 ) -> None:
     check, looks = Supervisor.check, []
@@ -419,7 +419,9 @@ def test_cuda_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         resolve_device(config_for(Path("unused"), 4, device="cuda"))
 
 
-def test_segments_grow_and_nccl_is_told_unless_the_user_has_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_grow_and_nccl_is_configured_unless_the_user_has_set_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
         monkeypatch.delenv(name, raising=False)
     grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -432,7 +434,7 @@ def test_segments_grow_and_nccl_is_told_unless_the_user_has_said_otherwise(monke
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["time limit", pytest.param("second signal", marks=pytest.mark.exhaustive)])
-def test_ctrl_c_with_a_stuck_rank_says_which_one_and_what_is_not_saved(
+def test_ctrl_c_with_a_stuck_rank_reports_which_one_and_what_is_not_saved(
     out: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     (out.parent / "text.txt").write_text("It was a bright cold day in April. " * 40)
@@ -459,7 +461,7 @@ def test_ctrl_c_with_a_stuck_rank_says_which_one_and_what_is_not_saved(
     assert_nothing_left(out, pids(out, 2))
 
 
-def test_what_is_saved_is_told_by_the_checkpoints_and_the_metrics(out: Path) -> None:
+def test_saved_progress_is_derived_from_the_checkpoints_and_the_metrics(out: Path) -> None:
     assert describe_saved(out) == "there is no checkpoint: no finished step is lost"
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 32)]
     (out / "metrics.jsonl").write_text("".join(lines) + '{"step": 32, "lo')

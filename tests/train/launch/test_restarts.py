@@ -110,7 +110,7 @@ def test_a_restart_gives_the_bits_of_an_undisturbed_run(out: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("forks_processes")
-def test_a_run_goes_from_4_to_2_ranks_and_back_to_4_by_itself(
+def test_a_run_goes_from_4_to_2_ranks_and_back_to_4_automatically(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.1")
@@ -279,7 +279,7 @@ def test_the_pause_is_a_minute_however_many_failures_there_were(out: Path, pause
 @pytest.mark.parametrize(
     "reason", ["DivergenceError: the loss is nan in step 3", "ValueError: data.path is 'x', but there is no such file"]
 )
-def test_what_the_same_run_would_meet_again_is_not_restarted(
+def test_failures_that_would_recur_are_not_restarted(
     out: Path, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attempts = Attempts(configure(out, 2, "train.max_restarts=5"), train_and_fail(0, 3, 2, reason=reason))
@@ -336,7 +336,7 @@ def test_a_signal_in_the_pause_ends_the_run_at_once(out: Path, monkeypatch: pyte
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_that_comes_before_an_attempt_listens_stops_it_and_ends_the_run(out: Path) -> None:
+def test_a_signal_before_an_attempts_handlers_stops_it_and_ends_the_run(out: Path) -> None:
     def train_unless_stopped(attempts: Attempts) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # this attempt has no handlers of its own
         assert attempts.wants_stop()
@@ -489,7 +489,7 @@ def test_all_ranks_are_tried_again_later_and_later_while_a_slot_goes_on_failing(
     assert 100 <= first < 200 <= second < 400
 
 
-def test_an_answer_that_comes_after_an_attempt_has_ended_sets_no_slot_aside() -> None:
+def test_an_answer_after_the_end_of_an_attempt_excludes_no_slot() -> None:
     """All slots may have been taken back meanwhile, and the next attempt uses them."""
     may_answer = threading.Event()
 
@@ -521,7 +521,7 @@ def test_a_machine_that_can_start_no_process_blames_no_gpu(
     assert "GPU 1 is not probed" in caplog.text
 
 
-def test_a_probe_ends_by_itself_if_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_exits_if_no_process_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPU does not answer, and the launcher was killed."""
     probe = slots_module.PROBE.replace("import torch", "import time; time.sleep(60)")
     alarm = f"signal.alarm({slots_module.PROBE_TIMEOUT:.0f} + 10)"

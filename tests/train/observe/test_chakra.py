@@ -45,7 +45,7 @@ def test_a_step_becomes_the_trace_of_every_rank_of_its_grid() -> None:
     assert seconds(trace, bandwidth=2e4) == pytest.approx(0.020 + 0.100 + 0.030 + 0.010)
 
 
-def test_what_does_not_say_its_size_keeps_its_duration() -> None:
+def test_communication_of_unknown_size_keeps_its_duration() -> None:
     timeline = read_timeline(gpu_trace(product(0, 40), gather("9", 20, 60, elements=None), product(60, 90)))
     trace = step_trace(timeline)
     assert not [node for node in trace.nodes[0] if node.type == NodeType.COMM_COLL_NODE]

@@ -96,7 +96,7 @@ def test_a_run_that_fails_is_one_that_has_failed_in_weights_and_biases_too(
     wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
 
 
-def test_weights_and_biases_that_cannot_start_says_how_to_work_without_a_network(
+def test_weights_and_biases_that_cannot_start_raises_with_how_to_work_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_package("wandb", monkeypatch).init.side_effect = OSError("no API key")
@@ -135,7 +135,7 @@ def test_only_the_first_rank_of_a_run_logs(ranks: Any, tmp_path: Path) -> None:
     assert other == []
 
 
-def test_what_routers_did_is_in_a_steps_line_and_among_its_scalars() -> None:
+def test_router_statistics_are_in_a_steps_line_and_among_its_scalars() -> None:
     experts = ExpertMetrics.of([[1.5, 7.0, 0.02, 0.01, 0.1], [2.0, 0.0, 0.0, 0.02, 0.2]])
     step = StepMetrics(**{**vars(STEP), "experts": experts})
     assert {key: value for key, value in step.as_line().items() if key not in STEP.as_line()} == {

@@ -28,7 +28,7 @@ def test_without_a_terminal_there_are_lines_for_some_steps_and_the_last(capsys: 
     ]
 
 
-def test_the_utilization_is_shown_beside_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_utilization_is_shown_next_to_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
     with open_reporter("lines", start=0, steps=1, every=1) as reporter:
         reporter.show(replace(metrics(1), mfu=0.4567))
     assert "12,346 tokens/s (45.7% MFU)  0:00:00 left" in capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_the_highest_load_of_experts_is_shown_and_what_was_dropped(capsys: pytes
     assert "loss 2.5000  load 1.50  dropped 1,234  12,346 tokens/s" in second
 
 
-def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
+def test_a_run_continues_when_its_output_is_no_longer_read() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as screen:

@@ -70,7 +70,7 @@ class CheckoutRanks:
 
     def wait_for_start(self, limit: float) -> list[dict[str, Any]]:
         """Wait until the ranks have joined; returns their first answers. RanksFailed for the wrong checkout."""
-        started = self._hear("start", limit)
+        started = self._read_replies("start", limit)
         for answer in started:
             if "error" not in answer and not Path(answer["stretto"]).resolve().is_relative_to(self._source.resolve()):
                 raise RanksFailed(f"{self.name} imported Stretto from {answer['stretto']}, not from {self._source}")
@@ -81,10 +81,10 @@ class CheckoutRanks:
 
         limit: seconds. Raises RanksFailed if a rank dies, times out, or fails while another succeeds.
         """
-        self.tell(command)
-        return self.hear(command, limit)
+        self.send(command)
+        return self.receive(command, limit)
 
-    def tell(self, command: Mapping[str, Any]) -> None:
+    def send(self, command: Mapping[str, Any]) -> None:
         """Send a command to all ranks without waiting for the answers, which `hear` collects."""
         line = (json.dumps(command) + "\n").encode()
         for rank, process in enumerate(self._processes):
@@ -95,11 +95,11 @@ class CheckoutRanks:
             except OSError as error:
                 raise self._failure(rank, "has ended") from error
 
-    def hear(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
+    def receive(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
         """Wait for the answers to the command that `tell` has sent. Raises as `ask` does."""
-        return self._hear(f"{command['do']} {command.get('case', '')}".strip(), limit)
+        return self._read_replies(f"{command['do']} {command.get('case', '')}".strip(), limit)
 
-    def _hear(self, what: str, limit: float) -> list[dict[str, Any]]:
+    def _read_replies(self, what: str, limit: float) -> list[dict[str, Any]]:
         end = time.monotonic() + limit
         answered: dict[int, dict[str, Any]] = {}
         while len(answered) < len(self._processes):

@@ -156,8 +156,8 @@ def _prepare(
         try:
             if has_own_processors:
                 for each in sets:
-                    each.tell(command)
-                answers = [each.hear(command, _PREPARE_LIMIT) for each in sets]
+                    each.send(command)
+                answers = [each.receive(command, _PREPARE_LIMIT) for each in sets]
             else:
                 answers = [each.ask(command, _PREPARE_LIMIT) for each in sets]
             pairs = zip(sets, answers, strict=True)

@@ -109,7 +109,7 @@ def _measure_all(setting: BackendSetting) -> dict[str, list[dict[str, Any]]]:
         if part == "ddp":
             tables[part] = [_measure_ddp(groups, setting, megabytes) for megabytes in setting.bucket_mb]
             continue
-        measure = _measure_alone if part == "alone" else _measure_beside
+        measure = _measure_alone if part == "alone" else _measure_overlapped
         tables[part] = [
             measure(groups, setting, collective, size) for collective in setting.collectives for size in setting.sizes
         ]
@@ -130,7 +130,7 @@ def _measure_alone(groups: _Groups, setting: BackendSetting, collective: str, si
     }
 
 
-def _measure_beside(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> dict[str, Any]:
+def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> dict[str, Any]:
     buffers = CollectiveBuffers.make(collective, size, torch.bfloat16, groups.device)
     a, b, c = (torch.randn(_PRODUCT, _PRODUCT, device=groups.device).bfloat16() for _ in range(3))
     first = next(iter(groups.by_name.values()))  # NCCL's where there is one
@@ -146,13 +146,13 @@ def _measure_beside(groups: _Groups, setting: BackendSetting, collective: str, s
         for _ in range(products):
             torch.mm(a, b, out=c)
 
-    def beside(group: dist.ProcessGroup) -> None:
+    def run_overlapped(group: dist.ProcessGroup) -> None:
         call = _call(collective, buffers, group, is_async=True)
         work()
         call.wait()
 
     runs: dict[str, Callable[[], Any]] = {"work": work}
-    runs |= {name: partial(beside, group) for name, group in groups.by_name.items()}
+    runs |= {name: partial(run_overlapped, group) for name, group in groups.by_name.items()}
     ran_as = _found_as(runs["stretto"])
     found = time_interleaved(runs, _ONE_CALL, is_graph=False, rests=False)
     return {

@@ -151,7 +151,7 @@ def _kill_one(
     broken = sum(digest is None or digest != digests[step] for step, digest in found.items())
     broken += newest < before  # one was deleted before a newer one was there
     reached = max(_losses(config.out), default=0)
-    return Kill(save, seconds, victims, _what_is_left(config.out), broken, max(0, reached - newest))
+    return Kill(save, seconds, victims, _find_leftovers(config.out), broken, max(0, reached - newest))
 
 
 def _time_saves(out: Path, steps: int, processes: Sequence[BaseProcess]) -> float:
@@ -179,7 +179,7 @@ def _await_save(out: Path, step: int, processes: Sequence[BaseProcess]) -> bool:
     raise RuntimeError(f"the run in {out} has not saved step {step} within {LONGEST:g} s")
 
 
-def _what_is_left(out: Path) -> str:
+def _find_leftovers(out: Path) -> str:
     folders = list((out / "checkpoints").glob(".step-*"))
     if any(folder.name.endswith(".writing") and (folder / METADATA_FILE).exists() for folder in folders):
         return "an index that was not final"

@@ -214,7 +214,7 @@ def _measure_size(setting: SavesSetting) -> list[dict[str, Any]]:
         add("the copy: the host's call returns", total, calls)
         add("the copy: all values are on the host", total, staging.copy_seconds() or calls)
     if device.type == "cuda":
-        for what, seconds in _time_beside(state, staging, device):
+        for what, seconds in _time_overlapped(state, staging, device):
             add(what, total, seconds)
     _write(setting, staging, state, add)
     return rows
@@ -239,7 +239,9 @@ def _make_state(numbers: int, device: torch.device) -> dict[str, ShardedState]:
     return state
 
 
-def _time_beside(state: dict[str, ShardedState], staging: Staging, device: torch.device) -> Iterator[tuple[str, float]]:
+def _time_overlapped(
+    state: dict[str, ShardedState], staging: Staging, device: torch.device
+) -> Iterator[tuple[str, float]]:
     """A step of matrix products and an update of the whole state: without a copy, with one beside it, and after it.
 
     The update waits for the copy, and the products do not. They take about as long as the copy.
@@ -302,7 +304,7 @@ def _write(
                 path = folder / "checkpoints" / f"step-{writers:08d}"
                 writer = CheckpointWriter(path, {"step": writers, **DESCRIPTION}, threads=writers)
                 began = time.perf_counter()
-                write_checkpoint(part, writer, needed=size, is_beside_training=True)
+                write_checkpoint(part, writer, needed=size, is_async_save=True)
                 seconds = time.perf_counter() - began
                 shutil.rmtree(path)
                 add(f"written by {writers} threads, turn {turn + 1}", size, seconds)

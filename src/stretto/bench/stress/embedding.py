@@ -42,7 +42,7 @@ class LookUp:
 
     action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; "put"; or "alone", with no exchange. config:
     of the forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
-    last rank has no tables. reaches: of "put", whether ranks store into those that they reach, or put to all.
+    last rank has no tables. reaches: of "put", whether ranks store into those that they peer_access, or put to all.
     """
 
     action: str = "forward"
@@ -169,11 +169,11 @@ class EmbeddingCase(StressCase):
         if look_up.action == "alone":
             return self._look_up_alone(entry)
         if look_up.action == "put":
-            reach = None if look_up.reaches else [peer == self._rank for peer in range(self._world)]
+            peer_access = None if look_up.reaches else [peer == self._rank for peer in range(self._world)]
             with torch.no_grad():
                 return ops.embedding_all_to_all_put(
                     indices, offsets, self._tables, team.group, weights=weights, mode=look_up.mode, batch=self._batch,
-                    name=self._name, reach=reach,
+                    name=self._name, peer_access=peer_access,
                 )  # fmt: skip
         if look_up.config is None:
             return self._call_operator(entry, self._tables)

@@ -132,7 +132,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "of a wait",
         _NO_ACQUIRE,
         "tiles/p*,tiles/scatter",
-        (f"{_TILES}test_what_a_wait_allows_is_loaded_from_addresses_that_it_made", *_BARRIER_TESTS),
+        (f"{_TILES}test_loads_after_a_wait_use_addresses_that_it_computed", *_BARRIER_TESTS),
     ),
     Mutation("tiles", "fence", "release of a tile's signal", (_NO_RELEASE_OF_COUNT,), "tiles/p*", _BARRIER_TESTS),
     Mutation(
@@ -209,7 +209,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         "tiles/packet*",
-        (f"{_OPS}test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew",),
+        (f"{_OPS}test_packets_are_stored_whole_four_at_a_time_and_polled_again",),
     ),
     Mutation(
         "packets",

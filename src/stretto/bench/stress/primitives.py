@@ -377,7 +377,7 @@ class CountedCase(TileCase):
         kernels.store_and_count[(self.own_tiles,)](
             x, stored, self._counter, self._threads, ROWS=self.tile_rows, BLOCK=self.columns, num_warps=_WARPS
         )
-        with tiles.copy_engine(channel, opens=False):
+        with tiles.copy_engine(channel, forks=False):
             tiles.rank_await_count(self._counter, 0, self.own_tiles * self._threads)
             for distance in range(self.world):
                 peer = (self.rank - distance) % self.world

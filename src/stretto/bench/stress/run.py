@@ -29,7 +29,7 @@ FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
 LIMIT = 120.0
 _MODE_WEIGHTS = {"eager": 5, "graph": 3, "groups": 2}
 _POISONED = 0.3  # share of batches before which workspaces are poisoned; the second batch always is
-_BATCHES_APART = 5  # in a row, of a configuration whose ranks restart for another symmetric-memory backend
+_BATCHES_IN_A_ROW = 5  # in a row, of a configuration whose ranks restart for another symmetric-memory backend
 _MOST_FAILURES = 2  # batches that hang or raise before the run leaves their configuration out
 _PROGRESS_SECONDS = 10.0  # between lines of progress
 
@@ -82,11 +82,11 @@ class StressReport:
         ]
 
 
-def stress(setting: StressSetting, say: Callable[[str], None] = print) -> StressReport:
+def stress(setting: StressSetting, report: Callable[[str], None] = print) -> StressReport:
     """Run the stress and return its findings.
 
-    say: prints a line of progress. Raises ValueError for a pattern that matches nothing, RuntimeError if ranks cannot
-    be started.
+    report: prints a line of progress. Raises ValueError for a pattern that matches nothing, RuntimeError if ranks
+    cannot be started.
     """
     gpus = count_gpus()
     known = load_catalogue(setting.catalogues)
@@ -101,23 +101,23 @@ def stress(setting: StressSetting, say: Callable[[str], None] = print) -> Stress
     ledger = Ledger(setting.resume)
     ledger.begin(setting.ranks, seed)
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    say(f"{len(chosen)} configurations, {setting.ranks} ranks, seed {seed}")
+    report(f"{len(chosen)} configurations, {setting.ranks} ranks, seed {seed}")
     with ExitStack() as stack:
         if not gpus:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         elif setting.ranks > gpus:
             environment[SWITCH] = "1"
             if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-                say("the ranks share GPUs under the MPS daemon that is there")
+                report("the ranks share GPUs under the MPS daemon that is there")
             elif has_mps():
                 environment |= stack.enter_context(mps_daemon(share_for(-(-setting.ranks // gpus))))
-                say("the ranks share GPUs under MPS")
+                report("the ranks share GPUs under MPS")
             else:
-                say("the ranks share GPUs by time slices: there is no MPS here")
+                report("the ranks share GPUs by time slices: there is no MPS here")
         device = "cuda" if gpus else "cpu"
         pool = WorkerPool(setting.ranks, device, seed, setting.catalogues, environment, late_warps=setting.late_warps)
         stack.callback(pool.close)
-        return _StressRun(setting, seed, chosen, ledger, pool, say, has_gpus=bool(gpus)).run()
+        return _StressRun(setting, seed, chosen, ledger, pool, report, has_gpus=bool(gpus)).run()
 
 
 def choose_mode(modes: Sequence[str], seed: int, name: str, number: int) -> str:
@@ -149,12 +149,12 @@ class _StressRun:
         chosen: Mapping[str, Configuration],
         ledger: Ledger,
         pool: WorkerPool,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         *,
         has_gpus: bool,
     ) -> None:
         self._setting, self._seed, self._chosen = setting, seed, chosen
-        self._ledger, self._pool, self._say, self._has_gpus = ledger, pool, say, has_gpus
+        self._ledger, self._pool, self._report, self._has_gpus = ledger, pool, report, has_gpus
         self._accounts = {name: ledger.of(setting.ranks, name) for name in chosen}
         self._turns = {name: account.results for name, account in self._accounts.items()}
         self._batches = dict.fromkeys(chosen, 0)
@@ -177,10 +177,10 @@ class _StressRun:
             if name is None:
                 break
             self._pool.use(self._chosen[name].symmetric_memory)
-            for _ in range(_BATCHES_APART if self._is_apart(name) else 1):
+            for _ in range(_BATCHES_IN_A_ROW if self._runs_separately(name) else 1):
                 self._run_batch(name)
                 self._ledger.write()
-                self._tell_progress()
+                self._report_progress()
                 if self._failures[name]:
                     break
             if self._setting.stops_at_first and not self._accounts[name].is_clean:
@@ -194,7 +194,7 @@ class _StressRun:
             self._seed, self._setting.ranks, device, seconds, self._chosen, self._accounts, self._launched
         )
 
-    def _is_apart(self, name: str) -> bool:
+    def _runs_separately(self, name: str) -> bool:
         """Whether the ranks restart for this configuration, and again for the next one."""
         kinds = {one.symmetric_memory for one in self._chosen.values()}
         return len(kinds) > 1 and self._chosen[name].symmetric_memory != "CUDA"
@@ -203,14 +203,14 @@ class _StressRun:
         """The configuration with the fewest results; None where all have enough."""
         open_ones = [name for name in self._chosen if self._failures[name] < _MOST_FAILURES]
         # Configurations for which the ranks restart run once.
-        open_ones = [name for name in open_ones if not (self._is_apart(name) and self._batches[name])]
+        open_ones = [name for name in open_ones if not (self._runs_separately(name) and self._batches[name])]
         if self._setting.results is not None:
             open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
         least = FLOOR if self._setting.results is None else self._setting.results
         # Once all have the least number of results, they take turns: fast ones have larger batches.
         return min(
             open_ones,
-            key=lambda name: (min(self._turns[name], least), self._batches[name], self._is_apart(name)),
+            key=lambda name: (min(self._turns[name], least), self._batches[name], self._runs_separately(name)),
             default=None,
         )
 
@@ -286,16 +286,16 @@ class _StressRun:
     def _find(self, name: str, what: str) -> None:
         text = f"seed {self._seed}, {what}"
         self._accounts[name].note(text)
-        self._say(f"FOUND {name}: {text}")
+        self._report(f"FOUND {name}: {text}")
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         now = time.monotonic()
         if now - self._reported < _PROGRESS_SECONDS:
             return
         self._reported = now
         results = [account.results for account in self._accounts.values()]
         bad = sum(account.wrong + account.raised + account.hung for account in self._accounts.values())
-        self._say(
+        self._report(
             f"{now - self._began:.0f} s: {sum(results):,} results, at least {min(results):,} of each configuration, "
             f"{bad:,} wrong, raised or hung"
         )

@@ -61,7 +61,7 @@ def _measure(setting: StagesSetting) -> list[dict[str, Any]]:
         add(f"interleaved 1F1B, weights in {setting.dtype}{suffix}", of_weights)
         of_torch = partial(_torch_pipeline, setting, grid, is_compiled=is_compiled)
         add(f"torch's pipelining, weights in {setting.dtype}{suffix}", of_torch, True)
-    rows = measure(runs, setting, grid.device, extra=partial(_look_at, grid.device))
+    rows = measure(runs, setting, grid.device, extra=partial(_inspect, grid.device))
     base = {is_compiled: _milliseconds(rows, f"accumulation{', compiled' * is_compiled}") for is_compiled in (0, 1)}
     for row in rows:
         whole = base["compiled" in row["name"]]
@@ -228,7 +228,7 @@ def _torch_pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool) ->
     return step
 
 
-def _look_at(device: torch.device, step: Step) -> dict[str, Any]:
+def _inspect(device: torch.device, step: Step) -> dict[str, Any]:
     """How much the memory grows over some steps, and the host's time for a stage."""
     found: dict[str, Any] = {}
     sizes = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench`: what the planner and the simulator say of published figures, and of clusters that are not here."""
+"""`stretto bench`: predictions of the planner and the simulator for published figures and other clusters."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from stretto.cli.bench.command import bench_command
 
 @bench_command("published", PublishedSetting)
 def published(setting: PublishedSetting, out: Path) -> Any:
-    """Plans for every run of Singh's dissertation (Table 5.2), beside the published FLOP/s (needs no GPU)."""
+    """Plans for every run of Singh's dissertation (Table 5.2), compared with the published FLOP/s (needs no GPU)."""
     from stretto.bench.plan.published import bench_published
 
     return bench_published(out, setting.batch)
@@ -31,7 +31,7 @@ def published(setting: PublishedSetting, out: Path) -> Any:
 
 @bench_command("published-pipelines", PublishedPipelinesSetting)
 def published_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
-    """Plans for the pipelines of Singh's chapter 3 on Summit, beside the published times (needs no GPU)."""
+    """Plans for the pipelines of Singh's chapter 3 on Summit, compared with the published times (needs no GPU)."""
     from stretto.bench.plan.published_pipelines import bench_published_pipelines
 
     return bench_published_pipelines(out, setting.batch)
@@ -39,7 +39,7 @@ def published_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
 
 @bench_command("published-experts", PublishedExpertsSetting)
 def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
-    """Plans for the mixtures of experts of Singh's chapter 7 on Summit, beside the published figures (needs no GPU)."""
+    """Plans for the mixtures of experts of Singh's chapter 7 on Summit, and the published figures (needs no GPU)."""
     from stretto.bench.plan.published_experts import bench_published_experts
 
     return bench_published_experts(out, setting.micro_batch)
@@ -47,7 +47,7 @@ def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
 
 @bench_command("simulated-steps", SimulatedStepsSetting)
 def simulated_steps(setting: SimulatedStepsSetting, out: Path) -> Any:
-    """Steps that were measured on GPUs, beside the simulator's and the planner's (needs no GPU)."""
+    """Steps that were measured on GPUs, compared with the simulator and the planner (needs no GPU)."""
     from stretto.bench.plan.simulated_steps import bench_simulated_steps
 
     return bench_simulated_steps([Path(folder) for folder in setting.plans], setting.overlaps, out)
@@ -55,7 +55,7 @@ def simulated_steps(setting: SimulatedStepsSetting, out: Path) -> Any:
 
 @bench_command("simulated-pipelines", PublishedPipelinesSetting)
 def simulated_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
-    """The pipelines of Singh's chapter 3 on Summit, simulated, beside the published times (needs no GPU)."""
+    """The pipelines of Singh's chapter 3 on Summit, simulated, compared with the published times (needs no GPU)."""
     from stretto.bench.plan.simulated_pipelines import bench_simulated_pipelines
 
     return bench_simulated_pipelines(out, setting.batch)
@@ -63,7 +63,7 @@ def simulated_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
 
 @bench_command("simulated-collectives", SimulatedCollectivesSetting)
 def simulated_collectives(setting: SimulatedCollectivesSetting, out: Path) -> Any:
-    """Simulated schedules beside measured ones, on H200 and on 8 processes over shaped links (measuring needs root)."""
+    """Simulated and measured schedules, on H200 and on 8 processes over shaped links (measuring needs root)."""
     setting.require_results()
 
     from stretto.bench.simulated_schedules.run import bench_simulated_collectives
@@ -89,7 +89,7 @@ def simulator_speed(setting: SimulatorSpeedSetting, out: Path) -> Any:
 
 @bench_command("simulated-two-level", SimulatedTwoLevelSetting)
 def simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> Any:
-    """Two-level collectives on Frontier and Perlmutter, simulated beside Singh's chapter 6 (needs no GPU)."""
+    """Two-level collectives on Frontier and Perlmutter, compared with Singh's chapter 6 (needs no GPU)."""
     from stretto.bench.studies.two_level import bench_simulated_two_level
 
     return bench_simulated_two_level(setting, out)
@@ -97,7 +97,7 @@ def simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> Any:
 
 @bench_command("simulated-zero3", SimulatedZero3Setting)
 def simulated_zero3(setting: SimulatedZero3Setting, out: Path) -> Any:
-    """ZeRO-3 over flat and two-level collectives, simulated beside Singh's figure 6.12 (needs no GPU)."""
+    """ZeRO-3 over flat and two-level collectives, simulated and compared with Singh's figure 6.12 (needs no GPU)."""
     from stretto.bench.studies.zero3 import bench_simulated_zero3
 
     return bench_simulated_zero3(setting, out)
@@ -105,7 +105,7 @@ def simulated_zero3(setting: SimulatedZero3Setting, out: Path) -> Any:
 
 @bench_command("simulated-scaling", SimulatedScalingSetting)
 def simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> Any:
-    """Weak and strong scaling beside Singh's figures 5.4, 5.5 and 5.7, and why Table 5.2 is slower (needs no GPU)."""
+    """Weak and strong scaling against Singh's figures 5.4, 5.5 and 5.7, and why Table 5.2 is slower (needs no GPU)."""
     from stretto.bench.studies.scaling import bench_simulated_scaling
 
     return bench_simulated_scaling(setting, out)
@@ -113,7 +113,7 @@ def simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> Any:
 
 @bench_command("simulated-dlrm", SimulatedDlrmSetting)
 def simulated_dlrm(setting: SimulatedDlrmSetting, out: Path) -> Any:
-    """A DLRM's step on a torus of 128 nodes and more, beside Punniyamurthy et al.'s section 4.4 (needs no GPU)."""
+    """A DLRM's step on a torus of 128+ nodes, compared with section 4.4 of Punniyamurthy et al. (needs no GPU)."""
     from stretto.bench.studies.recommendation import bench_simulated_dlrm
 
     return bench_simulated_dlrm(setting, out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All pairs: every rank sends to every other at once. Few steps, for small sizes on fully connected ranks."""
+"""All pairs: every rank sends to every other rank directly. Few steps, for small sizes on fully connected ranks."""
 
 from stretto.collectives.algorithm import algorithm
 from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter

@@ -8,7 +8,7 @@ from stretto.collectives.language import chunk
 
 @algorithm(lambda ranks, in_place=False: AllToAll(ranks, 1, in_place), source="MSCCLang, section 7.3")
 def direct_all_to_all(ranks: int, in_place: bool = False) -> None:
-    """Every rank sends each other its chunk; in place, over scratch, since what arrives lies where something waits."""
+    """Every rank sends every other its chunk; in place, through scratch, or arrivals would overwrite unsent ones."""
     arrivals = "scratch" if in_place else "out"
     for step in range(ranks):
         for source in range(ranks):

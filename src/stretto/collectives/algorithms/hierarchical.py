@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hierarchies: ranks of one node talk to each other, and to the rank of the same number in other nodes. And a DGX-1.
 
-Rank n * gpus + g is GPU g of node n. All GPUs of a node send to other nodes at once, so that every NIC has its share.
+Rank n * gpus + g is GPU g of node n. All GPUs of a node send to other nodes concurrently, so that every NIC carries its
+share.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch.distributed backend "stretto": runs collectives by schedules where it has one, else by gloo or NCCL.
+"""The torch.distributed backend "stretto": runs collectives by installed schedules, else by gloo or NCCL.
 
 What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
 
@@ -7,7 +7,7 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
     2. native/backend.hpp  `StrettoBackend::allreduce` (or python_backend.py, without a compiler)
          native/fast_calls.hpp   on GPUs launches calls of a kind that was made before; for all others, Python is asked:
     3. dispatcher.py       `Dispatcher.__call__` decides what runs the call, counts it, and logs it at debug level
-         calls.py            describes the call (`BackendCall`), and tells whether any schedule could run it
+         calls.py            describes the call (`BackendCall`), and checks whether any schedule could run it
          debug_check.py      with STRETTO_DEBUG=1: compares the call on all ranks first
     4a. a schedule: installed by the user, or on GPUs the fastest known one
          runner.py           the interface `Runner`, one for each device type
@@ -16,7 +16,7 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
            executor/cuda/communicator.py     memory that the group's GPUs share; finds the fastest known schedule
            selection.py                      the table that says which it is, by collective, dtype and size
            executor/cuda/fused/kernel.py     runs a schedule as one fused kernel; instead of it:
-           executor/cuda/copy_engine/executor.py   for large arrays, where the table says so: copy engines
+           executor/cuda/copy_engine/executor.py   for large arrays, if the table selects them: copy engines
            executor/cuda/interpreter.py            for an installed schedule that is too long for one kernel
            executor/cuda/nvrtc.py            compiles the CUDA C++ of all of these, and launches it
          calls.py            `run_staged`: strided tensors and lists to the flat buffers of the executor, and back

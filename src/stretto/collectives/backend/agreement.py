@@ -39,7 +39,7 @@ class Agreement:
     def wait_and_compare(self, call: str, description: dict[str, object], timeout: float) -> None:
         """Wait until all ranks have arrived with the same description; `call`: one line for error messages.
 
-        DisagreementError where descriptions differ, or one has the key "refused"; the next call may go on. PeerError
+        DisagreementError if descriptions differ, or one has the key "refused"; later calls remain possible. PeerError
         for a rank that does not arrive within `timeout` seconds, has died, or gave up before.
         """
         memory = self._memory
@@ -53,7 +53,7 @@ class Agreement:
         _compare(call, memory.rank, descriptions)
 
     def give_up(self, why: str) -> None:
-        """Tell all ranks that this one runs no schedule any more, and why."""
+        """Notify all ranks that this one no longer runs schedules, and of the reason."""
         memory = self._memory
         _write(memory.buffer()[_REASON:], {"why": why})
         for peer in range(memory.world_size):
@@ -107,7 +107,7 @@ def _compare(call: str, rank: int, descriptions: list[dict[str, object]]) -> Non
     own = descriptions[rank]
     # All ranks name the same pair: rank 0, and the first rank that differs from it.
     for peer, description in enumerate(descriptions):
-        # Compare the operation first: other operations differ in much else, which says less.
+        # Compare the operation first: calls of different operations also differ otherwise, which is less informative.
         for key in sorted(descriptions[0].keys() | description.keys(), key=lambda key: (key != "operation", key)):
             first, second = descriptions[0].get(key), description.get(key)
             if first != second:

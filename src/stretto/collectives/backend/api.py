@@ -162,7 +162,7 @@ def run_collective(
 
     name: of the collective, as "alltonext" of AllToNext. output, input: of one dtype, on one device, with as many
     elements as the collective's output and input chunks; chunks that may hold anything are left as they are, or not.
-    The input stays as it is. reduction: "sum", "max", "min" or "prod". All ranks call it.
+    The input is not modified. reduction: "sum", "max", "min" or "prod". All ranks call it.
 
     Returns a Work if `async_op`, and otherwise None, once the output is there (on GPUs: for the current stream).
     ValueError for a name, a size or a dtype that no installed schedule is for. Errors of the run are those of the
@@ -242,7 +242,7 @@ def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedul
 
 
 def _check_own(schedule: Schedule) -> None:
-    """ValueError for a collective of the user's own whose conditions nobody gave, or that has no call."""
+    """ValueError for a user-defined collective without conditions or without a call."""
     collective = schedule.collective
     if collective.is_unknown:
         known = ", ".join(sorted(set(COLLECTIVES.values())))

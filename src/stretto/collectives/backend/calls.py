@@ -72,7 +72,7 @@ class BackendCall:
 
     operation: c10d's name; outputs, inputs: its tensors, the same ones for an operation in place; reduction: "sum",
     "avg", "prod", "min", "max", "another", or "" for an operation without one; root: a rank of the group; timeout: in
-    seconds; note: "coalescing" (one of several that NCCL is to start at once), "even sizes" or "uneven sizes" (an
+    seconds; note: "coalescing" (one of several that NCCL is to start together), "even sizes" or "uneven sizes" (an
     all-to-all with explicit sizes of its parts, or with lists), "cuda" (where no tensor shows it), "root tensor" (a
     broadcast or a reduce whose root's tensor is not the first of its list), or ""; is_async: whether it was made with
     async_op=True; is_own: whether the operation is a collective of the user's own, which only an

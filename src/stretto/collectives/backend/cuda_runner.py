@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs schedules on CUDA tensors, on the streams that torch's NCCL backend would take.
 
-A call with async_op=True runs on a stream of the group, after what the caller's stream has at the call, and beside what
-the caller launches later. `Work.wait` makes the then current stream wait for that call, not for later ones. A call with
-async_op=False, whose result the caller's stream waits for anyway, runs on the caller's stream. The group's calls run
-one after another on whichever streams (`CollectiveWorkspace.follow_stream`). While a CUDA graph is captured all calls
-run on the group's stream, forked from the caller's, which keeps their order: `follow_stream` does nothing there.
+A call with async_op=True runs on a stream of the group, after the caller's stream's work at the call, and concurrently
+with what the caller launches later. `Work.wait` makes the then current stream wait for that call, not for later ones. A
+call with async_op=False, whose result the caller's stream waits for anyway, runs on the caller's stream. The group's
+calls run one after another on whichever streams (`CollectiveWorkspace.follow_stream`). While a CUDA graph is captured
+all calls run on the group's stream, forked from the caller's, which keeps their order: `follow_stream` does nothing
+there.
 """
 
 import contextlib

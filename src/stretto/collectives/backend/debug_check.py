@@ -28,7 +28,7 @@ class DebugCheck:
     def require_same(self, call: BackendCall) -> None:
         """Wait for the descriptions of all ranks' calls, and compare them. Uses no device.
 
-        DisagreementError, on all ranks, where they differ; the next call may go on. PeerError for a rank that calls
+        DisagreementError, on all ranks, if they differ; later calls remain possible. PeerError for a rank that calls
         nothing within the call's time limit.
         """
         if call.operation in NON_COLLECTIVE:

@@ -111,7 +111,7 @@ class Dispatcher:
 
     @property
     def _is_bypassed(self) -> bool:
-        """Whether this thread is in `bypassed`; others may make calls meanwhile."""
+        """Whether this thread is in `bypassed`; other threads may make calls concurrently."""
         return threading.get_ident() in self._bypassing
 
     @property
@@ -247,7 +247,7 @@ class Dispatcher:
         failures.raise_unseen()
 
     def _warm_up_nccl(self, call: BackendCall) -> None:
-        """Have NCCL connect too when a schedule runs a call on GPUs, in which all ranks take part."""
+        """Make NCCL connect, too, when a schedule runs a call on GPUs, in which all ranks participate."""
         if self._nccl_warmup is not None and call.device_type == "cuda":
             self._nccl_warmup.warm_up(call.inputs[0].device)
 

@@ -26,7 +26,7 @@ _REDUCTIONS = {
 
 
 class HostFallback:
-    """Asks the dispatcher first; what it leaves to the inner backend runs through gloo, in NCCL's place.
+    """Asks the dispatcher first; calls that it leaves to the inner backend run through gloo instead of NCCL.
 
     The backend holds it as its dispatcher. gloo: the inner backend for CPU tensors. device_type: whose calls it runs.
     """

@@ -2,7 +2,7 @@
 """Runs schedules on CPU tensors: the host executor, on shared memory that is allocated once, in the group's own thread.
 
 A call is a job of the worker thread. Its ranks begin it with a barrier (`Agreement`), which ensures that all make the
-same call and that all FIFO slots are free; then the schedule runs on the call's tensors. The calling thread goes on,
+same call and that all FIFO slots are free; then the schedule runs on the call's tensors. The calling thread continues,
 and may wait for the Work. After an error that may leave a rank in the middle of a schedule, the group's memory is not
 used again: every later call raises.
 """
@@ -231,7 +231,7 @@ class HostRunner:
         return prepared.plans[key]
 
     def _break(self, prepared: _PreparedSchedule, error: BaseException) -> None:
-        """Run nothing any more, tell the other ranks why, and add what they report to the error."""
+        """Stop running schedules, send the reason to the other ranks, and add their reports to the error."""
         self._broken = str(error)
         if self._agreement is None:  # closed meanwhile
             return

@@ -115,7 +115,7 @@ _NO_RANGE = contextlib.nullcontext()
 
 @functools.cache
 def _find_extension() -> ModuleType | None:
-    """The compiled classes; None if there is no compiler and this torch can do without."""
+    """The compiled classes; None if there is no compiler and this torch does not need one."""
     try:
         module = load_extension()
         failures.when_table_exists(lambda summary: module.set_failure_check(summary, failures.check))
@@ -214,7 +214,7 @@ def _definitions() -> list[str]:
 
 
 def _key() -> str:
-    """Hash of what the compiled file depends on: torch, Python, and the sources."""
+    """Hash of the compiled file's dependencies: torch, Python, and the sources."""
     parts = [torch.__version__, sys.implementation.cache_tag or "", sysconfig.get_platform(), *_FLAGS]
     parts += [path.read_text(encoding="utf-8") for path in sorted(_SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ from stretto.collectives.backend.runner import Member
 class NcclWarmup:
     """Makes NCCL's communicator of a group when its ranks first make a call together.
 
-    NCCL connects in the first call that it runs, in which all ranks must take part; after that some of them may
+    NCCL connects in its first call, in which all ranks must participate; after that some of them may
     exchange messages (`batch_isend_irecv`). If schedules run the earlier calls, such messages would be NCCL's first
     call, and would wait for the other ranks forever.
     """
@@ -35,7 +35,7 @@ class NcclWarmup:
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
 
     def warm_up_if_ready(self) -> None:
-        """As `warm_up`, if each rank already uses a GPU of its own. All ranks call it, at a barrier."""
+        """Like `warm_up`, if each rank already uses its own GPU. All ranks call it, at a barrier."""
         if self._is_warm or self._member.size < 2:
             return
         mine = None

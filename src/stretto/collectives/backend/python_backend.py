@@ -2,7 +2,7 @@
 """The backend of native/backend.hpp in Python, for torch 2.15 and later on machines without a C++ compiler.
 
 torch wraps every Work that a Python backend returns, including the inner backends' ones, and the wrapper forwards only
-`wait` and `get_future`: `is_completed` stays False. So the C++ backend is preferred wherever it can be compiled.
+`wait` and `get_future`: `is_completed` stays False. So the C++ backend is preferred if it can be compiled.
 """
 
 import threading
@@ -73,7 +73,7 @@ class PythonWork(Work):
 class PythonEnqueuedWork(Work):
     """A Work of kernels on the current stream, as `EnqueuedWork` in native/work.hpp.
 
-    The caller's `tensors` are kept until `wait`, or as long as the Work; then the caching allocator is told of the
+    The caller's `tensors` are kept until `wait`, or while the Work lives; then the caching allocator is notified of the
     stream.
     """
 
@@ -86,7 +86,7 @@ class PythonEnqueuedWork(Work):
         self.end: torch.cuda.Event = self._stream.record_event()
         self._future: torch.futures.Future[list[Tensor]] | None = None
         if tensors:
-            self._future = self._make_future()  # now, as it remembers what the current stream has
+            self._future = self._make_future()  # now, since it records the current stream's work
 
     def __del__(self) -> None:
         for tensor in self._tensors:
@@ -201,7 +201,7 @@ class PythonBackend(Backend):
         """Numbers start at 0 on all ranks."""
 
     def start_coalescing(self) -> None:
-        """Begin a group of calls that NCCL starts at once."""
+        """Begin a group of calls that NCCL starts together."""
         self._cuda._start_coalescing()
         self._is_coalescing = True
 
@@ -220,7 +220,7 @@ class PythonBackend(Backend):
         """Do nothing: called on ranks outside a new group, whose members make new communicators and split none."""
 
     def abort(self) -> None:
-        """Close the dispatcher at once, and abort the inner backends."""
+        """Close the dispatcher immediately, and abort the inner backends."""
         _alive.discard(self)
         self.dispatch.close(0.0)  # type: ignore[attr-defined]
         for inner in self._inners():

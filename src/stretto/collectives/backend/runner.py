@@ -52,13 +52,13 @@ class Runner(Protocol):
     ) -> None:
         """Allocate what this schedule needs to run, once. All ranks call it together, with the same schedule.
 
-        tile_bytes: what a step handles at once of each chunk, None for the executor's default.
+        tile_bytes: bytes of each chunk per step, None for the executor's default.
 
         ValueError for a schedule that cannot run here; PeerError for ranks that do not arrive in `timeout` seconds.
         """
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
-        """Start a prepared schedule on a call's tensors, after all earlier calls, and return at once.
+        """Start a prepared schedule on a call's tensors, after all earlier calls, and return immediately.
 
         The Work's `wait` raises errors: ValueError where ranks disagree, with nothing written; PeerError and
         ExecutionError for ranks that do not arrive, stop or die within `call.timeout` seconds, after which every later

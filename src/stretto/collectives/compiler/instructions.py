@@ -92,7 +92,7 @@ def generate_instructions(dag: ChunkDag) -> InstructionDag:
         at_destination.append(len(instructions) + 1)
         instructions.append(Instruction(StepType.SEND, source.rank, source, None, None, number, part, thread_blocks[0]))
         before.append(tuple({on_rank(operation, rank) for operation, rank in dependencies if rank == source.rank}))
-        # The received sum's other addend is the local chunk, which need not lie where the sender's did.
+        # The received sum's other addend is the local chunk, which may be in another place than the sender's.
         what, local = (StepType.RECEIVE_REDUCE_COPY, destination) if reduces else (StepType.RECEIVE, None)
         instructions.append(
             Instruction(what, destination.rank, local, destination, number, None, part, thread_blocks[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explains why a thread block cannot do what a program asks of it: which lines ask for what."""
+"""Explains why a thread block cannot execute a program's requests: which lines request what."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn

@@ -5,7 +5,7 @@ Three passes:
 
 1. `_Assignment` finds the thread block of each instruction with a message, and whom each thread block talks to.
 2. `place` fills the thread blocks in the compiler's order; instructions without a message go where there is room.
-3. `_Clocks`, meanwhile, finds the waits that are needed: those for what the thread block does not know to have ended.
+3. At the same time, `_Clocks` finds the required waits: for steps that the thread block does not know to have ended.
 """
 
 from dataclasses import dataclass, field

@@ -33,11 +33,11 @@ def run_on_host(
     input, output: contiguous CPU tensors of any shape, dtypes as in `plan.DTYPES`, laid out as torch.distributed has
     them. In place there is one tensor, `input`, with the collective's larger buffer (an all-gather's output, a
     reduce-scatter's input): it holds the input in its place before and the output, of which a flat view is returned,
-    in its place after; what else it holds then, the schedule decides. Out of place, the input is not written. After an
+    in its place after; its other contents depend on the schedule. Out of place, the input is not written. After an
     error the tensors that are written hold anything.
 
     group: a group of as many processes, all of this machine; None for all. reduction: "sum", "max", "min" or "prod",
-    None for the schedule's own, or else the sum; partial sums travel in the tensors' dtype, and fp16 and bf16 are
+    None for the schedule's own, or else the sum; partial sums are sent in the tensors' dtype, and fp16 and bf16 are
     added in fp32 and rounded at each step. tile_bytes: chunks are cut into tiles of so much, which thread blocks pass
     on one by one; slots: FIFO slots a connection, None for the protocol's; timeout: seconds without any step ended,
     None for the group's own limit.

@@ -8,11 +8,11 @@ of which the last ones are shorter or empty.
 
 All executors follow one rule, whatever the sizes and whether a schedule runs in place or not:
 
-1. A program may carry any chunk through any place, so a full chunk may pass through a place where a short one belongs.
+1. A program may move any chunk through any place, so a full chunk may pass through a place where a short one belongs.
    It keeps all its elements: a schedule gives what it would give on tensors whose chunks are all full, and only the
    elements behind the end of a short chunk are dropped in the end.
 2. Called out of place, no executor writes to the caller's input, even where the schedule does.
-3. Memory that the collective promises nothing about (`Collective.expected` gives None, and in place what lies outside
+3. Memory without a postcondition (`Collective.expected` gives None, and in place what is outside
    of the output) may hold anything afterwards, and differ from executor to executor.
 
 How they follow it:
@@ -141,7 +141,7 @@ def _require_own_places(collective: Collective, layout: BlockLayout) -> None:
 
 
 def _require_inside(collective: Collective, layout: BlockLayout) -> None:
-    """Refuse a collective in place one of whose buffers does not lie inside the other, or begins inside a block."""
+    """Raise an error for a collective in place if one buffer is not inside the other, or begins inside a block."""
     for rank in range(collective.ranks):
         for start in collective.starts(rank):
             layout.elements(start)

@@ -43,7 +43,7 @@ class FifoConnection:
     """One FIFO: messages from a sender to a receiver over a channel, in `slots` slots of the receiver's memory.
 
     number: of its channel among those in use, which its signals go by; offset: of its first slot, in bytes;
-    slot_bytes: room for the largest message; messages: how many it carries in each tile.
+    slot_bytes: room for the largest message; messages: its number of messages per tile.
     """
 
     sender: int
@@ -87,7 +87,7 @@ class ExecutionPlan:
 
     @property
     def gave_up(self) -> int:
-        """The signal that tells all other ranks that one has failed."""
+        """The signal by which a rank notifies all others of its failure."""
         return self.signals - 1
 
     def describe(self) -> dict[str, object]:

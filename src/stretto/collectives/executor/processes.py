@@ -30,7 +30,7 @@ from stretto.collectives.schedule import Schedule
 
 DEFAULT_TIMEOUT = 60.0  # seconds, of groups that are made here for one run
 _START_LIMIT = timedelta(minutes=2)
-_GRACE = 5.0  # seconds for a process to end by itself
+_GRACE = 5.0  # seconds for a process to exit on its own
 
 
 def run_on_processes(
@@ -63,7 +63,7 @@ def run_on_processes(
                 theirs.close()
                 workers.append(_Worker(process, ours))
             for rank, worker in enumerate(workers):
-                with contextlib.suppress(BrokenPipeError):  # it died: collecting its outcome says so
+                with contextlib.suppress(BrokenPipeError):  # it died: collecting its outcome reports this
                     worker.pipe.send_bytes(pickle.dumps((portable, place_input(plan, rank, inputs[rank]), options)))
             return _collect(workers)
         finally:
@@ -164,7 +164,7 @@ def _work(pipe: Connection, rank: int, size: int, folder: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone, whatever it does."""
+    """End this process when its parent has exited, whatever it is executing."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -97,7 +97,7 @@ class RankRun:
         self._ended = [0] * len(self.blocks)
 
     def run_thread_block(self, number: int) -> Iterator[Awaited | None]:
-        """Execute a thread block, tile by tile; yields None after each step, and before it what the step waits for."""
+        """Execute a thread block, tile by tile; yields None after each step, and the step's waits before it."""
         block = self.blocks[number]
         sender, receiver = self._ends(block)
         ended = self._ended
@@ -173,7 +173,7 @@ class RankRun:
         return whole.as_strided((chunks, elements), (row, 1), offset + chunk * row + start)
 
     def describe(self, number: int, awaited: Awaited) -> str:
-        """Describe where a thread block stands, and what it waits for from which rank."""
+        """Describe a thread block's current step, and what it waits for from which rank."""
         block = self.blocks[number]
         tile, at = divmod(self._ended[number], len(block.steps))
         step = block.steps[at]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates all ranks of a schedule in this process, with the same coroutines and FIFOs: finds deadlocks at once."""
+"""Simulates all ranks of a schedule in this process, with the same coroutines and FIFOs: detects deadlocks."""
 
 from collections.abc import Sequence
 from random import Random
@@ -24,9 +24,9 @@ def simulate(
     slots: int | None = None,
     seed: int | None = None,
 ) -> list[Tensor]:
-    """Every rank's output, flat, for every rank's input, which stays as it is; options as in `run_on_host`.
+    """Every rank's output, flat, for every rank's input, which is not modified; options as in `run_on_host`.
 
-    in_place: None for what the schedule is meant for. seed: None gives thread blocks their turns one after another, a
+    in_place: None for the schedule's own setting. seed: None runs thread blocks in turn, one after another, a
     number a random order, which shows races. Memory that no step has written is NaN (0x5A in integers). Raises
     ValueError if it cannot run, ExecutionError if it deadlocks.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs thread blocks as coroutines in one thread, in turn, until all have ended or none can go on."""
+"""Runs thread blocks as coroutines in one thread, in turn, until all have ended or none can continue."""
 
 from collections.abc import Sequence
 from random import Random
@@ -12,7 +12,7 @@ _STEPS_A_TURN = (1, 1, 2, 5, 1 << 30)
 
 
 class ExecutionError(RuntimeError):
-    """A run that came to a stop; the message names rank, thread block, step and what it waits for."""
+    """A deadlocked run; the message names rank, thread block, step and what it waits for."""
 
 
 class Coroutine:
@@ -42,7 +42,7 @@ class Coroutine:
 
 
 class Idle(Protocol):
-    """What to do while none of the coroutines can go on."""
+    """What to do while none of the coroutines can continue."""
 
     def wait(self, waiting: Sequence[Coroutine]) -> None:
         """Wait a little, or raise."""
@@ -61,7 +61,7 @@ def take_turns(runs: Sequence[RankRun], idle: Idle, order: Random | None = None)
     while waiting:
         everyone = (
             order is None or not went_on
-        )  # after a turn without a step, all have one: only then it is certain that none can go on
+        )  # after a turn without a step, all have one: only then it is certain that none can continue
         went_on = False
         for coroutine in waiting if everyone else _choose(waiting, order):
             went_on |= coroutine.advance(1 if order is None else order.choice(_STEPS_A_TURN))

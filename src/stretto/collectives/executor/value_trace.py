@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows input chunks through a verified schedule: which sums each step makes, and what the buffers are made to hold.
+"""Follows input chunks through a verified schedule: the sums of each step, and the final contents of the buffers.
 
 A value is a set of input chunks (rank, index): the sum of them, whatever its order.
 """
@@ -88,7 +88,7 @@ class Divisions(NamedTuple):
 def find_divisions(schedule: Schedule, collective: Collective, *, of_inputs: bool) -> Divisions:
     """Where an average divides: each sum over all ranks once, or with `of_inputs` each rank's input before it is added.
 
-    The left operand of a step is what it received or its destination held, the right one its source. Raises ValueError
+    The left operand of a step is the received or the destination's value, the right one its source. Raises ValueError
     for a step that would have to divide only some of its chunks.
     """
     trace = trace_values(schedule, collective)

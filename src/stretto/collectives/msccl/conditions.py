@@ -25,7 +25,7 @@ class MscclCollective:
         raise NotImplementedError(f"{type(self).__name__} gives no init_buffers()")
 
     def check(self, prog: Any) -> bool | None:
-        """Whether `prog.buffers` holds what it must at the end."""
+        """Whether `prog.buffers` satisfies the postcondition."""
         return None
 
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:

@@ -51,7 +51,7 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """notes: what a reader should know of how the script was understood."""
+    """notes: remarks on how the script was interpreted."""
 
     program: Program
     notes: tuple[str, ...]

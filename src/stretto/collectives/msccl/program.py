@@ -59,7 +59,7 @@ class Ref:
     ) -> "Ref":
         """Copy these chunks to rank `dst`'s buffer at `index`; returns the reference to the copies.
 
-        Without buffer and index: to where they lie here; without an index: to the end of a scratch buffer.
+        Without buffer and index: to their own place; without an index: to the end of a scratch buffer.
         """
         if index == -1 and buffer is None:
             buffer, index = self.buffer, self.index
@@ -92,7 +92,7 @@ class Ref:
         return [Ref(self.rank, self.buffer, self.index + part * size, size, self.prog) for part in range(num)]
 
     def group(self, other: "Ref") -> "Ref":
-        """One reference to these chunks, those of `other` in the same buffer, and what lies between them."""
+        """One reference to these chunks, those of `other` in the same buffer, and all chunks between them."""
         if (self.rank, self.buffer) != (other.rank, other.buffer):
             raise ScriptError(f"{script_line()}: {self} and {other} are not in one buffer")
         first = min(self.index, other.index)
@@ -375,7 +375,7 @@ def XML() -> None:
 
 
 def Check() -> bool | None:
-    """Check that the buffers hold what the collective expects."""
+    """Check that the buffers satisfy the collective's postcondition."""
     return _program().check()
 
 

@@ -23,7 +23,7 @@ _LIBRARIES = tuple(sysconfig.get_paths().values())
 
 @dataclass(frozen=True)
 class ImportedProgram:
-    """One of a script's programs, compiled. notes: what a reader should know of how it was understood."""
+    """One of a script's programs, compiled. notes: remarks on how it was interpreted."""
 
     schedule: Schedule
     notes: tuple[str, ...]
@@ -31,7 +31,7 @@ class ImportedProgram:
 
 @dataclass(frozen=True)
 class ImportedScript:
-    """A script's programs in the order in which it entered them, and what it wrote to standard output."""
+    """A script's programs in the order in which it entered them, and its standard output."""
 
     programs: tuple[ImportedProgram, ...]
     printed: str

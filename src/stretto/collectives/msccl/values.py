@@ -14,7 +14,7 @@ _NAMED = 8
 class ScriptError(ValueError):
     """A script did what is not allowed or not supported; the message is one line that names the script's line.
 
-    printed: what the script had written to standard output, once `import_msccl` has raised it.
+    printed: the script's standard output, once `import_msccl` has raised the error.
     """
 
     printed = ""

@@ -137,5 +137,5 @@ def _wider(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as flat uint8, since backends carry that for every dtype."""
+    """View a contiguous tensor as flat uint8, which backends support for every dtype."""
     return tensor.view(-1).view(torch.uint8)

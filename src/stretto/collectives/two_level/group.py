@@ -56,7 +56,7 @@ class TwoLevelGroup:
 
     group: the ranks (None: all). Every one of them makes its TwoLevelGroup, at the same time and with the same
     arguments. ranks_per_node: this many consecutive ranks are a node; None: the ranks of one host are a node (see
-    `find_nodes`), wherever in the group they are. links: what messages cost, for `algorithm="auto"`. timeout: seconds
+    `find_nodes`), at any position in the group. links: the cost of messages, for `algorithm="auto"`. timeout: seconds
     for a collective. part_bytes: the most bytes of a message or of a call of the library. make_transport: makes what
     carries messages between nodes, given the inter-node group of this rank's place.
 
@@ -140,7 +140,7 @@ class TwoLevelGroup:
         """Fill `output` with this rank's part of the reduction of all ranks' `input`, which is not modified.
 
         input: contiguous, `world` times as many elements as `output`, the part of rank 0 first. op: "sum", "avg", "max"
-        or "min", or torch.distributed's op of that name. Partial sums travel in the tensors' dtype; dtypes of fewer
+        or "min", or torch.distributed's op of that name. Partial sums are sent in the tensors' dtype; dtypes of fewer
         than 32 bits are added in fp32 and rounded once a hop. Runs the phase inside nodes, then the phase between them.
 
         algorithm, async_op and errors as in `all_gather`; also ValueError for an op that the dtype does not support.
@@ -299,7 +299,7 @@ class TwoLevelGroup:
         return find_nodes([host for _, _, host in everyone])
 
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a sub-group of these ranks. Only its members take part: other ranks of the job may not be here."""
+        """Make a sub-group of these ranks. Only its members call this: other ranks of the job may not be here."""
         made = dist.new_group(
             [dist.get_global_rank(self._group, rank) for rank in ranks],
             timeout=timedelta(seconds=self._timeout),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phase between nodes: ring or recursive algorithm over messages, in the inter-node groups of all places at once.
+"""The phase between nodes: ring or recursive algorithm over messages, in all inter-node groups concurrently.
 
 An algorithm is a list of `InterNodeStep`s over N slots of one buffer, N nodes. On node n, slot i belongs to node (n +
 i) mod N. With the slots rotated like that, every step is the same on every node, and the slots of a message are
@@ -88,12 +88,12 @@ class Message:
 
 
 class Transport(Protocol):
-    """Interface of what carries messages between the ranks of an inter-node group."""
+    """Interface of transports, which send messages between the ranks of an inter-node group."""
 
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
     ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
-        """Start to send and to receive; return a handle for each message. Messages of a pair of ranks stay in order."""
+        """Start to send and to receive; return a handle for each message. Messages of a pair of ranks are ordered."""
         ...
 
 

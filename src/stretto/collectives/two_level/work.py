@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts collectives one after another, apart from the caller, and waits for them with a time limit.
+"""Starts collectives one after another in a background thread, and waits for them with a time limit.
 
 On a CPU a thread runs them, on a GPU a side stream.
 """

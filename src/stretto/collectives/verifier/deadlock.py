@@ -44,16 +44,16 @@ def describe_deadlock(graph: Graph, slots: int, min_slots: int | None) -> str:
         at = following
     cycle = list(path.items())[list(path).index(at) :]
     # Of consecutive steps of one thread block, only the ends matter.
-    told = [
+    waits = [
         f"{graph.name(number)} {reason}"
         for position, (number, reason) in enumerate(cycle)
         if reason != _AFTER or position == 0 or cycle[position - 1][1] != _AFTER
     ]
-    mend = (
+    remedy = (
         f"{min_slots} slots are enough" if min_slots is not None else "no number of slots is enough: change the order"
     )
-    shown = "; ".join(told[:8]) + (f"; ... ({len(told)} waits)" if len(told) > 8 else "")
-    return f"deadlock with {slots} FIFO slots a connection: {shown}. {mend}"
+    shown = "; ".join(waits[:8]) + (f"; ... ({len(waits)} waits)" if len(waits) > 8 else "")
+    return f"deadlock with {slots} FIFO slots a connection: {shown}. {remedy}"
 
 
 _AFTER = "comes after the step before it"

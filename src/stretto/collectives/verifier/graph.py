@@ -162,7 +162,7 @@ def _check_step(graph: Graph, number: int, errors: list[str]) -> None:
 
 
 def find_overlaps(graph: Graph, collective: Collective) -> Iterator[str]:
-    """Find steps that read and write chunks that overlap, given where the buffers lie in these calls."""
+    """Find steps that read and write chunks that overlap, given the buffers' positions in these calls."""
     for number, step in enumerate(graph.steps):
         if step.type.reads_source and step.type.writes_destination:
             rank = graph.places[number][0]

@@ -173,7 +173,7 @@ def _compare(
     memory: list[dict[Buffer, list[int]]],
     errors: list[str],
 ) -> SymbolicOutcome:
-    # By index: most ranks expect the same there, and hashing what they expect would take longer than all the rest.
+    # By index: most ranks expect the same there, and hashing the expected values would dominate the time.
     wanted: dict[int, _Wanted] = {}
     wrong = differing = 0
     roundings = 0

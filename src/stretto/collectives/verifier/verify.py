@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifies a schedule: runs all checks on the steps that will run, never on the program that they came from."""
+"""Verifies a schedule: runs all checks on the steps that will run, not on the program from which they were compiled."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MAX_ERRORS = 100
 class Verification:
     """The result of a verification. None: a property that other errors kept from being determined.
 
-    ok: all of it holds, except for waived errors; postcondition: the outputs hold what the collective promises;
+    ok: all checks pass, except for waived errors; postcondition: the outputs are what the collective specifies;
     deadlock_free: at `slots` FIFO slots a connection; min_slots: the smallest number at which it is; races: pairs of
     steps that touch one chunk in an undefined order; replica_consistent: all ranks add in the same order, so that their
     bits are the same; roundings: the most additions, one upon another, in an output; writes_input: whether a call out

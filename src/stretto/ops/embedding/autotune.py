@@ -38,7 +38,7 @@ def measure_launch_configs(
             repeats=repeats,
             warmups=warmups,
             group=group,
-            meets_each_time=True,
+            barrier_each_time=True,
         )
         for config in configs
     ]

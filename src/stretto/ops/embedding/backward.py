@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of the embedding backward pass: exchange gradients on a side stream, sort lookups meanwhile, reduce rows.
+"""Host side of the embedding backward pass: exchange gradients on a side stream, sort lookups, reduce rows.
 
     stage_gradients     push gradients to the tables' owners (side stream); fill zeros, sort this rank's lookups
     reduce_rows         once both are done: add up each row's gradients, and store or apply the sum
@@ -161,9 +161,9 @@ def stage_gradients(
     permit: Tensor | None = None,
     need: int = AGREED,
 ) -> StagedGradients | None:
-    """Push grad [batch / world, width] to the tables' owners; meanwhile fill `zeros` and sort this rank's lookups.
+    """Push grad [batch / world, width] to the tables' owners; concurrently fill `zeros` and sort this rank's lookups.
 
-    firsts: see `sort_lookups`. permit: what the look-up permits; default: the placement's last. need: the bits of it
+    firsts: see `sort_lookups`. permit: the permit of the look-up; default: the placement's last. need: the bits of it
     without which nothing is pushed, and later stored. Returns None where this rank has no lookups, and so has only
     pushed.
     """
@@ -175,7 +175,7 @@ def stage_gradients(
     permit = find_permit(group, device, placement) if permit is None else permit
     is_first = not is_kept(group, device, ("embedding staging", placement))
     if is_first and find_capture(device) is None and int(permit) & need != need:
-        fill_zeros(zeros)  # ranks whose tables get no gradients do not come to allocate staging
+        fill_zeros(zeros)  # ranks whose tables get no gradients do not reach the allocation of staging
         return None
     block = round_up_to_power(max(lookups.dims, default=4))
     config = choose_backward_config(block * placement.dtype.itemsize, device)
@@ -350,7 +350,7 @@ def reduce_rows(
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
     meta = cache_on_device(words, device) if is_kept else copy_to_device(words, device)
     itemsize = gradients.element_size()
-    # Memory that is allocated for a call begins at a multiple of 16 bytes; tables may lie anywhere.
+    # Memory that is allocated for a call begins at a multiple of 16 bytes; tables may have any address.
     places = tuple(address // itemsize for address in addresses) if is_kept else ()
     multiple = common_multiple((*dims, *places), itemsize)
     target = _describe_target(tuple(dims), multiple, action, by_number, device)

@@ -14,7 +14,7 @@ of the gradient has 8 columns, which are 2 QUANTUMs: sample s has its gradient f
     sample        0  0  1  2  2  0  1  1  2  2
     indices       2  0  2  2  0  1  1  3  3  1
     keys          2  0  2  2  0  4  4  6  6  4     find_keys: the index plus the table's base (0 and 3)
-    places        0  0  2  4  4  1  3  3  5  5     find_keys: where the lookup's gradient lies
+    places        0  0  2  4  4  1  3  3  5  5     find_keys: position of the lookup's gradient
 
     sorted keys   0  0 |2  2 :2 |4  4  4 |6  6     torch.sort, stable; a | begins a segment, a : just a chunk (LIMIT)
     order         1  4  0  2  3  5  6  9  7  8     torch.sort: the position of each sorted lookup
@@ -159,7 +159,7 @@ def push_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def find_keys(tables, pooling, bags, bases, found, world, rows, report, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the key, place and scale of every lookup; keys of lookups without a row stay as they were.
+    """Write the key, place and scale of every lookup; keys of lookups without a row are not changed.
 
     bases: int64 [tables], each table's first key. found: the `LookupKeys` that are written.
     """
@@ -400,6 +400,6 @@ def _apply(target, pointers, mask, row, state, dim, held, total, segment_mask): 
             squares += tl.load(squares_at, mask=segment_mask, other=0.0)
             tl.store(squares_at, squares, mask=segment_mask)
             divisor = tl.sqrt_rn(squares) + tl.load(target.settings + 1)
-            # Without an epsilon, a row whose gradients have all been zeros stays as it is.
+            # Without an epsilon, a row whose gradients have all been zeros is not changed.
             step = step / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
         tl.store(pointers, (held - step).to(pointers.dtype.element_ty), mask=mask)

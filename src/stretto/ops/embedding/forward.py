@@ -106,7 +106,7 @@ def look_up_and_send(
     found = ring.index_errors.take()
     if found is not None:
         if found.is_own and find_capture(device) is None:
-            with contextlib.suppress(PeerError):  # a wait has failed, so the others do not go on either
+            with contextlib.suppress(PeerError):  # a wait has failed, so the others do not continue either
                 _begin(launch, placement, 0, placement.announce(needs_grad=needs_grad, refuses=True), None)
         raise found.error
     count, total = len(tables.dims), indices.shape[0]
@@ -155,7 +155,13 @@ def _begin(
     """Begin a call, and return the argument of its kernels. PeerError if a wait has failed before."""
     ring = launch.ring
     channel = ring.channel.begin(
-        "embedding_all_to_all", launch.unused, launch.unused, "p2p", counts=launch.counts, meets=False, launches=False
+        "embedding_all_to_all",
+        launch.unused,
+        launch.unused,
+        "p2p",
+        counts=launch.counts,
+        with_barrier=False,
+        launches=False,
     )
     pointers = launch.pointers
     words = launch.unused, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit
@@ -196,7 +202,7 @@ def count_trace(config: LaunchConfig, placement: EmbeddingPlacement, tables: int
 
 @functools.lru_cache(maxsize=256)
 def count_channels(placement: EmbeddingPlacement) -> int:
-    """Return how many channels a rank has at each other rank: groups of its tables, each with a signal of its own."""
+    """Return how many channels a rank has at each other rank: groups of its tables, each with its own signal."""
     most = limit_channels(placement.world_size, CHANNELS)
     return min(round_up_to_power(max(len(dims) for dims in placement.dims)), most)
 
@@ -204,7 +210,7 @@ def count_channels(placement: EmbeddingPlacement) -> int:
 def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> tuple[Tensor, tiles.DynamicMapping]:
     """Return how much each channel's counter grows in a call (`BlockChannel.begin`'s counts), and a dynamic mapping.
 
-    The mapping holds nothing: its kind alone tells `begin_call` to read the counts.
+    The mapping is empty: its kind alone makes `begin_call` read the counts.
     """
     rank, world, channels = placement.rank, placement.world_size, count_channels(placement)
     counts = torch.zeros(2, world, world * limit_channels(world, CHANNELS), dtype=torch.int32)

@@ -3,7 +3,7 @@
 
 A call on each rank is two launches:
 
-    begin_pooling    1 program: say where this rank's output lies, wait until all other ranks have said it, and see
+    begin_pooling    1 program: publish this rank's output address, wait for all other ranks' addresses, and check
                      whether all of them make the same call; if not, it ends here on all ranks, with an error
     pool_and_send    programs take slices by tickets: pool, store into the destination rank's output slot, signal;
                      the last programs to finish wait for the slices of all other ranks
@@ -43,7 +43,7 @@ TRACE_WORDS = 4
 
 
 class RingPointers(NamedTuple):
-    """Kernel argument: where all ranks' outputs lie; see `output_ring.OutputRing`.
+    """Kernel argument: the addresses of all ranks' outputs; see `output_ring.OutputRing`.
 
     slots: this rank's, of the tables' dtype, at the same place in symmetric memory on all ranks. destinations: int64
     [2, world, 2]: by the call's parity and the rank, where its output begins (in UNITs from `slots` on) and what it has
@@ -61,20 +61,20 @@ class RingPointers(NamedTuple):
 def begin_pooling(  # type: ignore[no-untyped-def]
     channel, unused, counts, destinations, tickets, permit, call_permit, report, offset, announced, BLOCK: tl.constexpr
 ):
-    """Begin a call: tell all ranks where in this rank's ring its output lies, and wait for the same from them.
+    """Begin a call: send all ranks this rank's output position in its ring, and wait for theirs.
 
     One program. unused: a mapping, since `counts` say everything. offset: UNITs from the ring's beginning on.
-    announced: what this rank says of the call. permit, call_permit: int32 [1] each, or None, which get what the call
-    permits its backward pass: of this placement's last call, and of this one.
+    announced: this rank's announcement of the call. permit, call_permit: int32 [1] each, or None, which get what the
+    call permits its backward pass: of this placement's last call, and of this one.
     Signals: peer tile 0 at all other ranks, after the words in their `destinations`: this rank has begun the call, so
     it has ended the previous one, and peers may store into its output.
     Waits: for that signal from all other ranks, so that no program of `pool_and_send` has to: those may fill the GPU,
     and then a kernel of another group, on which a peer depends, would find no place.
     Reuse: `destinations` has words for each parity of the call number. This rank writes the words of call e once it has
-    ended call e - 1, in which it heard that all ranks had begun e - 1; so they had ended call e - 2, the last to read
-    these words.
-    Agreement: each rank compares what all have announced. Unless all are alike, each sees a difference, so all of them
-    end the call here: they record an error, and take back the counters' targets, since no slice is sent or awaited.
+    ended call e - 1, in which it received that all ranks had begun e - 1; so they had ended call e - 2, the last to
+    read these words. Agreement: each rank compares what all have announced. Unless all are alike, each sees a
+    difference, so all of them end the call here: they record an error, and take back the counters' targets, since no
+    slice is sent or awaited.
     """
     tiles.begin_call(channel, unused, counts, None, False, BLOCK)
     tl.debug_barrier()
@@ -131,7 +131,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     is complete when the kernel has ended. The other programs end earlier, which leaves room for other groups' kernels,
     however many programs the GPU holds at once.
     No cycle, and programs need not all be resident: a program waits for slices only once running programs hold all of
-    its rank's tasks, and tasks wait for nothing, since `begin_pooling` has heard from all ranks.
+    its rank's tasks, and tasks never wait, since `begin_pooling` has received all ranks' signals.
     Reuse: programs store into a slot only after its rank has offered it for this call; that rank's host knows it is
     free.
     """

@@ -92,7 +92,7 @@ def _embedding_all_to_all_update(
     name: str,
     group: str,
 ) -> None:
-    # pooling is the mode: torch's functionalization has an argument of its own with that name.
+    # pooling is the mode: torch's functionalization has its own argument called `mode`.
     known = find_tables(tables, offsets.device)
     placement = find_placement_again(group, offsets.device, known.dims, grad.dtype, batch, name)
     lookups = LookupInput(indices, offsets, weights, pooling, known.rows, known.dims)

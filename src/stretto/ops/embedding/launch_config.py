@@ -2,7 +2,7 @@
 """Launch configs of the look-up kernels, and their arguments in device memory.
 
 `LaunchConfig` is what may be tuned: tile, slice, order, warps, programs. `describe_tables` and `describe_pooling` make
-the arguments that kernels take, and cache what lies in device memory.
+the arguments that kernels take, and cache those in device memory.
 """
 
 import functools
@@ -150,8 +150,8 @@ def cache_on_device(words: tuple[tuple[int, ...], ...], device: torch.device) ->
 def hold_for_replays(kept: Tensor) -> Tensor:
     """Return the tensor itself; while a CUDA graph is captured, also keep it alive for good.
 
-    Replays read it, and nobody says when a graph is gone, so it must outlive the caches. Calls outside of a capture
-    keep nothing.
+    Replays read it, and there is no notification when a graph is destroyed, so it must outlive the caches. Calls
+    outside of a capture keep nothing.
     """
     if _is_capturing(kept.device):
         _captured[kept.data_ptr()] = kept

@@ -59,7 +59,7 @@ class EmbeddingAllToAll(nn.Module):
     names: of this rank's tables, such as the features'. No two tables of the group have the same name. The state dict's
     keys contain them: `tables.<name>` and, with "adagrad", `state_<name>`. So the state dicts of all ranks can be saved
     as one by torch.distributed.checkpoint, and loaded by any number of ranks with any placement. Default:
-    `rank<global rank>_<place>`, for which a state dict is loaded by the same placement alone.
+    `rank<global rank>_<place>`, with which a state dict can be loaded only with the same placement.
     optimizer: with None, `tables` are parameters with gradients (sparse ones with sparse=True). With "sgd" or "adagrad"
     (row-wise; see `embedding_all_to_all_update`), the backward pass itself updates the rows that were looked up: then
     `tables` need no gradients, and no other optimizer should have them. learning_rate, epsilon: the fused optimizer's;
@@ -245,7 +245,7 @@ def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | Non
 
 
 def _keep_tables_from_ddp(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Have a `DistributedDataParallel` that is being made ignore the tables of its module, wherever they are in it.
+    """Make a `DistributedDataParallel` under construction ignore all tables within its module.
 
     Torch calls this hook for every registered module. DDP registers its module before it broadcasts anything, and
     honours `_ddp_params_and_buffers_to_ignore` of that module alone, which an inner module cannot set.
@@ -256,7 +256,7 @@ def _keep_tables_from_ddp(owner: nn.Module, name: str, module: nn.Module | None)
     for inner in module.modules():
         if isinstance(inner, EmbeddingAllToAll):
             own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
-            # A user who has DDP ignore the tables keeps replicas equal in another way.
+            # A user who makes DDP ignore the tables synchronizes replicas in another way.
             ignored = {found for name, found in _name_tensors(module) if name in owner.parameters_to_ignore}
             if not own <= ignored and _are_own(inner, owner.process_group):
                 ours |= own

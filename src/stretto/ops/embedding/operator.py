@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`embedding_all_to_all`: the public function, its torch.library operators, and its gradients.
 
-A call checks its input, agrees with the other ranks on whose tables lie where (once for each set of tables), and then
+A call checks its input, agrees with the other ranks on the placement of tables (once for each set of tables), and then
 takes one of three paths, which give the same bits:
 
     traced (torch.compile, export, modes)    torch.ops.stretto.embedding_all_to_all; backward: ..._gradients
@@ -82,7 +82,7 @@ def embedding_all_to_all(
     world = dist.get_world_size(group) if traces else find_group(group_name).size()  # the latter in a third of the time
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     if traces:
-        count = operator.index(count)  # ranks agree on each batch: torch.compile traces another one anew
+        count = operator.index(count)  # ranks agree on each batch size: torch.compile traces each one separately
     agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad(), indices.dtype
     if traces:
         width, dtype = agree_on_placement(*agreed)
@@ -109,7 +109,7 @@ def _needs_anchor(tables: TableSet) -> bool:
     """Return whether this rank, without tables, needs an anchor: its output must depend on something with a gradient.
 
     Otherwise autograd would skip its backward pass, in which it pushes gradients to the other ranks. Whether their
-    tables get gradients may change from call to call, and the device is told (`begin_pooling`), so it decides then.
+    tables get gradients may change from call to call, and the device is notified (`begin_pooling`), so it decides then.
     """
     return not tables.dims and torch.is_grad_enabled()
 
@@ -260,7 +260,7 @@ _embedding_all_to_all.register_autograd(_differentiate, setup_context=_save)
 
 
 class _EagerLookup(NamedTuple):
-    """What an eager call's backward pass needs of it, apart from tensors."""
+    """The state of an eager call that its backward pass needs, except for tensors."""
 
     tables: TableSet
     placement: EmbeddingPlacement

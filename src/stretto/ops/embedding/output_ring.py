@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs that peers store into: a ring of slots in symmetric memory, each reused once no tensor of it is alive.
+"""Outputs into which peers store: a ring of slots in symmetric memory, each reused once no tensor of it is alive.
 
-Each rank chooses the slot of its own output and tells its peers in each call (`begin_pooling`). Three calls in a row on
-one rank, with slots A, B and a spare:
+Each rank selects the slot of its own output and sends it to its peers in each call (`begin_pooling`). Three calls in a
+row on one rank, with slots A, B and a spare:
 
     call                     e               e + 1                      e + 2
     slot that is taken       A               A if the output of e is    A or B, whichever is free; if neither is, the
@@ -44,10 +44,10 @@ _ALIGNMENT = 128
 
 
 class OutputRing:
-    """`OUTPUTS` slots and a spare one on every rank, and the channel that signals calls whose outputs lie in them.
+    """`OUTPUTS` slots and a spare one on every rank, and the channel that signals calls with outputs in them.
 
     channel: its buffer holds `destinations` and then `slots`. destinations: int64 [2, world, 2], by the call's parity
-    and the rank: where that rank's output lies, in units of 16 bytes from `slots` on, and the fingerprint of its
+    and the rank: the position of that rank's output, in units of 16 bytes from `slots` on, and the fingerprint of its
     placement. tickets: int32 [1], how many of a call's tasks are taken. index_errors: bad input that kernels found.
     """
 
@@ -109,7 +109,7 @@ def find_output_rings(group: str) -> list[OutputRing]:
 
 
 class _Slot:
-    """A slot as a tensor with a storage of its own, whose other users can be counted. memory: uint8, the slot."""
+    """A slot as a tensor with its own storage, whose other users can be counted. memory: uint8, the slot."""
 
     def __init__(self, slot: Tensor) -> None:
         on_cuda = slot.device.type == "cuda"
@@ -120,7 +120,7 @@ class _Slot:
         self._users_when_free = self._count_users()
 
     def is_free(self) -> bool:
-        """Return whether nobody else has a tensor of the slot, or its storage."""
+        """Return whether there are no other references to a tensor of the slot, or to its storage."""
         return self._count_users() == self._users_when_free
 
     def _count_users(self) -> tuple[int, int]:
@@ -129,7 +129,7 @@ class _Slot:
 
 
 class _CudaMemory:
-    """CUDA memory as `torch.as_tensor` takes it; torch keeps this object alive as long as the tensor's storage."""
+    """CUDA memory as `torch.as_tensor` takes it; torch keeps this object alive while the tensor's storage is alive."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -153,7 +153,7 @@ def limit_channels(world: int, most: int) -> int:
 
 
 def round_size(size: int) -> int:
-    """Round a size in bytes up to one of few, so that allocation, for which all ranks meet, is rare."""
+    """Round a size in bytes up to one of a few, so that allocation, which is collective, is rare."""
     power = 1 << max(size - 1, _SMALLEST - 1).bit_length()
     if power <= _FINE:
         return power
@@ -163,7 +163,7 @@ def round_size(size: int) -> int:
 def find_capture(device: torch.device) -> int | None:
     """Return the number of the CUDA graph that is being captured, None if none is.
 
-    Without the package cuda-bindings graphs cannot be told apart, and each captured call gets a new number.
+    Without the package cuda-bindings graphs cannot be distinguished, and each captured call gets a new number.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None

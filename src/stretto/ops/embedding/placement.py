@@ -25,7 +25,7 @@ _TIMEOUT = 60.0
 
 
 class Announced(enum.IntEnum):
-    """Bits of what a rank tells the others of a call, above the 31 bits of its placement's fingerprint.
+    """Bits of a rank's announcement of a call, above the 31 bits of its placement's fingerprint.
 
     HAS_TABLES: the rank has tables. NEEDS_GRAD: it will make a backward pass. REFUSES: it raises an error in this call,
     which no rank then makes. ALWAYS: set.
@@ -83,7 +83,7 @@ class EmbeddingPlacement:
         return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode()) & 0x7FFFFFFF | 1
 
     def announce(self, *, needs_grad: bool, refuses: bool = False) -> int:
-        """Return what this rank tells all others of a call: the fingerprint, and bits above it (`Announced`).
+        """Return this rank's announcement of a call to all others: the fingerprint, and bits above it (`Announced`).
 
         It is odd and has more than 32 bits, so that Triton compiles one kernel for all values.
         """
@@ -169,7 +169,7 @@ def _require_device(name: str, offsets: Tensor) -> None:
 
 
 class _RankTables(NamedTuple):
-    """What a rank tells the others about its tables. dtype, needs_grad, index_dtype: None if it has no tables."""
+    """A rank's description of its tables for the others. dtype, needs_grad, index_dtype: None if it has no tables."""
 
     dims: tuple[int, ...]
     dtype: str | None
@@ -207,7 +207,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement) -> Tensor:
-    """Return int32 [1] on the device: what the placement's last look-up permits its backward pass (`AGREED`).
+    """Return int32 [1] on the device: the permit that the placement's last look-up gives its backward pass (`AGREED`).
 
     At first it permits everything, for callers that make no look-up.
     """
@@ -218,14 +218,14 @@ def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement)
     return find_known(group, device, ("embedding permit", placement), make)
 
 
-def _agree(group: str, device: torch.device, told: _RankTables) -> EmbeddingPlacement:
+def _agree(group: str, device: torch.device, own: _RankTables) -> EmbeddingPlacement:
     process_group = find_group(group)
     every: list[_RankTables]
     if device.type == "cpu":
-        every = exchange(told, process_group, _TIMEOUT)
+        every = exchange(own, process_group, _TIMEOUT)
     else:  # NCCL has no barrier with a time limit; the group's own counts
-        every = [told] * process_group.size()
-        dist.all_gather_object(every, told, group=process_group)
+        every = [own] * process_group.size()
+        dist.all_gather_object(every, own, group=process_group)
     owners = [(rank, other) for rank, other in enumerate(every) if other.dims]
     if not owners:
         raise ValueError("embedding_all_to_all: no rank of the group has a table")
@@ -246,7 +246,7 @@ def _agree(group: str, device: torch.device, told: _RankTables) -> EmbeddingPlac
                 )
     dtype = getattr(torch, owners[0][1].dtype or "")
     dims = tuple(other.dims for other in every)
-    return EmbeddingPlacement(process_group.rank(), dims, dtype, told.batch)
+    return EmbeddingPlacement(process_group.rank(), dims, dtype, own.batch)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel configurations: tile sizes, and how rows and partial sums travel (TileLink, section 3.1).
+"""Kernel configurations: tile sizes, and how rows and partial sums are transferred (TileLink, section 3.1).
 
 `KernelConfig` holds every choice that can be made for a call, each independent of the others; `encode` and `decode`
 turn it into text and back, for operators' schemas and for tuning files. `gemm.defaults` has the tables of defaults.
@@ -26,8 +26,8 @@ EXCHANGES = ("tiles", "packets")
 class Blocks(NamedTuple):
     """Tile sizes, and how a kernel with such tiles is launched.
 
-    group_rows: rows of tiles that are visited together (Triton's GROUP_SIZE_M), so that the operands they share stay in
-    the L2 cache. programs: programs of the persistent kernel.
+    group_rows: rows of tiles that are processed together (Triton's GROUP_SIZE_M), so that the operands they share stay
+    in the L2 cache. programs: programs of the persistent kernel.
     """
 
     m: int
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 
 class GemmProblem(NamedTuple):
-    """What a call computes: what a configuration's speed depends on. m: rows of the whole; n, k: of a rank's weight."""
+    """What determines a configuration's speed for a call. m: rows of all ranks; n, k: of a rank's weight."""
 
     operator: str
     m: int

@@ -177,7 +177,7 @@ def _estimate(problem: GemmProblem, shards: int, blocks: Blocks) -> float:
 def small_m_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: int) -> Blocks:
     """Tiles for few rows: columns so that all multiprocessors have a tile, and as many loads in flight as fit.
 
-    any_width: whether columns need be no power of two.
+    any_width: whether columns may be other than a power of two.
     """
     rows = max(16, triton.next_power_of_2(m))
     if itemsize == 4:
@@ -231,7 +231,7 @@ def vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[KernelConfig
 
 
 def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig) -> Iterator[KernelConfig]:
-    """Configurations with the same tiles whose rows or sums travel by other means, which a tuner measures next."""
+    """Configurations with the same tiles but other transfers of rows or sums, which a tuner measures next."""
     others: list[KernelConfig] = []
     match problem.operator:
         case "matmul_all_reduce":

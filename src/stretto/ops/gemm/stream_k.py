@@ -41,7 +41,7 @@ DATA_PARALLEL = StreamK(0, 0, None, None, None)
 
 
 def count_splits(count: int, k: int, blocks: Blocks) -> int:
-    """Into how many work units each tile of the last wave of `count` tiles is best split; 1: it stays whole."""
+    """The best number of work units for each tile of the last wave of `count` tiles; 1: tiles are not split."""
     splits = min(range(1, _MOST_SPLITS + 1), key=lambda splits: _count_last(count, k, blocks, splits))
     saved = _count_last(count, k, blocks, 1) - _count_last(count, k, blocks, splits)
     return splits if saved > _LEAST_SAVED * divide_up(count, blocks.programs) else 1
@@ -114,7 +114,7 @@ def find_unit(gemm, stream_k, index, count):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def multiply_unit(gemm, stream_k, a, b, row, column, ready, begin, end):  # type: ignore[no-untyped-def]
-    """Multiply the steps from `begin` to `end` that belong to begin's tile; nobody waits for another program.
+    """Multiply the steps from `begin` to `end` that belong to begin's tile; no program waits for another.
 
     Returns (the tile, as `multiply_tile` has it; whether this program finishes the tile; where its next tile begins).
     Of the programs that share a tile, the one that arrives last adds up the partial sums and finishes it.
@@ -148,8 +148,8 @@ def fix_up(gemm, partials, arrivals, total, first, own, last):  # type: ignore[n
     """Add up the partial sums of a tile: (the sum, True) for the program that arrives last, (any, False) for others.
 
     partials: fp32 [places, block_m, block_n]. This program's partial sum goes to place `own`, and those from `first` to
-    `last` are added in that order, so that bits do not depend on who arrives last. arrivals: a counter, 0 before and
-    after.
+    `last` are added in that order, so that the result does not depend on which program arrives last. arrivals: a
+    counter, 0 before and after.
     """
     _store_sum(gemm, partials, total, own)
     tl.debug_barrier()

@@ -88,7 +88,7 @@ def describe_gemm(
     """A kernel's arguments for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
 
     a and out are contiguous, and so is weight or its transpose. scales: of fp8 operands. in_parts: whether a tile's
-    columns are multiplied in parts (`multiply_columns`), and need be no power of two.
+    columns are multiplied in parts (`multiply_columns`), and may be other than a power of two.
     """
     (m, k), n = a.shape, weight.shape[0]
     parts = count_column_parts(blocks) if in_parts else 1
@@ -177,7 +177,7 @@ def _describe(
 
 
 def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
-    """In how many parts a tile's columns are stored by TMA, so that a part fits beside the loads' stages; 0: none fits.
+    """The number of parts in which TMA stores a tile's columns, so that one fits besides the loads; 0: none.
 
     A part waits until TMA has read the part before it, so one part is the fastest. Sizes are an element's, in bytes.
     Blocks of up to four warps are made for two programs on a multiprocessor.
@@ -192,7 +192,7 @@ def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int
 
 
 def fit_stages(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
-    """The stages of loads by TMA that fit beside a store by pointers, which converts a tile, or half of a large one.
+    """The stages of TMA loads that fit besides a store by pointers, which converts a tile, or half of a large one.
 
     At most the stages of `blocks`, and at least one. Sizes are an element's, in bytes.
     """
@@ -311,7 +311,8 @@ def tile_width(gemm):  # type: ignore[no-untyped-def]
 def multiply_columns(gemm, a, b, row, column):  # type: ignore[no-untyped-def]
     """Multiply a wide tile: a tuple of its parts, as `multiply_tile` returns them. By TMA A is loaded once for all.
 
-    For tiles whose columns are no power of two, as Triton's own must be. By pointers A is loaded for each part.
+    For tiles whose number of columns is not a power of two, which Triton requires of a single tile. By pointers A is
+    loaded for each part.
     """
     totals = ()
     if gemm.by_tma:
@@ -338,7 +339,7 @@ def _append(parts, part):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def goes_in_halves(gemm, dtype):  # type: ignore[no-untyped-def]
-    """Whether a store by pointers goes half by half, so that its buffer fits beside the loads' stages."""
+    """Whether a store by pointers is split into halves, so that its buffer fits besides the loads' stages."""
     return gemm.block_m * gemm.block_n * dtype.primitive_bitwidth > 8 * _CONVERTED_BYTES
 
 
@@ -367,7 +368,7 @@ def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def scale_tile(gemm, row_scales, total, row, column, m):  # type: ignore[no-untyped-def]
-    """Multiply a tile of an fp8 product by the factors of its rows (of m) and columns; other tiles stay as they are."""
+    """Multiply a tile of an fp8 product by the factors of its rows (of m) and columns; else return it."""
     if row_scales is not None:
         rows = row + tl.arange(0, gemm.block_m)
         columns = column + tl.arange(0, gemm.block_n)
@@ -378,7 +379,7 @@ def scale_tile(gemm, row_scales, total, row, column, m):  # type: ignore[no-unty
 
 @triton.jit
 def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def]
-    """Round a tile and store the part of it that lies inside of out [m, n]."""
+    """Round a tile and store the part of it that is inside of out [m, n]."""
     if gemm.stores_by_tma:
         if gemm.out_parts == 4:
             left, right = halve(total)
@@ -424,7 +425,7 @@ def load_rows(gemm, staging, slot, within, offsets):  # type: ignore[no-untyped-
 
 @triton.jit
 def store_rows(gemm, out, bias, total, row, column, rows):  # type: ignore[no-untyped-def]
-    """Add the bias to sums of a tile's rows, and store those that lie inside of out [rows, n]."""
+    """Add the bias to sums of a tile's rows, and store those inside of out [rows, n]."""
     if bias is not None:
         total += load_bias(bias, column, gemm.n, gemm.block_n)
     rows_at = (row + tl.arange(0, total.shape[0]))[:, None]

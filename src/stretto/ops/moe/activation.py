@@ -51,7 +51,7 @@ def find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
 
 
 def is_silu(function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a function is SiLU for certain, and does nothing else.
+    """Whether a function is known to be exactly SiLU.
 
     Modules are known by their very class, since a subclass may compute something else, and so may one whose `forward`
     was replaced. transformers is not imported: its class is known by its name.

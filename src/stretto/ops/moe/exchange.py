@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine: tokens travel to their experts' ranks, and the experts' results back (expert parallelism).
+"""Dispatch and combine: tokens are sent to their experts' ranks, and the results back (expert parallelism).
 
 Expert parallelism, as in Singh's dissertation, section 7.1. With `gather_group`, duplicate token dropping, section
-7.3.1: tokens that tensor-parallel ranks have in common travel once, and are gathered after the all-to-all.
+7.3.1: tokens that tensor-parallel ranks have in common are sent once, and gathered after the all-to-all.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from stretto.ops.moe.permutation import (
     weigh_and_multiply,
     weigh_tokens,
 )
-from stretto.ops.moe.routes import Around, Route, call, find_route
+from stretto.ops.moe.routes import CollectiveWrapper, Route, call, find_route
 from stretto.ops.moe.row_limit import look_for_errors, record_rows
 
 _IMPLEMENTATIONS = ("auto", "library")
@@ -69,7 +69,7 @@ def dispatch(
     *,
     max_rows: int | None = None,
     gather_group: dist.ProcessGroup | None = None,
-    around: Around = call,
+    wrap_collective: CollectiveWrapper = call,
     implementation: str = "auto",
 ) -> Dispatched:
     """Send each token's copies to the ranks of its experts: x [t, h], topk_ids [t, k] -> rows [n, h], by expert.
@@ -90,17 +90,17 @@ def dispatch(
     gathered after the exchange, and `combine` sums over it on the way back (Singh, section 7.3.1). An expert's rows are
     then in the order of that group's ranks, source ranks and tokens.
 
-    around: called around each collective as around(kind, make), with kind "all_to_all", "all_gather" or
-    "reduce_scatter"; returns what make() returns. In the forward pass that of counts is among them, for which make
-    returns tensors in a tuple. Collectives nest where one needs what another returns: the last one's `make` makes the
-    calls before it. The backward pass calls it, too.
+    wrap_collective: called in place of each collective, in the backward pass too, as wrap_collective(kind, make), with
+    kind "all_to_all", "all_gather" or "reduce_scatter"; make() issues the collective, and its result is returned. In
+    the forward pass the exchange of counts is one of them; its make() returns a tuple of tensors. If a collective needs
+    the result of another, the calls nest: its make() calls wrap_collective for the other.
 
     implementation: "auto" or "library", which are the same; there is no kernel yet. x's gradient adds a token's copies
     in the order of topk_ids, in fp32 for 16-bit dtypes (with max_rows: each rank's in fp32, then the ranks', in x's
     dtype, by a reduce-scatter). It cannot be differentiated twice.
 
     With torch.compile, a group of one rank is part of the graph; with more ranks the graph breaks here. ValueError for
-    other shapes, dtypes and numbers of experts, and where ranks call different things.
+    other shapes, dtypes and numbers of experts, and if ranks make different calls.
     """
     _require_library("dispatch", implementation)
     require_tokens("dispatch", x, topk_ids, num_experts)
@@ -111,7 +111,7 @@ def dispatch(
         raise ValueError(f"dispatch: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
     if group is None and gather_group is None:
         return _dispatch_here(x, topk_ids, num_experts, max_rows)
-    return _dispatch_to_ranks(x, topk_ids, num_experts, group, gather_group, max_rows, around)
+    return _dispatch_to_ranks(x, topk_ids, num_experts, group, gather_group, max_rows, wrap_collective)
 
 
 def combine(
@@ -120,17 +120,17 @@ def combine(
     topk_weights: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
-    around: Around = call,
+    wrap_collective: CollectiveWrapper = call,
     implementation: str = "auto",
 ) -> Tensor:
     """Return rows to their tokens' ranks, and sum each token's, weighted: rows [n, h], topk_weights [t, k] -> [t, h].
 
     rows: the experts' outputs for the rows of `dispatch`, in the same order; handle: the handle of `dispatch`. group,
-    around and implementation are those of `dispatch`. With its gather_group, rows are summed over that group first. The
-    sum over a token's experts is fp32 for 16-bit rows, in the order of topk_ids, and rounded once to rows' dtype (with
-    max_rows: once for each rank, whose sums are added by a reduce-scatter). topk_weights may be of another floating
-    dtype than rows; its gradient is of its own. It cannot be differentiated twice. ValueError for other shapes, dtypes
-    and groups.
+    wrap_collective and implementation are those of `dispatch`. With its gather_group, rows are summed over that group
+    first. The sum over a token's experts is fp32 for 16-bit rows, in the order of topk_ids, and rounded once to rows'
+    dtype (with max_rows: once for each rank, whose sums are added by a reduce-scatter). topk_weights may be of another
+    floating dtype than rows; its gradient is of its own. It cannot be differentiated twice. ValueError for other
+    shapes, dtypes and groups.
     """
     _require_library("combine", implementation)
     require_weighted("combine", rows, topk_weights, handle.shape)
@@ -140,7 +140,7 @@ def combine(
         raise ValueError("combine takes the group that dispatch was given, and was given another")
     if handle.route is None:
         return unpermute(rows, handle.order.positions, topk_weights)
-    return _combine_from_ranks(rows, handle, topk_weights, around)
+    return _combine_from_ranks(rows, handle, topk_weights, wrap_collective)
 
 
 def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int | None) -> Dispatched:
@@ -158,7 +158,7 @@ def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int 
     return Dispatched(rows, order.offsets, DispatchHandle(rows.shape[0], (t, k), order, None, None))
 
 
-@torch.compiler.disable  # a graph break: `around` is a function, and the number of rows is known after an exchange
+@torch.compiler.disable  # a graph break: wrap_collective is a function, and an exchange returns the number of rows
 def _dispatch_to_ranks(
     x: Tensor,
     topk_ids: Tensor,
@@ -166,7 +166,7 @@ def _dispatch_to_ranks(
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
     max_rows: int | None,
-    around: Around,
+    wrap_collective: CollectiveWrapper,
 ) -> Dispatched:
     groups = tuple(one for one in (group, gather_group) if one is not None)
     look_for_errors(groups[0], x.device)
@@ -180,28 +180,32 @@ def _dispatch_to_ranks(
     if max_rows is None:
         counts = (order.offsets[1:] - order.offsets[:-1]).to(torch.int64)
         with torch.no_grad():
-            exact, offsets = find_route(counts, group, gather_group, around)
+            exact, offsets = find_route(counts, group, gather_group, wrap_collective)
         if sum(exact.sends) != t * k:  # on CPUs it was checked before
             raise ValueError(
                 f"dispatch: {t * k - sum(exact.sends)} of topk_ids are no experts: they are numbered 0 to "
                 f"{num_experts - 1}"
             )
-        rows = _Dispatch.apply(x, order, exact, around)
+        rows = _Dispatch.apply(x, order, exact, wrap_collective)
         return Dispatched(rows, offsets, DispatchHandle(rows.shape[0], (t, k), order, exact, group))
     shards, shard = (1, 0) if group is None else (group.size(), group.rank())
     with torch.no_grad():
-        route, offsets, needed = find_fixed_route(topk_ids, num_experts, max_rows, groups, shards, shard, around)
+        route, offsets, needed = find_fixed_route(
+            topk_ids, num_experts, max_rows, groups, shards, shard, wrap_collective
+        )
         record_rows(groups[0], needed, max_rows)
-    rows = FixedDispatch.apply(x, route, around)
+    rows = FixedDispatch.apply(x, route, wrap_collective)
     return Dispatched(rows, offsets, DispatchHandle(max_rows, (t, k), order, route, group))
 
 
 @torch.compiler.disable
-def _combine_from_ranks(rows: Tensor, handle: DispatchHandle, weights: Tensor, around: Around) -> Tensor:
+def _combine_from_ranks(
+    rows: Tensor, handle: DispatchHandle, weights: Tensor, wrap_collective: CollectiveWrapper
+) -> Tensor:
     if isinstance(handle.route, FixedRoute):
-        fixed: Tensor = FixedCombine.apply(rows, weights, handle.route, around)
+        fixed: Tensor = FixedCombine.apply(rows, weights, handle.route, wrap_collective)
         return fixed
-    exact: Tensor = _Combine.apply(rows, weights, handle.order, handle.route, around)
+    exact: Tensor = _Combine.apply(rows, weights, handle.order, handle.route, wrap_collective)
     return exact
 
 
@@ -209,15 +213,15 @@ class _Dispatch(torch.autograd.Function):
     """Copies of tokens, forward along a route; backward, the copies' gradients return and are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: CopyOrder, route: Route, around: Around) -> Tensor:
-        ctx.order, ctx.route, ctx.around = order, route, around
+    def forward(ctx: Any, x: Tensor, order: CopyOrder, route: Route, wrap_collective: CollectiveWrapper) -> Tensor:
+        ctx.order, ctx.route, ctx.wrap_collective = order, route, wrap_collective
         k = order.positions.shape[1]
-        return route.forward(lambda: x.index_select(0, order.slots // k), around)
+        return route.forward(lambda: x.index_select(0, order.slots // k), wrap_collective)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        returned = ctx.route.backward(lambda: grad, ctx.around)
+        returned = ctx.route.backward(lambda: grad, ctx.wrap_collective)
         return sum_copies(returned, ctx.order.positions), None, None, None
 
 
@@ -225,11 +229,13 @@ class _Combine(torch.autograd.Function):
     """Rows back along a route, and weighted sums of them; backward, the tokens' gradients go forward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: CopyOrder, route: Route, around: Around) -> Tensor:
-        ctx.order, ctx.route, ctx.around = order, route, around
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, order: CopyOrder, route: Route, wrap_collective: CollectiveWrapper
+    ) -> Tensor:
+        ctx.order, ctx.route, ctx.wrap_collective = order, route, wrap_collective
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         ctx.weights_dtype = weights.dtype
-        returned = route.backward(lambda: rows, around)
+        returned = route.backward(lambda: rows, wrap_collective)
         ctx.save_for_backward(weights if needs_rows else None, returned if needs_weights else None)
         return sum_copies(returned, order.positions, weights)
 
@@ -242,9 +248,9 @@ class _Combine(torch.autograd.Function):
         grad_rows = grad_weights = None
         if needs_rows and needs_weights:
             copies, grad_weights = weigh_and_multiply(grad, returned, order.positions, weights)
-            grad_rows = ctx.route.forward(lambda: copies, ctx.around)
+            grad_rows = ctx.route.forward(lambda: copies, ctx.wrap_collective)
         elif needs_rows:
-            grad_rows = ctx.route.forward(lambda: weigh_tokens(grad, weights, order.slots), ctx.around)
+            grad_rows = ctx.route.forward(lambda: weigh_tokens(grad, weights, order.slots), ctx.wrap_collective)
         elif needs_weights:
             grad_weights = multiply_copies(grad, returned, order.positions)
         if grad_weights is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.permutation import multiply_copies, sort_by_expert, sum_copies, weigh_tokens
-from stretto.ops.moe.routes import Around, gather_rows, scatter_sum
+from stretto.ops.moe.routes import CollectiveWrapper, gather_rows, scatter_sum
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class FixedRoute:
     positions: Tensor
     is_here: Tensor
 
-    def gather(self, tokens: Tensor, around: Around) -> Tensor:
+    def gather(self, tokens: Tensor, wrap_collective: CollectiveWrapper) -> Tensor:
         """All tokens' values, [t, .] -> [all tokens, .]."""
         for group in self.groups:
-            tokens = _gather(tokens, group, around)
+            tokens = _gather(tokens, group, wrap_collective)
         return tokens
 
-    def scatter(self, sums: Tensor, around: Around) -> Tensor:
+    def scatter(self, sums: Tensor, wrap_collective: CollectiveWrapper) -> Tensor:
         """The ranks' sums for this rank's tokens, [all tokens, .] -> [t, .]."""
         for group in reversed(self.groups):
-            sums = _scatter(sums, group, around)
+            sums = _scatter(sums, group, wrap_collective)
         return sums
 
     def fill_padding(self, rows: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ def find_fixed_route(
     groups: tuple[dist.ProcessGroup, ...],
     shards: int,
     shard: int,
-    around: Around,
+    wrap_collective: CollectiveWrapper,
 ) -> tuple[FixedRoute, Tensor, Tensor]:
     """(route, offsets of its rows, rows that each rank needs [shards]).
 
     shards: the number of ranks that share the experts, of which this is number `shard`.
     """
     for group in groups:
-        topk_ids = _gather(topk_ids, group, around)
+        topk_ids = _gather(topk_ids, group, wrap_collective)
     order = sort_by_expert(topk_ids, num_experts)
     local = num_experts // shards
     ends = order.offsets[::local]
@@ -87,9 +87,9 @@ class FixedDispatch(torch.autograd.Function):
     """Gather tokens and select rows; backward, sum the rows' gradients by token and reduce-scatter them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: FixedRoute, around: Around) -> Tensor:
-        ctx.route, ctx.around = route, around
-        tokens = route.gather(x, around)
+    def forward(ctx: Any, x: Tensor, route: FixedRoute, wrap_collective: CollectiveWrapper) -> Tensor:
+        ctx.route, ctx.wrap_collective = route, wrap_collective
+        tokens = route.gather(x, wrap_collective)
         if not len(tokens):
             return x.new_zeros(len(route.slots), x.shape[1])
         return route.fill_padding(tokens.index_select(0, route.slots // route.positions.shape[1]))
@@ -98,27 +98,29 @@ class FixedDispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         route = ctx.route
-        return route.scatter(sum_copies(grad, route.positions, is_valid=route.is_here), ctx.around), None, None
+        return route.scatter(sum_copies(grad, route.positions, is_valid=route.is_here), ctx.wrap_collective), None, None
 
 
 class FixedCombine(torch.autograd.Function):
     """Sum rows by token, weighted, and reduce-scatter the sums; backward, gather the tokens' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: FixedRoute, around: Around) -> Tensor:
-        ctx.route, ctx.around = route, around
-        everyones = route.gather(weights, around)
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, route: FixedRoute, wrap_collective: CollectiveWrapper
+    ) -> Tensor:
+        ctx.route, ctx.wrap_collective = route, wrap_collective
+        everyones = route.gather(weights, wrap_collective)
         ctx.save_for_backward(everyones, rows if ctx.needs_input_grad[1] else None)
-        return route.scatter(sum_copies(rows, route.positions, everyones, route.is_here), around)
+        return route.scatter(sum_copies(rows, route.positions, everyones, route.is_here), wrap_collective)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        route, around = ctx.route, ctx.around
+        route, wrap_collective = ctx.route, ctx.wrap_collective
         weights, rows = ctx.saved_tensors
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         grad_rows = grad_weights = None
-        tokens = route.gather(grad, around)
+        tokens = route.gather(grad, wrap_collective)
         if needs_rows:
             grad_rows = (
                 route.fill_padding(weigh_tokens(tokens, weights, route.slots))
@@ -127,15 +129,15 @@ class FixedCombine(torch.autograd.Function):
             )
         if needs_weights:
             products = multiply_copies(tokens, rows, route.positions, route.is_here)
-            grad_weights = route.scatter(products, around).to(weights.dtype)
+            grad_weights = route.scatter(products, wrap_collective).to(weights.dtype)
         return grad_rows, grad_weights, None, None
 
 
-def _gather(tokens: Tensor, group: dist.ProcessGroup, around: Around) -> Tensor:
-    gathered: Tensor = around("all_gather", lambda: gather_rows(tokens, group))
+def _gather(tokens: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:
+    gathered: Tensor = wrap_collective("all_gather", lambda: gather_rows(tokens, group))
     return gathered
 
 
-def _scatter(sums: Tensor, group: dist.ProcessGroup, around: Around) -> Tensor:
-    own: Tensor = around("reduce_scatter", lambda: scatter_sum(sums, group))
+def _scatter(sums: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:
+    own: Tensor = wrap_collective("reduce_scatter", lambda: scatter_sum(sums, group))
     return own

@@ -2,9 +2,9 @@
 """Grouped products: each expert's rows times its own weight, in one call; and MLPs of two of them.
 
 torch's grouped GEMM multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places take a loop over the
-experts, for which the host reads the offsets: torch's GEMM does the same for them, and takes fewer shapes. It leaves
+experts, for which the host reads the offsets: torch's GEMM does the same for them, and supports fewer shapes. It leaves
 what was in memory in rows of padding, and, on some GPUs, in the gradient of an expert without rows. Kernels write zeros
-there. Only the device knows where that is; programs that find nothing to clear end at once.
+there. Only the device knows where that is; programs without anything to clear end immediately.
 """
 
 from itertools import pairwise
@@ -123,7 +123,7 @@ def _takes_grouped_gemm(*operands: Tensor) -> bool:
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    """Whether rows [n, a], or a weight [e, b, a] or its transpose, lie as torch's grouped GEMM takes them."""
+    """Whether rows [n, a], or a weight [e, b, a] or its transpose, have a layout that torch's grouped GEMM supports."""
     grain = _ALIGNMENT // operand.element_size()
     (*_, m, k), (*outer, row, column) = operand.shape, operand.stride()
     if k % grain or (outer and m % grain):

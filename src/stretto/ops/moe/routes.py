@@ -2,7 +2,7 @@
 """Takes rows from their tokens' ranks to their experts' ranks and back, as many as there are.
 
 Collectives that follow each other nest: what `make` of the last one computes includes the ones before it. A caller that
-keeps its result (`around`) then skips them all.
+keeps its result (`wrap_collective`) then skips them all.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 def call(kind: str, make: Callable[[], T]) -> T:
-    """The default of `around`: it issues the collective, and does nothing else."""
+    """The default of `wrap_collective`: it only issues the collective."""
     return make()
 
 
-Around = Callable[[str, Callable[[], Any]], Any]
-"""around(kind, make) returns what make() returns; kind is "all_to_all", "all_gather" or "reduce_scatter"."""
+CollectiveWrapper = Callable[[str, Callable[[], Any]], Any]
+"""wrap_collective(kind, make) returns what make() returns; kind is "all_to_all", "all_gather" or "reduce_scatter"."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Route:
     places: Tensor | None
     rows: Tensor | None
 
-    def forward(self, make: Callable[[], Tensor], around: Around) -> Tensor:
+    def forward(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Take the rows that `make` returns, [sum(sends), h], to experts' ranks: [n, h], sorted by expert."""
 
         def exchange() -> Tensor:
             if self.group is None:
                 return _pad(make(), self.longest)
-            received: Tensor = around(
+            received: Tensor = wrap_collective(
                 "all_to_all", lambda: self._exchange(make(), self.sends, self.receives, self.longest)
             )
             return received
@@ -60,10 +60,10 @@ class Route:
         if gather_group is None:
             received = exchange()
         else:
-            received = around("all_gather", lambda: gather_rows(exchange(), gather_group))
+            received = wrap_collective("all_gather", lambda: gather_rows(exchange(), gather_group))
         return received if self.places is None else received.index_select(0, self.places)
 
-    def backward(self, make: Callable[[], Tensor], around: Around) -> Tensor:
+    def backward(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Take the rows that `make` returns, [n, h], back: [sum(sends), h], after a sum over gather_group."""
 
         def sort() -> Tensor:
@@ -74,12 +74,12 @@ class Route:
         def scatter() -> Tensor:
             if gather_group is None:
                 return sort()
-            own: Tensor = around("reduce_scatter", lambda: scatter_sum(sort(), gather_group))
+            own: Tensor = wrap_collective("reduce_scatter", lambda: scatter_sum(sort(), gather_group))
             return own[: sum(self.receives)]
 
         if self.group is None:
             return scatter()
-        returned: Tensor = around(
+        returned: Tensor = wrap_collective(
             "all_to_all", lambda: self._exchange(scatter(), self.receives, self.sends, sum(self.sends))
         )
         return returned
@@ -92,7 +92,10 @@ class Route:
 
 
 def find_route(
-    counts: Tensor, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None, around: Around
+    counts: Tensor,
+    group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
+    wrap_collective: CollectiveWrapper,
 ) -> tuple[Route, Tensor]:
     """(the route of this call, offsets of its rows), from the copies of this rank's tokens for each expert [experts].
 
@@ -108,7 +111,7 @@ def find_route(
 
     def gather(gather_group: dist.ProcessGroup) -> Tensor:
         """Counts [rank of gather_group, source rank, expert]."""
-        received = shared if group is None else around("all_to_all", exchange)
+        received = shared if group is None else wrap_collective("all_to_all", exchange)
         return gather_rows(received.reshape(1, -1), gather_group).view(-1, *received.shape)
 
     def read(received: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,9 +119,9 @@ def find_route(
         return received, torch.cat((shared.sum(1), received.reshape(-1))).cpu()
 
     if gather_group is None:
-        received, on_host = around("all_to_all", lambda: read(exchange()[None]))
+        received, on_host = wrap_collective("all_to_all", lambda: read(exchange()[None]))
     else:
-        received, on_host = around("all_gather", lambda: read(gather(gather_group)))
+        received, on_host = wrap_collective("all_gather", lambda: read(gather(gather_group)))
     sends, known = on_host[: shared.shape[0]].tolist(), on_host[shared.shape[0] :].view(received.shape)
     own = known[0 if gather_group is None else gather_group.rank()]
     longest = int(known.sum((1, 2)).max())

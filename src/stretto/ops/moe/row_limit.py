@@ -36,7 +36,7 @@ class _Record:
         if not len(ranks):
             return
         if self._state.is_cuda:
-            torch.cuda.synchronize(self._state.device)  # no copy of a call before this may follow the reset
+            torch.cuda.synchronize(self._state.device)  # no copy of an earlier call may come after the reset
         rank, most = int(ranks[0]), int(needed.max())
         message = (
             f"dispatch: rank {rank} of the group (rank {dist.get_global_rank(group, rank)} of all) needs {needed[rank]}"

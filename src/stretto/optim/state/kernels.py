@@ -15,7 +15,7 @@ BLOCK = 2048
 
 
 class _Numbers(NamedTuple):
-    """Kernel argument: numbers of one range. master: fp32 or int16 (`master_weights.split`); of fp32 weights, None."""
+    """Kernel argument: elements of a range. master: fp32 or int16 (`master_weights.split`); of fp32 weights, None."""
 
     weight: Any
     gradient: Any
@@ -25,7 +25,7 @@ class _Numbers(NamedTuple):
 
 
 class _SGDNumbers(NamedTuple):
-    """Kernel argument: numbers of one range for SGD; momentum None without momentum."""
+    """Kernel argument: the elements of one range for SGD; momentum None without momentum."""
 
     weight: Any
     gradient: Any
@@ -58,7 +58,7 @@ def _load_master(weight, master, at, there, IS_SPLIT: tl.constexpr):  # type: ig
 
 @triton.jit
 def _store_master(wide, weight, master, at, there, IS_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round the new fp32 weights to `weight`, and keep them in `master`, or what is left of them."""
+    """Round the new fp32 weights to `weight`, and store them, or their lower halves, in `master`."""
     if weight.dtype.element_ty == tl.bfloat16:
         bits = wide.to(tl.int32, bitcast=True)
         is_nan = wide != wide

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's parameters lie in the flat tensors of weights, gradients and optimizer state.
+"""The positions of a rank's parameters in the flat tensors of weights, gradients and optimizer state.
 
     segment:  parameters that are summed over the same ranks, with one weight decay; contiguous
     chunk:    `k` buckets of a segment, the unit of an all-reduce (Singh, section 3.3.3: k x bsize)
@@ -23,7 +23,7 @@ from stretto.execution import BUCKET_ALIGNMENT as ALIGNMENT
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Where a parameter's numbers lie: `size` of them from `start` on, in this segment."""
+    """The position of a parameter's elements: `size` of them from `start` on, in this segment."""
 
     start: int
     size: int
@@ -65,7 +65,7 @@ class Chunk:
 class StateLayout:
     """The places of all parameters, in the order in which they were given; and the buckets and chunks.
 
-    size: numbers in all, with what is left free between parameters.
+    size: all elements, including gaps between parameters.
     """
 
     places: tuple[ParameterRange, ...]

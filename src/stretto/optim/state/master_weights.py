@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp32 master weights beside 16-bit ones: rounded, or split in two halves of which the upper one is the bf16 weight.
+"""fp32 master weights of 16-bit ones: rounded, or split in two halves of which the upper one is the bf16 weight.
 
 A bf16 number is the upper half of an fp32 number. If the bf16 weight is the fp32 weight rounded, the fp32 weight is the
 bf16 weight's bits shifted up, plus the difference of the bits, which fits into a signed 16-bit number:
@@ -18,7 +18,7 @@ _HALF = 1 << 15
 
 
 def round_to_bf16(master: Tensor, out: Tensor, low: Tensor | None = None) -> Tensor:
-    """Round fp32 numbers to bf16 `out`, ties upwards in their bits; NaN stays NaN. Returns `out`.
+    """Round fp32 numbers to bf16 `out`, ties upwards in their bits; NaN is preserved. Returns `out`.
 
     low: gets the differences of the bits, int16, from which `join` makes the fp32 numbers again (0 of a NaN).
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where optimizer state lies, and where a bucket is stepped.
+"""Where optimizer state is stored, and where a bucket is updated.
 
 `HostResidence` (Singh, section 3.3.1) fetches a bucket's state into device buffers, where it is updated, and returns
-it. With n sets of buffers, three buckets are under way at once:
+it. With n sets of buffers, three buckets are in flight:
 
     host to device   | fetch 0 | fetch 1 | fetch 2 | fetch 3 | ...        its stream
     device                     | step 0  | step 1  | step 2  | ...        the caller's stream
@@ -11,7 +11,7 @@ it. With n sets of buffers, three buckets are under way at once:
 The paper has one set (n = 1), with which fetch, step and return of neighbouring buckets cannot overlap. Buffers take
 n x bucket_size x (bytes of the state of a number).
 
-`HostStepResidence` leaves the state where it is, and steps it on the host: gradients travel to the host, and weights
+`HostStepResidence` keeps the state on the host and updates it there: gradients are copied to the host, and weights
 back, 2 bytes a number each way.
 """
 
@@ -37,7 +37,7 @@ class OpenBucket(NamedTuple):
 
 
 class StateResidence(ABC):
-    """The state of all numbers, by name: `arrays`, flat tensors of the layout's size, where they lie.
+    """The state of all elements, by name: `arrays`, flat tensors of the layout's size, where they are stored.
 
     `prepare` comes first, with the flat weights and gradients on the device. step_device: where buckets are stepped.
     """
@@ -75,7 +75,7 @@ class StateResidence(ABC):
 
 
 class DeviceResidence(StateResidence):
-    """State on the device itself. early: the slots that are allocated at once; the others are by `prepare`."""
+    """State on the device itself. early: the slots that are allocated immediately; `prepare` allocates the others."""
 
     def __init__(
         self, slots: Mapping[str, torch.dtype], size: int, device: torch.device, *, early: Sequence[str] = ()
@@ -156,7 +156,7 @@ class _HostArrays(StateResidence):
 
 
 class HostResidence(_HostArrays):
-    """State in host memory, of which `buffer_sets` buckets are on the device at once; steps are on the device."""
+    """State in host memory, of which up to `buffer_sets` buckets are on the device; steps run on the device."""
 
     def prepare(self, weights: Tensor, gradients: Tensor) -> None:
         super().prepare(weights, gradients)
@@ -170,7 +170,7 @@ class HostResidence(_HostArrays):
         if self.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot hold steps of optimizer state on the host: keep it on the device")
         if self.is_cuda:
-            self.to_device.wait_stream(self.to_host)  # what the last step returned
+            self.to_device.wait_stream(self.to_host)  # the result of the last step
             self.to_device.wait_stream(torch.cuda.current_stream(self.device))  # which has made the buffers
         for _ in self._sets:
             self._fetch_next()
@@ -212,10 +212,10 @@ class HostResidence(_HostArrays):
 
 
 class HostStepResidence(_HostArrays):
-    """State in host memory, which is stepped there; gradients come to the host, and weights go back.
+    """State in host memory, which is updated there; gradients are copied to the host, and weights back.
 
     A bucket's gradients are fetched when it is opened, and those of the bucket after it at the same time: the host
-    steps one bucket while the next one's gradients travel.
+    updates one bucket while the next one's gradients are copied.
     """
 
     def prepare(self, weights: Tensor, gradients: Tensor) -> None:

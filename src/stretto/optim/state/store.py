@@ -9,7 +9,7 @@ A step, of which only the first two lines happen in the backward pass:
     `step`       for each chunk: wait for its all-reduce; for each of its buckets: fetch, update, return the state
 
 Without clipping, loss scaling and skips, a chunk's buckets are updated as soon as its own all-reduce is done, while
-those of later chunks travel (Singh, section 3.3.3). Clipping and the check for overflows or NaN need the norm of all
+those of later chunks are sent (Singh, section 3.3.3). Clipping and the check for overflows or NaN need the norm of all
 gradients: then states are fetched while gradients are summed, and the updates wait (`StepOrder`).
 """
 
@@ -75,7 +75,7 @@ class _StepGradients:
     complete: set[int] = field(default_factory=set)
     left: dict[int, int] = field(default_factory=dict)  # parameters of each chunk that are not complete
     started: dict[int, Reduction] = field(default_factory=dict)  # by chunk, in the order of their starts
-    late: dict[int, Tensor] = field(default_factory=dict)  # came after their chunk had started
+    late: dict[int, Tensor] = field(default_factory=dict)  # arrived after their chunk had started
 
 
 class OptimizerStateStore:
@@ -123,7 +123,7 @@ class OptimizerStateStore:
         return StepOrder.AFTER_NORM if needs_norm else StepOrder.CHUNK_BY_CHUNK
 
     def prepare(self) -> None:
-        """Allocate gradients, and what the weights have not needed so far."""
+        """Allocate gradients, and the state that the weights have not needed so far."""
         self.gradients = torch.zeros(self.layout.size, dtype=self.gradients.dtype, device=self.device)
         self.residence.prepare(self.weights, self.gradients)
 
@@ -155,7 +155,7 @@ class OptimizerStateStore:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The last backward pass of the step has ended: sum what has not been started, and what came late."""
+        """The last backward pass of the step has ended: reduce the remaining chunks, and late gradients."""
         step = self._step
         for index, place in enumerate(self.layout.places):
             if index not in step.present:
@@ -247,7 +247,7 @@ class OptimizerStateStore:
         return _sum_of_squares(self.gradients[own.start : own.stop]) / replicas
 
     def _advance_histories(self) -> None:
-        """Give the parameters that take this step histories of their own, if others of their history do not."""
+        """Give the parameters that take this step separate histories, if others of their history do not."""
         present = self._step.present
         renamed: dict[int, int] = {}
         for old in set(self.histories):
@@ -298,7 +298,7 @@ class OptimizerStateStore:
                 arrays[MASTER][part].copy_(wide)
 
     def weight(self, index: int) -> Tensor:
-        """A parameter's fp32 weight, where it lies; of split weights a new tensor on the host."""
+        """A parameter's fp32 weight, as stored; for split weights a new tensor on the host."""
         self.residence.synchronize()
         place, arrays = self.layout.places[index], self.residence.arrays
         part, shape = slice(place.start, place.stop), self.parameters[index].shape
@@ -315,14 +315,14 @@ class OptimizerStateStore:
         return self.slots(index) | history.scalars
 
     def slots(self, index: int) -> dict[str, Tensor]:
-        """A parameter's state of every number, in the parameter's shape, where it lies."""
+        """A parameter's state of every element, in the parameter's shape, as stored."""
         self.residence.synchronize()
         place, shape = self.layout.places[index], self.parameters[index].shape
         part = slice(place.start, place.stop)
         return {name: self.residence.arrays[name][part].view(shape) for name in self.update.slots}
 
     def set_scalars(self, scalars: Mapping[int, Mapping[str, Any]]) -> None:
-        """Set what parameters have beside `slots`, by their indices, after the slots were loaded."""
+        """Set the parameters' state other than `slots`, by their indices, after the slots were loaded."""
         known: dict[tuple[Any, ...], int] = {}
         self._history = {0: History()}
         for index in range(len(self.parameters)):

@@ -59,7 +59,7 @@ class StepSettings:
 class Update(ABC):
     """Updates a range of weights from its gradients and its state.
 
-    slots: the state that it keeps for every number, by name, with dtypes; beside the master weight.
+    slots: the state that it keeps for every element, by name, with dtypes; in addition to the master weight.
     """
 
     slots: Mapping[str, torch.dtype]
@@ -85,8 +85,8 @@ class Update(ABC):
 class AdamWUpdate(Update):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) that reads 16-bit gradients: one kernel on a GPU.
 
-    On a CPU it takes tiles of `tile` numbers, and each operation rounds by itself, so that the bits of a result do not
-    depend on where a range ends.
+    On a CPU it takes tiles of `tile` elements, and each operation rounds separately, so that the bits of a result do
+    not depend on where a range ends.
     """
 
     slots: Mapping[str, torch.dtype] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -210,7 +210,7 @@ class SGDUpdate(Update):
 class TiledUpdate(Update):
     """Steps of any elementwise optimizer of torch, by tiles of `tile` numbers (Singh, section 7.2).
 
-    Each tile is a parameter of its own for the length of its step, with its gradient in fp32: 4 x tile bytes of scratch
+    Each tile is a separate parameter during its step, with its gradient in fp32: 4 x tile bytes of scratch
     in place of 4 bytes a parameter. make: as `ShardOptimizer` takes it; `find_slots` says what state it keeps. tile:
     None for TILE, or GPU_TILE.
     """

@@ -18,7 +18,7 @@ def in_backward() -> bool:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward pass that this thread is in has done all else."""
+    """Call `function` at the end of this thread's current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

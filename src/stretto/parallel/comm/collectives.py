@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives that layers use, on plain tensors: each is issued and marked here. One rank costs nothing.
 
-The functions that start something return a `Pending`: NCCL runs it on a stream of its own, gloo in a thread of its own.
+The functions that start a collective return a `Pending`: NCCL runs it on its own stream, gloo in its own thread.
 
 Whatever communicates inside a layer, in autograd functions too, does so inside `collective(kind)`: the functions here
 enter it, and so do the gathers and scatters by copy engines and the callers of fused operators of `stretto.ops`.
-`running_collective` then tells, of any dispatched operator, which collective it belongs to: a policy of selective
+`running_collective` then returns, for any dispatched operator, its collective: a policy of selective
 activation checkpointing can spare it from being recomputed, and a trace names it (`COLLECTIVE_MARK`).
 """
 
@@ -119,7 +119,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
 def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     """All-gather dim 0: this rank's part [about rows / size, ...] becomes [rows, ...].
 
-    The parts are those of torch.chunk; short ones travel padded, so the result may be a view of a longer buffer.
+    The parts are those of torch.chunk; short ones are padded, so the result may be a view of a longer buffer.
     """
     return start_gather_rows(shard, rows, group).wait()
 

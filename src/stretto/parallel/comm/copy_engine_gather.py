@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers weights over z by copy engines: all of a forward pass from its beginning on, without multiprocessors.
 
-NCCL's kernels need multiprocessors, which a large product holds to its end: a weight that is gathered "beside" a
+NCCL's kernels need multiprocessors, which a large product occupies to its end: a weight that is gathered "beside" a
 product starts late, and slows it. Copy engines need none. At the beginning of a forward pass every rank casts its
 shards into their places in the gathered weights, and copies go from there to the other ranks, one weight after the
 other in the order of use, each followed by a signal. A product waits for the signals of its own weight only.
 
-Gathered weights lie in symmetric memory of their own, which is kept from step to step: no more than the forward pass
+Gathered weights have their own symmetric memory, which is kept from step to step: no more than the forward pass
 holds at its end in any case. Nothing is overwritten before all ranks have begun the next forward pass, and so have
 ended all that read it.
 """
@@ -50,12 +50,12 @@ class _Place:
 class CopyEngineAllGather:
     """All-gathers the weights of one model by copy engines, over one group.
 
-    A forward pass lies between `begin` and `end`, which all ranks call alike. Weights are taken in it, and where it is
-    recomputed in its backward pass.
+    A forward pass is between `begin` and `end`, which all ranks call in the same way. Weights are taken in it, and
+    where it is recomputed in its backward pass.
 
     It is for weights that the backward pass needs in any case. A pass that autograd does not record does not allocate
     it, and where activation checkpointing turns out to recompute the forward pass, it stops: there, memory counts more.
-    Where the passes of a step lie between `begin_step` and `end_step`, weights are to be kept in any case.
+    If the passes of a step are between `begin_step` and `end_step`, weights are kept in any case.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "cuda") -> None:
@@ -129,7 +129,7 @@ class CopyEngineAllGather:
         self._is_step = self._is_copied = False
 
     def stop(self) -> None:
-        """Copy nothing any more but between `begin_step` and `end_step`, and free the memory."""
+        """From now on copy only between `begin_step` and `end_step`, and free the memory."""
         self.end()
         self._places.clear()
         self._channel = None
@@ -249,7 +249,7 @@ class CopyEngineGatherer(WeightGatherer):
             self.copies.end()
 
     def gather(self, key: object, parameter: Any) -> GatheredWeight:
-        """The rows that copy engines have gathered in this pass, else those that `others` gathers now."""
+        """The rows that copy engines have gathered in this pass, or else those that `others` gathers now."""
         version = version_of(parameter) if isinstance(parameter, Tensor) else None
         whole = self.copies.take(key, version, in_backward=in_backward())
         if whole is None:
@@ -265,7 +265,7 @@ class CopyEngineGatherer(WeightGatherer):
         self.copies.end_step()
 
     def stop_keeping(self) -> None:
-        """Copy nothing any more outside of steps, and free the memory."""
+        """From now on copy only within steps, and free the memory."""
         self.copies.stop()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:

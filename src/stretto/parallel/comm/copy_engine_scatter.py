@@ -7,7 +7,7 @@ followed by a signal. When the sum is needed, one kernel waits for the signals a
 straight into the parameter's dtype.
 
 Each rank numbers its reduce-scatters and signals to the others the number of the last one that it has summed, so that
-no slot is overwritten while it is read. Numbers and signals lie in device memory and only count up: CUDA graphs replay.
+no slot is overwritten while it is read. Numbers and signals are in device memory and only count up: CUDA graphs replay.
 """
 
 from collections import deque

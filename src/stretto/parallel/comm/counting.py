@@ -102,7 +102,7 @@ class _Counter(TorchDispatchMode):
 def axes_of_groups(grid: Grid) -> dict[str, str]:
     """Which axis a process group is ("batch", "stage" and "world" too), by the group's name.
 
-    Groups of one rank send nothing, so that their names need not be told apart.
+    Groups of one rank send nothing, so their names need not be distinguished.
     """
     of_experts = EXPERT_AXES if grid.size(EXPERT) > 1 else ()
     found = {grid.group(axis).group_name: axis for axis in (*of_experts, STAGE, "world", *DERIVED_GROUPS, *NAMES)}

@@ -25,7 +25,7 @@ class GradientSink(Protocol):
         """Take a part of a gradient: this rank's shard of it, which is summed over z and no other axis."""
 
     def complete(self, parameter: nn.Parameter) -> None:
-        """In this step, no part of the parameter's gradient is expected any more. Called in one order on all ranks."""
+        """In this step, no further part of the parameter's gradient is expected. Called in one order on all ranks."""
 
     def finish(self) -> None:
         """The last backward pass of the step has ended."""
@@ -76,21 +76,21 @@ class GradientBucket:
 def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False) -> None:
     """Add this rank's shard of a gradient to `parameter.grad`.
 
-    is_shared: the shard is a view of a larger tensor, so that `.grad` needs memory of its own.
+    is_shared: the shard is a view of a larger tensor, so that `.grad` needs its own memory.
     """
     with torch.no_grad():
         if parameter.grad is not None:
             local_gradient(parameter).add_(mine)
             return
         assert isinstance(parameter, DTensor)
-        # As FSDP2 makes it: `from_local` would work out anew, in 50 us, what is known of the parameter.
+        # As in FSDP2: `from_local` would take 50 us to derive again what is known from the parameter.
         parameter.grad = DTensor(
             _converted(mine, parameter.dtype, copies=is_shared), parameter._spec, requires_grad=False
         )
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
-    """Convert to `dtype`; with `copies`, into memory of its own in any case."""
+    """Convert to `dtype`; with `copies`, always into new memory."""
     if tensor.dtype == dtype or not tensor.is_cuda:
         return tensor.to(dtype, copy=copies)
     result = torch.empty_like(tensor, dtype=dtype)
@@ -107,7 +107,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class UnshardedGradient:
-    """A weight's whole gradient over several micro-batches, of which no rank of z has had its shard yet.
+    """A weight's whole gradient over several micro-batches, before the reduce-scatter over z.
 
     total: in the parameter's dtype. dtype: in which it is sent. start: begins the reduce-scatter. shown, versions: see
     `note_state`.

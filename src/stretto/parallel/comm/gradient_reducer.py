@@ -16,7 +16,7 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
         v                                                        v
     is it summed over another axis than z? -- no --> added to .grad: DONE
         | yes
-    is `no_sync` on? -- yes --> UNSUMMED: stays in .grad, and the next pass that syncs adds it: `_take_unsummed`
+    is `no_sync` on? -- yes --> UNSUMMED: is kept in .grad, and the next pass that syncs adds it: `_take_unsummed`
         | no
     ARRIVED  until all of its parts have come (a tied weight has two): `_arrive`, `_put`
         |
@@ -28,9 +28,9 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
 
 Threads: all of this code runs on autograd's thread for the grid's device (without a GPU, the thread that has called
 `backward()`), which runs hooks, backward functions and `_finish` one after another; so there are no locks. The thread
-that has called `backward()` waits meanwhile. `no_sync` and `drop_failed_passes` run on the caller's thread while no
-backward pass runs. What is marked [S] only starts there: NCCL runs it on a stream of its own, gloo in a thread of its
-own, a copy engine on a side stream.
+that has called `backward()` waits. `no_sync` and `drop_failed_passes` run on the caller's thread while no
+backward pass runs. Operations marked [S] only start there: NCCL runs them on its own stream, gloo in its own thread,
+a copy engine on a side stream.
 """
 
 import zlib
@@ -135,7 +135,7 @@ class GradientReducer:
                 self.restore_hooks(parameter)
 
     def sum_groups(self, parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of ranks over which a parameter's gradient is summed, besides z's reduce-scatter."""
+        """The groups of ranks over which a parameter's gradient is all-reduced, in addition to z's reduce-scatter."""
         return self._groups[parameter]
 
     def is_summed(self, parameter: nn.Parameter) -> bool:
@@ -143,7 +143,7 @@ class GradientReducer:
         return bool(self._groups[parameter])
 
     def refuse_hook(self, name: str, parameter: nn.Parameter) -> None:
-        """Raise ValueError if a user has hooked a weight: autograd sees no gradient of it."""
+        """Raise ValueError if a weight has a hook of the user: autograd sees no gradient of it."""
         if parameter in self._weights and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise ValueError(
                 f"{name} has a hook, which would be called before there is a gradient: gradients of weights are "
@@ -171,7 +171,7 @@ class GradientReducer:
         parameter.requires_grad_(is_trainable)
 
     def run_pass(self, work: Sequence[Callable[[], None]] = ()) -> None:
-        """Call the functions of `work`, which give gradients to this reducer, as a backward pass of its own.
+        """Call the functions of `work`, which pass gradients to this reducer, as a separate backward pass.
 
         What earlier micro-batches have left unsummed is summed at its end, unless it runs under `no_sync`.
         """
@@ -244,7 +244,8 @@ class GradientReducer:
         return gradient if kept is None else kept.total.add_(gradient).to(gradient.dtype)
 
     def _keep_unsharded(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending]) -> None:
-        """Add a whole gradient to what earlier micro-batches left. `.grad` is zeros meanwhile, if it was None: whoever
+        """Add a whole gradient to the sum of earlier micro-batches. `.grad` is zeros until then, if it was None: code
+        that
         drops it drops what is kept here, too."""
         kept = self._take_unsharded(parameter)
         if kept is None:
@@ -389,7 +390,7 @@ class GradientReducer:
         if self.is_syncing and is_outermost:
             self._scatter_unsharded(current)
             self.has_synced = True
-        for parameter in list(self._unsummed) if self.is_syncing else []:  # the last micro-batch has no part of it
+        for parameter in list(self._unsummed) if self.is_syncing else []:  # the last micro-batch has no gradient of it
             earlier = self._take_unsummed(parameter)
             if earlier is not None:
                 self._fill(current, parameter, earlier)
@@ -405,7 +406,7 @@ class GradientReducer:
         self.at_end()
 
     def _scatter_unsharded(self, current: BackwardPass) -> None:
-        """Reduce what was kept whole of weights that the last micro-batch has no gradient of."""
+        """Reduce the whole gradients of weights that the last micro-batch has no gradient of."""
         for parameter in list(self._unsharded):
             kept = self._take_unsharded(parameter)
             if kept is None:
@@ -419,7 +420,7 @@ class GradientReducer:
     def _check_ranks_agree(self, arrived: Sequence[nn.Parameter]) -> None:
         """Raise RuntimeError unless the ranks of each mesh sum the same gradients in the same order.
 
-        Called once, in the first pass. Each mesh that watched parameters are on is compared by itself.
+        Called once, in the first pass. Each mesh of watched parameters is compared separately.
 
         A bucket does not say what is in it: if ranks of data went through different layers of one size, one layer's
         gradients would be added to another's.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps chosen outputs of a block's forward pass, and gives them back when the block is computed again.
 
-Communication-aware activation checkpointing (Singh, section 7.3.2) keeps what collectives bring, beside the block's
-input, so that recomputation sends nothing. Layers call `keep_output` around what a mode of recomputation may keep, and
-`run_once` around what must not happen twice. The outputs of one forward pass are a list, in the order of the calls;
-recomputation makes the same calls in the same order, and takes them from the list instead of computing them.
+Communication-aware activation checkpointing (Singh, section 7.3.2) keeps the outputs of collectives, in addition to the
+block's input, so that recomputation sends nothing. Layers call `keep_output` around operations whose output a mode of
+recomputation may keep, and `run_once` around what must not happen twice. The outputs of one forward pass are a list, in
+the order of the calls; recomputation makes the same calls in the same order, and takes them from the list instead of
+computing them.
 
 Layers keep from inside autograd functions, where nothing is saved for the backward pass: a function that is skipped may
 not save anything that autograd waits for.
@@ -140,7 +141,7 @@ class _Pass(AbstractContextManager["_Pass"]):
         return self.make(make)  # on every rank: all run the same code
 
     def make(self, make: Callable[[], T]) -> T:
-        """Call the function, and keep nothing of what it computes."""
+        """Call the function, and keep none of its outputs."""
         _running.current = None
         try:
             return make()
@@ -200,7 +201,7 @@ def is_given_back(name: str) -> bool:
 
 
 def keep_output(name: str, make: Callable[[], T]) -> T:
-    """Return what `make` returns; or, when a block is computed again in a mode that keeps `name`, what it returned.
+    """Return the result of `make`; when a block is recomputed in a mode that keeps `name`, the kept result.
 
     name: one of `KEPT_IN`. make: makes tensors (or tuples, lists or dicts of some) outside of autograd. An output that
     code has overwritten in place is made again.

@@ -40,7 +40,7 @@ class GatherSource(Protocol):
         """Begin to all-gather."""
 
     def version(self, current: Any) -> Any:
-        """The state of what is sent: what was gathered of another one is stale."""
+        """The version of the shard: weights gathered from another version are stale."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WeightToGather:
 class GatheredWeight(NamedTuple):
     """A weight's whole rows.
 
-    version: which state of the shard they are of, if they lie in memory that the next forward pass overwrites.
+    version: that of the shard, if they are in memory that the next forward pass overwrites.
     """
 
     rows: Tensor
@@ -80,7 +80,7 @@ class GatheredWeight(NamedTuple):
 class WeightGatherer(ABC):
     """Gathers the weights of one model over z, and may start before they are asked for.
 
-    Attribute: `keeps_rows`, whether it gathers weights that may be kept into memory of its own, one by one.
+    Attribute: `keeps_rows`, whether it gathers weights that may be kept into its own memory, one by one.
     """
 
     keeps_rows = False
@@ -104,13 +104,13 @@ class WeightGatherer(ABC):
         """End a forward pass, perhaps one that has raised; does nothing inside a backward pass."""
 
     def begin_step(self) -> None:  # noqa: B027
-        """Weights do not change from now on: what a pass has gathered, later passes need not gather again."""
+        """Weights do not change from now on: later passes need not gather again what a pass has gathered."""
 
     def end_step(self) -> None:  # noqa: B027
         """Weights may change again."""
 
     def stop_keeping(self) -> None:  # noqa: B027
-        """Keep no whole rows between passes any more, and free those that are kept."""
+        """Stop keeping whole rows between passes, and free those that are kept."""
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
@@ -194,7 +194,7 @@ class WeightPrefetcher(WeightGatherer):
         return self._backward
 
     def _follow(self, order: _GatherOrder, key: object) -> None:
-        """Advance in the order; where it does not go on with `key`, forget the rest of it."""
+        """Advance in the order; if `key` is not next, drop the rest of it."""
         if order.position >= len(order.keys) or order.keys[order.position] != key:
             order.drop()
             del order.keys[order.position :]

@@ -4,13 +4,13 @@
 It takes any module. While its forward runs, its parameters are replaced by plain tensors, whole and in the compute
 dtype; the module's code reads them by their names. Their gradients go to the shards by one reduce-scatter.
 
-In memory, a rank's shards lie one after another in one message, each padded to ceil(rows / z) rows of dim 0; the
-all-gathered message is [z, sum of padded shards], from which each parameter is copied to a tensor of its own:
+A rank's shards are stored one after another in one message, each padded to ceil(rows / z) rows of dim 0; the
+all-gathered message is [z, sum of padded shards], from which each parameter is copied to a separate tensor:
 
     rank 0: | weight, rows 0-3 | bias, 0-3 |                    weight = message[:, :w] as [z * 4, ...], rows 0 to 6
     rank 1: | weight, rows 4-6, padding | bias, 4-6, padding |  bias = message[:, w:] as [z * 4], 0 to 6
 
-Where copy engines gather, and blocks are kept for the backward pass, they gather each large parameter by itself, and
+If copy engines gather, and blocks are kept for the backward pass, they gather each large parameter separately, and
 the message has the small ones.
 """
 
@@ -83,7 +83,7 @@ class _BlockMessage:
             place if shard.shape == place.shape else place[: shard.numel()]
             for place, shard in zip(message.split(self.sizes), shards, strict=True)
         ]
-        torch._foreach_copy_(places, shards)  # rows of padding hold anything: nobody reads them
+        torch._foreach_copy_(places, shards)  # rows of padding are arbitrary: they are not read
         return start_gather_rows(message, group.size() * self.size, group)
 
     def unpack(self, message: Tensor) -> list[Tensor]:
@@ -199,7 +199,7 @@ class BlockShard:
             found |= zip(indices, message.unpack(rows), strict=True)
         for index, weight in self._copied.items():
             rows, version = self.gatherer.gather(weight, weight.parameter)
-            found[index] = rows.detach()  # autograd marks what a Function returns
+            found[index] = rows.detach()  # autograd marks the outputs of a Function
             if version is not None:
                 begin = rows.data_ptr()
                 self._kept.append(_KeptRows(begin, begin + rows.numel() * rows.element_size(), weight, version))
@@ -222,7 +222,7 @@ class BlockShard:
         self._again = None
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to reduce the gradients of the sharded parameters; those of parameters without one stay as they are."""
+        """Start to reduce the gradients of the sharded parameters; those of parameters without one are not changed."""
         self._free()
         for message, indices in self._scattered:
             chosen = [place for place, index in enumerate(indices) if gradients[index] is not None]
@@ -378,7 +378,7 @@ class _SavedView(NamedTuple):
 
 
 class _GatherBlock(torch.autograd.Function):
-    """Shards to whole parameters; whole gradients to the shards' `.grad`, beside autograd."""
+    """Shards to whole parameters; whole gradients to the shards' `.grad`, bypassing autograd."""
 
     @staticmethod
     def forward(ctx: Any, block: BlockShard, *parameters: Tensor) -> tuple[Tensor, ...]:

@@ -55,7 +55,7 @@ class ParallelDropout(ShardedModule):
             check_features(x, self.axis, self.name)
         if not self.training or self.p == 0.0:
             return x
-        seed = int(torch.randint(0, 2**62, ()))  # drawn for an empty shard of a batch too: ranks must stay alike
+        seed = int(torch.randint(0, 2**62, ()))  # also for an empty shard: keeps generators in step
         if x.numel() == 0:
             return x
         if x.dim() == 1:

@@ -141,7 +141,7 @@ class ParallelPositions(_WholeSizes, ShardedModule):
 def check_ids(ids: Tensor, limit: int, what: str, ignored: int | None = None) -> None:
     """Raise ValueError (on CUDA: fail the kernel that asserts it, later) unless 0 <= ids < limit.
 
-    Each rank looks up only what it owns, so without this an id that nobody owns would silently become zeros.
+    Each rank looks up only the rows that it owns, so without this an id out of range would silently become zeros.
     """
     is_wrong = (ids < 0) | (ids >= limit)
     if ignored is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of a mixture of experts on a grid: tensor, expert and data parallelism together (TED; Singh, chapter 7).
 
-The axis `expert` divides the experts, so that tokens travel to their experts' ranks and back (all-to-alls over expert).
-x cuts each expert's inner features, y the hidden ones, as of any other MLP, and the weights' shards are gathered over
-what expert leaves of z. All ranks of x have the same tokens. What becomes of them (`TokenFlow.of`):
+The axis `expert` divides the experts, so that tokens are sent to their experts' ranks and back (all-to-alls over
+expert). x cuts each expert's inner features, y the hidden ones, as of any other MLP, and the weights' shards are
+gathered over what expert leaves of z. All ranks of x have the same tokens. What becomes of them (`TokenFlow.of`):
 
     dropped     Each rank of x sends its part of them to the experts; there rows are gathered over x, and products
                 summed by a reduce-scatter (duplicate token dropping, section 7.3.1). At last outputs are gathered over
@@ -59,7 +59,7 @@ class ExpertProduct:
     feeds: str | None = None
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        """The output, summed over ranks. Where nobody will read it, it has any numbers."""
+        """The output, summed over ranks. If it will not be read, its values are arbitrary."""
         is_unread = self.feeds is not None and is_given_back(self.feeds)
 
         def make() -> Tensor:
@@ -72,7 +72,7 @@ class ExpertProduct:
         return keep_output("product" if group is None else "summed product", make)
 
     def make_weight_gradient(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor) -> None:
-        """Make the weight's gradient now, or leave that to whoever has asked to defer it."""
+        """Compute the weight gradient now, or defer it if requested."""
         make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets)
         deferred = self.shard.gradients.deferred
         if deferred is None:
@@ -128,7 +128,7 @@ class TokenFlow:
 
     @classmethod
     def of(cls, grid: Grid, *, shards_sequence: bool, drops: bool) -> "TokenFlow":
-        """shards_sequence: ranks of x have tokens of their own. drops: whether duplicates are dropped."""
+        """shards_sequence: ranks of x have different tokens. drops: whether duplicates are dropped."""
         x = several(grid.group("x"))
         if grid.expert_tensor == "fold":
             return cls(cut_over=None if shards_sequence else x)
@@ -146,7 +146,7 @@ def several(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """Where the experts of one module lie, and what becomes of the tokens.
+    """The placement of one module's experts, and the routing of tokens.
 
     group: the ranks that divide the experts; None for one rank. over_y: the grid's group. checks_features: whether x
     or y have several ranks. max_rows: of `stretto.ops.moe.dispatch`.
@@ -223,9 +223,23 @@ class ParallelExperts(ShardedModule):
         if flow.sum_tokens_over is not None:
             x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
         limit, gather_over = plan.max_rows, flow.gather_over
-        found = dispatch(x, ids, self.num_experts, plan.group, max_rows=limit, gather_group=gather_over, around=_around)
+        found = dispatch(
+            x,
+            ids,
+            self.num_experts,
+            plan.group,
+            max_rows=limit,
+            gather_group=gather_over,
+            wrap_collective=_wrap_collective,
+        )
         inner = self._activate(self._multiply(self._up, found.rows, found.offsets))
-        y = combine(self._multiply(self._down, inner, found.offsets), found.handle, weights, plan.group, around=_around)
+        y = combine(
+            self._multiply(self._down, inner, found.offsets),
+            found.handle,
+            weights,
+            plan.group,
+            wrap_collective=_wrap_collective,
+        )
         if flow.cut_over is not None:
             y = gather_tokens(y, tokens, flow.cut_over)
         if flow.sum_tokens_over is not None:
@@ -245,7 +259,7 @@ class ParallelExperts(ShardedModule):
         return torch.where(ids == self.num_experts, numbers, ids)
 
     def _check_divides(self, tokens: int, ranks: int) -> None:
-        """Raise ValueError unless ranks of x get equally many tokens, as they must where nobody waits for numbers."""
+        """Raise ValueError unless ranks of x get equally many tokens, as required without exchanged counts."""
         if tokens % ranks:
             nearest = max(1, round(tokens / ranks)) * ranks
             raise ValueError(
@@ -265,8 +279,8 @@ class ParallelExperts(ShardedModule):
         return ", ".join(f"{name}={whole} of which {here} here" for name, whole, here in shapes)
 
 
-def _around(kind: str, make: Callable[[], T]) -> T:
-    """Mark and keep what a collective of `dispatch` or `combine` brings."""
+def _wrap_collective(kind: str, make: Callable[[], T]) -> T:
+    """Record the collective of `dispatch` or `combine`, and keep its output."""
 
     def marked() -> T:
         with collective(kind):

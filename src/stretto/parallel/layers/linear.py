@@ -249,12 +249,12 @@ class LinearPlan:
 
 
 class _SaveFirst(torch.autograd.Function):
-    """Saves what the backward pass of a `_Linear3D` needs before that makes its product.
+    """Saves tensors for the backward pass of a `_Linear3D` before it computes its product.
 
-    torch's checkpoint ends a recomputation once the last tensor has been saved. What the last linear of a block would
-    make after that, its product and the sum of it over ranks, is then not made: nobody would read it. A weight that is
-    not kept is gathered after that, too. Returns an empty tensor, by whose node `_Linear3D` finds the weight, if it was
-    gathered, and its backward pass what was saved.
+    torch's checkpoint ends a recomputation once the last tensor has been saved. So the last linear of a
+    block skips its product and the sum of it over ranks, which would not be read. A weight that is not kept is gathered
+    after that, too. Returns an empty tensor, by whose node `_Linear3D` finds the gathered weight, if any, and its
+    backward pass the saved tensors.
     """
 
     @staticmethod
@@ -272,7 +272,7 @@ class _SaveFirst(torch.autograd.Function):
 class _Linear3D(torch.autograd.Function):
     """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd.
 
-    saved: of `_SaveFirst`, or None, with which it saves by itself.
+    saved: of `_SaveFirst`; None: this function saves them.
     """
 
     @staticmethod

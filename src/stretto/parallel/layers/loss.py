@@ -126,7 +126,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _tokens_of_slice(head: ParallelHead, dtype: torch.dtype, *, is_wide: bool) -> int:
-    """Of how many tokens logits are in memory at once. is_wide: they are there in fp32 as well.
+    """The number of tokens whose logits are in memory at a time. is_wide: they are also stored in fp32.
 
     Ranks that have the same tokens must take the same slices, whatever their part of the vocabulary.
     """
@@ -151,7 +151,7 @@ def _cross_entropy_by_kernels(
 ) -> Tensor:
     """Cross-entropy [tokens] as of `_cross_entropy`, by kernels.
 
-    Logits become its gradient times `scales` [tokens] if that is given, and stay as they are otherwise.
+    Logits become its gradient times `scales` [tokens] if that is given, and are not changed otherwise.
     """
     highest, sums, of_target = cross_entropy.read_statistics(logits, targets, rows)
     if group.size() > 1:
@@ -233,7 +233,7 @@ def is_mean_over_batch(loss: Tensor) -> bool:
 
 
 class MeansOverBatch(TorchFunctionMode):
-    """Takes the mean over the global batch wherever Python code asks for the mean cross-entropy of this rank's rows.
+    """Replaces the mean cross-entropy of this rank's rows by that of the global batch, wherever Python code calls it.
 
     For models whose own code computes a loss from whole logits. Raises ValueError for targets that are not class
     indices, class weights, smoothed labels and other reductions, unless `passes_others`: they stay each rank's own.
@@ -313,7 +313,7 @@ class ParallelLoss(nn.Module):
         targets = targets.flatten()
         if num_targets is None:
             num_targets = all_reduce((targets != IGNORED_TARGET).sum(), loss_group)
-        if hidden is None:  # the model's forward was not told of the targets: these are whole logits
+        if hidden is None:  # the model's forward has no targets: these are whole logits
             wide = logits.to(statistics_dtype(logits)).flatten(0, -2)
             total = F.cross_entropy(wide, targets, ignore_index=IGNORED_TARGET, reduction="sum")
             return _SumOverLossGroup.apply(total / num_targets, loss_group)

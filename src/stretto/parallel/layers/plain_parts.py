@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that stay as they are, and parameters that a model's own code reads as plain tensors.
+"""Modules that are not sharded, and parameters that a model's own code reads as plain tensors.
 
 Roles: "replicated" (a convolution, a class token, an adapter: every rank has it whole), "gathered" (experts: z shards
 it, and every rank computes it whole) and "inner_parameter" (attention sinks: x splits it by heads).
@@ -84,7 +84,7 @@ def read_as_tensors(
 def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, grid: Grid) -> None:
     """Have a module compute with all of its parameters, gathered over z, and on whole hidden features.
 
-    Where y splits these, its first argument is gathered, and what it returns (of several things the first) is cut.
+    If y splits these, its first argument is gathered, and its output (the first of several) is split.
     """
     module = model.get_submodule(part.whose)
     forward, group = shard.wrap(module.forward), grid.group("y")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers on a grid: they stay as they are, read whole hidden features, and count the tokens of all ranks."""
+"""Routers on a grid: they are not sharded, read whole hidden features, and count the tokens of all ranks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, ov
         router.record = functools.partial(run_once, router.record)
     # On one rank nothing is waited for, and torch.compile traces the router's losses.
     if hasattr(router, "start_sum_over_ranks") and grid.size(over) > 1:
-        # Once: a block that is computed again is in the backward pass, which would wait for another sum at once.
+        # Once: recomputation runs in the backward pass, which would wait for another sum immediately.
         router.start_sum_over_ranks = functools.partial(run_once, start_sum)
 
 

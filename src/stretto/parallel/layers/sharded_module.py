@@ -35,7 +35,7 @@ class ShardedModule(nn.Module):
         self.is_traceable = False
 
     def is_being_traced(self) -> bool:
-        """Whether torch.compile is tracing this module, and may trace what a plain module would do."""
+        """Whether torch.compile is tracing this module, and may trace a plain module's operations."""
         if not torch.compiler.is_compiling() or not self.is_traceable:
             return False
         return self.gradients is None or (self.gradients.sink is None and self.gradients.deferred is None)
@@ -83,7 +83,7 @@ def whole_as_shards(
     local_metadata: Mapping[str, Any],
     parameters: Mapping[str, nn.Parameter | None],
 ) -> dict[str, Tensor]:
-    """This rank's parts of what a state dict has whole, for some of a module's own parameters.
+    """This rank's shards of a state dict's whole tensors, for some of a module's own parameters.
 
     Raises ValueError where `load_state_dict` was told to assign, and for shards of another grid.
     """

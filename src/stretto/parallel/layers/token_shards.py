@@ -126,7 +126,7 @@ class _GatherTokens(torch.autograd.Function):
 
         def gather() -> Tensor:
             rows = gather_rows(part, tokens, group)
-            return rows.clone() if rows._is_view() else rows  # autograd lets nobody write to a Function's view
+            return rows.clone() if rows._is_view() else rows  # autograd forbids writes to a Function's view
 
         return keep_output("gathered tokens", gather)
 

@@ -55,8 +55,8 @@ class ComputedAction(NamedTuple):
 class _InFlight:
     """A micro-batch between its forward and its backward pass in one stage.
 
-    ends: what the backward pass begins with, the loss on the last stage, the edges of what was sent on others (None:
-    it needs no gradient).
+    ends: what the backward pass begins with, the loss on the last stage, the autograd edges of sent activations on
+    others (None: it needs no gradient).
     """
 
     stage_pass: StagePass
@@ -66,7 +66,7 @@ class _InFlight:
 class PipelineStep:
     """What a step is made of: the arguments of each micro-batch, and the parts of its loss.
 
-    targets: of each micro-batch. has_divisor: the caller has said what losses are divided by. weights: the factor of
+    targets: of each micro-batch. has_divisor: the caller has given the divisor of losses. weights: the factor of
     each micro-batch's loss in that of the batch.
     """
 
@@ -144,7 +144,7 @@ class ActionRunner:
                     _announce(group, action)
             else:
                 with self._waiting():
-                    action = _hear(group, stage)
+                    action = _receive_action(group, stage)
             backwards += action.operation is _B
             self.take(action, is_last=backwards == count)
 
@@ -285,7 +285,7 @@ def _announce(group: dist.ProcessGroup, action: Action) -> None:
     dist.broadcast(words, group=group, group_src=0)
 
 
-def _hear(group: dist.ProcessGroup, stage: int) -> Action:
+def _receive_action(group: dist.ProcessGroup, stage: int) -> Action:
     words = torch.empty(2, dtype=torch.int64)
     dist.broadcast(words, group=group, group_src=0)
     is_backward, number = words.tolist()

@@ -3,7 +3,7 @@
 
 A stage runs the model's whole code, and modules that earlier stages have return stand-ins there: zeros of the shapes
 and dtypes that the modules have returned on their own stages. The model's code reads sizes off them, as for a padding
-or a mask. `OutputLayouts` notes these, and travels with each micro-batch.
+or a mask. `OutputLayouts` records these, and is sent with each micro-batch.
 """
 
 import pickle
@@ -34,7 +34,7 @@ class OutputLayouts:
     calls: dict[Hashable, list[Any]] = field(default_factory=dict)
 
     def note(self, module: Hashable, output: Any) -> None:
-        """Note what a module has returned."""
+        """Record a module's output."""
         noted = _layout_of(output) if isinstance(output, Tensor) else tree_map(_layout_of, output)
         last = next(reversed(self.calls.values()), None)
         if last is not None and last[-1] == noted:
@@ -110,7 +110,7 @@ class Activations:
     random_state: tuple[Tensor, Tensor | None] | None = None
 
     def as_message(self) -> list[Tensor | None]:
-        """The tensors that travel: a header, layouts, the states of random generators, and the activations."""
+        """The tensors to send: a header, layouts, the states of random generators, and the activations."""
         header = torch.tensor([self.micro_batches, *self.batch_shape, *self.places], dtype=torch.int64)
         cpu, gpu = self.random_state or (None, None)
         return [header, self.layouts.packed(), cpu, gpu, *self.tensors]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a model into pipeline stages: finds its blocks and what is beside them, and leaves a rank its own part."""
+"""Splits a model into pipeline stages: finds its blocks and other modules, and keeps only the rank's part."""
 
 import dis
 import functools
@@ -99,8 +99,8 @@ def _refusal(name: str, kind: type[nn.Module]) -> AttributeError:
 class PassedBy(nn.Module):
     """Stands for a block, or for another module, that another rank has.
 
-    It has what the model's code may read of what it stands for (`_describe`), and parameters that this rank has under
-    another name too (a tied embedding).
+    It has the attributes of the replaced module that the model's code may read (`_describe`), and parameters that this
+    rank has under another name too (a tied embedding).
     """
 
     def __init__(self, original: nn.Module, call: Callable[..., Any], device: torch.device) -> None:
@@ -110,7 +110,7 @@ class PassedBy(nn.Module):
         self.described = _describe(original, device)
 
     def __getattr__(self, name: str) -> Any:
-        """A submodule or parameter, a description, or what the original's class has: a constant, or a property."""
+        """A submodule or parameter, a description, or a constant or property of the original's class."""
         if name in self._modules or name in self._parameters or "described" not in vars(self) or name.startswith("__"):
             return super().__getattr__(name)
         if name in self.described:
@@ -123,7 +123,7 @@ class PassedBy(nn.Module):
         raise _refusal(name, self._original_type)
 
     def __getitem__(self, key: Any) -> Any:
-        """Raise ValueError: what a list of modules has is on another rank."""
+        """Raise ValueError: the elements of a list of modules are on another rank."""
         raise ValueError(
             f"the model's code takes a module out of a {self._original_type.__name__} that another pipeline stage has: "
             "pipeline stages take models whose repeated blocks are modules of their own; use pipe=1"
@@ -173,7 +173,7 @@ def _block_names(model: nn.Module, options: StageOptions) -> tuple[str, ...]:
 
 
 def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) -> tuple[ModelPart, ...]:
-    """The modules with parameters beside the blocks, and whether they come before these.
+    """The modules with parameters other than the blocks, and whether they come before these.
 
     They come in the order of transformers' plan for pipelines, else as the code calls them, or as they are registered.
     """
@@ -253,7 +253,7 @@ def _find_cuts(
 
 
 def _multiplied(module: nn.Module) -> float:
-    """How many numbers of weights a token is multiplied with: all of linears, and those of the experts it passes."""
+    """The number of weights with which a token is multiplied: all of linears, and those of its experts."""
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     active = {id(p): share for owner in module.modules() for p, share in _active_shares(owner)}
     weights = (p for p in module.parameters() if p.dim() > 1 and id(p) not in embeddings)
@@ -263,7 +263,7 @@ def _multiplied(module: nn.Module) -> float:
 def _active_shares(owner: nn.Module) -> list[tuple[nn.Parameter, float]]:
     """The weights of the experts that a module holds, and the share of these experts that a token passes.
 
-    It is read beside them: as an attribute of the module, or of its router.
+    It is read from an attribute of the module, or of its router.
     """
     found = []
     for experts in owner.children():
@@ -361,7 +361,7 @@ def _without_self(signature: inspect.Signature) -> inspect.Signature:
 
 
 def wrap_forwards(model: nn.Module, stages: ModelStages) -> None:
-    """Have this rank's blocks, and its modules beside them, follow the pass that runs."""
+    """Register hooks by which this rank's blocks and other modules track the running pass."""
     for index, name in enumerate(stages.block_names):
         block = model.get_submodule(name)
         if isinstance(block, PassedBy):

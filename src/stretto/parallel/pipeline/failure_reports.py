@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of failed carriers, from which each rank finds the rank that the failure came from.
+"""Reports of failed carriers, from which each rank finds the rank that caused the failure.
 
 When one rank stops, its neighbours wait for it, theirs wait for them, and any of them may reach its time limit first.
-So a rank that fails writes to the group's store whom it blames, and what it waits for itself; it then closes its
+So a rank that fails writes to the group's store which rank it blames, and what it waits for itself; it then closes its
 channels. Ranks that notice do the same. The first report says how the failure was noticed; from the rank that it blames
-one follows who waits for whom to a rank that waits for nobody, or that has written nothing at all: there it began.
+one follows the waits to a rank that does not wait, or that has written no report: it caused the failure.
 """
 
 import json
@@ -40,7 +40,7 @@ class Report:
 
 
 class FailureReports:
-    """The reports of one carrier's ranks, in a store. A store that does not answer delays nobody for long.
+    """The reports of one carrier's ranks, in a store. A store that does not answer causes only a short delay.
 
     topic: the keys' prefix. name_rank: how errors call a rank.
     """
@@ -124,10 +124,10 @@ class FailureReports:
 
 
 class StepFailures:
-    """Finds the rank of a job at which a step has failed, also where a collective of a stage did, which names nobody.
+    """Finds the rank of a job at which a step has failed, also if a stage's collective failed, which names no rank.
 
-    Every rank that fails says so in the job's store, and why, if the cause is its own. The others name that rank; or
-    those that say nothing, which have ended, stopped or hung. topic: the keys' prefix, the same on all ranks.
+    Every rank that fails reports it in the job's store, with the reason, if it is the cause. The others name that rank;
+    or those that say nothing, which have ended, stopped or hung. topic: the keys' prefix, the same on all ranks.
     """
 
     def __init__(self, topic: str) -> None:
@@ -182,12 +182,12 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
-    """Run a call that may hang or fail, as a store whose host is gone does, in a thread, and leave it after a while."""
+    """Run a call that may hang or fail (as with a lost store) in a thread, and abandon it after a time limit."""
 
     def run() -> None:
         try:
             call()
-        except RuntimeError:  # the store is gone: what is known without it has to do
+        except RuntimeError:  # the store is lost: use what is known without it
             return
 
     thread = threading.Thread(target=run, name="stretto-failure-report", daemon=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over a gloo group of the pipe's ranks; those of GPUs are staged in pinned host memory.
 
-A message is up to three kinds of gloo messages, each kind with a tag of its own, in this order:
+A message is up to three kinds of gloo messages, each kind with its own tag, in this order:
 
     FIRST   the header, and behind it the tensors that fit into FIRST_BYTES with it: the smallest ones first
     LEAD    the largest of the others
@@ -15,7 +15,7 @@ REST.
 gloo's `Work.is_completed` says nothing before `Work.wait` has returned, which has no time limit that would not also
 close all of the group's connections. So threads wait without a limit: for each source that sends anything in a step
 one that receives, for each destination one that waits for what was sent. They end with the step. To end them before,
-`_break` lets a receive time out, by which gloo closes all connections; peers notice that at once.
+`_break` lets a receive time out, by which gloo closes all connections; peers notice this immediately.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _JOIN_SECONDS = 10.0
 
 
 class GlooCarrier(Carrier):
-    """Carries messages over a gloo group of its own, between ranks on any machines.
+    """Sends messages over its own gloo group, between ranks on any machines.
 
     All ranks of the group make it; they wait for each other, and connect. PeerError if some do not come.
     """
@@ -59,7 +59,7 @@ class GlooCarrier(Carrier):
         except RuntimeError as error:
             self._record.close()
             raise PeerError(f"pipe rank {self.rank} did not connect to the others of {self.size}: {error}") from error
-        self._posting = threading.Lock()  # a ProcessGroupGloo counts its calls without a lock of its own
+        self._posting = threading.Lock()  # a ProcessGroupGloo counts its calls without a lock
         self._posted_bytes: dict[tuple[int, int], int] = {}  # size of the last LEAD, by source and destination
         self._receivers: list[threading.Thread] = []
         self._senders: dict[int, _Sender] = {}
@@ -120,7 +120,7 @@ class GlooCarrier(Carrier):
     def post_message(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> list[Any]:
         """Post the sends of a message whose tensors are on the host; returns (Work, memory) of each."""
         packed = header.pack()
-        layouts = self._carried(header)
+        layouts = self._layouts_to_send(header)
         inline, others = _place(layouts, packed.numel())
         lead = _find_lead(layouts, others)
         parts = {index: as_bytes(tensors[index]) for index in others}  # type: ignore[arg-type]
@@ -148,14 +148,14 @@ class GlooCarrier(Carrier):
         tensors = self._staging.to_host(staged.tensors, staged.event)
         return self.post_message(destination, staged.header, tensors)
 
-    def _carried(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
-        """What gloo carries of a message: None for the others."""
+    def _layouts_to_send(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
+        """The tensors of a message that gloo sends: None for the others."""
         return header.tensors
 
     # Receiving.
 
     def _receive_all(self, source: int, count: int) -> None:
-        """Receive a step's messages of one source, in a thread of their own."""
+        """Receive a step's messages of one source, in a separate thread."""
         try:
             posted = self._post_ahead(source)
             for left in reversed(range(count)):
@@ -167,7 +167,7 @@ class GlooCarrier(Carrier):
         """Receive a message and deliver it; returns what has been posted for the next one."""
         posted.first_work.wait(_WITHOUT_LIMIT)
         header, header_bytes = MessageHeader.unpack(posted.first)
-        layouts = self._carried(header)
+        layouts = self._layouts_to_send(header)
         inline, others = _place(layouts, header_bytes)
         lead = _find_lead(layouts, others)
         buffers: dict[int, Tensor] = {}
@@ -226,7 +226,7 @@ class GlooCarrier(Carrier):
             raise MemoryError(f"no host memory for a message of {num_bytes} bytes: {error}") from error
 
     def explain(self, rank: int, error: Exception) -> None:
-        """Note that a message from or to a rank has failed: gloo's RuntimeErrors say that the connection is gone."""
+        """Note that a message from or to a rank has failed: gloo's RuntimeErrors report that the connection is lost."""
         text = str(error).splitlines()[0][:200] if str(error) else ""
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             self._fail([rank], f"{self._name_rank(rank)} closed its connection ({text})")
@@ -278,7 +278,7 @@ class _Sender:
 
 
 class HostStaging:
-    """Copies between a GPU and pinned host memory, on a stream of its own."""
+    """Copies between a GPU and pinned host memory, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -322,7 +322,7 @@ class HostStaging:
 
 
 def _place(layouts: tuple[TensorLayout | None, ...], header_bytes: int) -> tuple[dict[int, int], list[int]]:
-    """Which tensors lie in a message's first part, with the byte at which each begins; and which are sent on their own.
+    """The tensors in a message's first part, with the byte at which each begins; and those that are sent separately.
 
     The smallest ones come first. Sender and receiver compute it from the header alone.
     """

@@ -2,7 +2,7 @@
 """Messages between pipeline stages: the interface of their carriers, and what all carriers share.
 
 A message holds the activations for one forward pass of a stage, or the gradients for one backward pass, of one
-micro-batch. Which messages a rank receives in a step follows from the schedule, so `begin_step` is told their number
+micro-batch. The schedule determines which messages a rank receives in a step, so `begin_step` is given their number
 by source; which tensors they hold is written in each message's header (`message_format`).
 
     carrier.begin_step({0: 8})                                  # pipe rank 0 will send 8 messages in this step
@@ -10,7 +10,7 @@ by source; which tensors they hold is written in each message's header (`message
     (hidden, mask) = carrier.take(MessageKey("F", 1, 5))        # waits for it
     carrier.end_step()                                          # everything has been sent, and everything taken
 
-Between two ranks, each direction is a channel of its own, in which messages arrive in the order in which they were
+Between two ranks, each direction is a separate channel, in which messages arrive in the order in which they were
 sent; between channels there is no order. Messages are taken in any order: until then the carrier holds them, as many
 as the schedule has live micro-batches.
 
@@ -57,15 +57,15 @@ _counts = _Counts(weakref.WeakKeyDictionary())
 class Carrier(ABC):
     """Carries tensors between the ranks of one group, the pipe axis'. All of its ranks make it, in the same order.
 
-    A step lies between `begin_step` and `end_step`. Ranks in all arguments are ranks in the group. A rank may send to
-    itself: those tensors are handed over without a copy. One thread calls the methods.
+    A step begins with `begin_step` and ends with `end_step`. Ranks in all arguments are ranks in the group. A rank may
+    send to itself: those tensors are passed without a copy. One thread calls the methods.
 
     Every wait has the group's time limit (`stretto.memory.group_timeout`). PeerError, from any method, says that a
     rank died, or did not send or take a message within it; it names the message, and the rank from which the failure
-    came. Each later call raises it again. `has_failed` tells without raising.
+    came. Each later call raises it again. `has_failed` returns this without raising.
 
-    group: None for all ranks. device: where tensors lie that were sent from a GPU, and for CPU ranks the CPU; tensors
-    that were sent from a CPU are received on the CPU.
+    group: None for all ranks. device: the device of received tensors that were sent from a GPU, and for CPU ranks the
+    CPU; tensors that were sent from a CPU are received on the CPU.
     """
 
     name: str
@@ -90,8 +90,8 @@ class Carrier(ABC):
         self._step = 0
         self._in_step = False
         self._is_closed = False
-        self._outstanding: dict[int, int] = {}  # messages that have yet to come in this step, by source
-        self._messages: dict[MessageKey, list[Tensor | None]] = {}  # that came and were not taken
+        self._outstanding: dict[int, int] = {}  # messages of this step that have not arrived yet, by source
+        self._messages: dict[MessageKey, list[Tensor | None]] = {}  # that have arrived and were not taken
         self._arrived: deque[MessageKey] = deque()  # those of them that were not reported
         self._events: dict[MessageKey, torch.cuda.Event] = {}  # after which their tensors on a GPU hold their values
         self._taken: set[MessageKey] = set()
@@ -109,7 +109,7 @@ class Carrier(ABC):
     def begin_step(self, expected: Mapping[int, int]) -> None:
         """Begin a step. expected: how many messages each rank will send to this one; ranks that send none may lack.
 
-        It waits for nobody. Messages of ranks that are ahead, in this step already, may have been on their way.
+        It does not wait. Messages of ranks that are already in this step may have been in flight.
         """
         self._require_usable(in_step=False)
         for source, count in expected.items():
@@ -129,7 +129,7 @@ class Carrier(ABC):
         """Send a message. It does not wait for the receiver.
 
         tensors: of any shapes, dtypes and strides; the receiver gets contiguous ones that require no gradient, and None
-        where there is None. They are kept alive until they are sent; until `end_step` nobody may write to them.
+        where there is None. They are kept alive until they are sent; until `end_step` they must not be written.
         """
         self._require_usable(in_step=True)
         self._require_rank(destination, "destination")
@@ -209,7 +209,7 @@ class Carrier(ABC):
         self._buffers.trim()
 
     def fail(self, text: str) -> None:
-        """Fail the step on all ranks, since something beside messages has failed here.
+        """Fail the step on all ranks, since something other than messages has failed here.
 
         text: what, in the past tense without a subject, for the other ranks' errors.
         """

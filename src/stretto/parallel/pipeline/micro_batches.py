@@ -24,7 +24,7 @@ _DIVISORS = ("num_items_in_batch", "num_targets")
 class BatchCutter:
     """Cuts batches of a model into micro-batches of `size` rows.
 
-    averages: whether a rank's loss is of its own rows, and gradients are averaged over the ranks.
+    averages: whether a rank's loss covers its own rows, and gradients are averaged over the ranks.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, size: int, *, averages: bool) -> None:
@@ -70,7 +70,7 @@ class BatchCutter:
     def weigh(self, step: PipelineStep) -> None:
         """Find the factor of each micro-batch's loss in that of the batch.
 
-        Where the model's loss can be told its divisor, that is the whole batch's number of valid targets, and factors
+        If the model's loss takes a divisor, it is the whole batch's number of valid targets, and factors
         are 1. Otherwise a micro-batch's loss is the mean over its own valid targets.
         """
         self._check_counts(step.micro_batches)
@@ -84,7 +84,7 @@ class BatchCutter:
         mine = torch.stack(found).to(self.grid.device)
         counts = all_reduce(mine.clone(), self.grid.group(LOSS))
         total = counts.sum()
-        if self._averages:  # a rank's loss is of its own rows, and the mean over ranks is that of the batch
+        if self._averages:  # a rank's loss covers its own rows, and the mean over ranks is that of the batch
             counts, total = mine, total / self.grid.size(LOSS)
         if (name := self._divisor()) is not None:
             for call in step.calls:

@@ -69,11 +69,11 @@ class NCCLCarrier(GlooCarrier):
                 "NCCL needs one GPU per rank, but ranks share GPUs here: use the carrier 'symmetric memory'"
             )
 
-    def _carried(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
+    def _layouts_to_send(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
         return tuple(None if layout is not None and self._is_data(layout) else layout for layout in header.tensors)
 
     def _is_data(self, layout: TensorLayout) -> bool:
-        """Whether NCCL carries a tensor."""
+        """Whether NCCL can send a tensor."""
         return layout.is_on_gpu
 
     def post_staged(self, destination: int, staged: Staged) -> list[Any]:
@@ -142,7 +142,7 @@ class _NCCLLink:
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _WITHOUT_LIMIT  # the carrier has its own limit, and names who exceeds it
+        options._timeout = _WITHOUT_LIMIT  # the carrier has its own limit, and names the rank that exceeds it
         with torch.cuda.device(device):
             self._nccl: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
         self._device = device

@@ -7,7 +7,7 @@ schedule, or comes about as messages arrive (Singh, section 3.1.3). Each rank ta
 waits in each for the message that the action needs.
 
 Collectives within a stage (over x, y and z) run in the order of the actions, so the ranks that share a micro-batch must
-take the same ones. In message-driven order the first of them decides, and tells the others.
+take the same ones. In message-driven order the first of them decides, and notifies the others.
 """
 
 import itertools
@@ -48,7 +48,7 @@ from stretto.suggestions import name_known
 
 MESSAGE_DRIVEN = "message-driven"
 
-# The numbers of pipelines, the same on all ranks, by process group: one process may be in several jobs in turn.
+# The pipelines' numbers, equal on all ranks, by process group: one process may be in several jobs in turn.
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
@@ -139,7 +139,7 @@ class Pipeline:
         seed: seeds torch before each micro-batch, for dropout; the same on all ranks.
         scale_loss: multiplies the loss of a micro-batch before its backward pass, as a loss scaler does.
 
-        Modules that add losses of their own as gradients (`stretto.models.moe.Router`) have an attribute `loss_scale`,
+        Modules that add their own losses as gradients (`stretto.models.moe.Router`) have an attribute `loss_scale`,
         which is set to a micro-batch's share of the batch, times `scale_loss`.
 
         Returns the loss of the global batch, 0-dim fp64, on every rank: the mean over its valid targets, if the model
@@ -333,7 +333,7 @@ class Pipeline:
     def _share_loss(self, step: PipelineStep) -> Tensor:
         """The step's loss, which the last stage sends to the other ranks of pipe once all have ended the step.
 
-        So no rank goes on to a collective over all ranks that one will never come to.
+        So no rank continues to a collective over all ranks that another will never reach.
         """
         last, count = self.stages.stage_ranks[-1], self.stages.count
         key = MessageKey("F", count, 0)

@@ -157,7 +157,7 @@ class SharedMemoryCarrier(Carrier):
             problem = f"could not move its messages: {error!r}"
         finally:
             self._moving.release()
-        # Without the lock: whoever fails meanwhile holds the other one.
+        # Without the lock: a thread that fails concurrently holds the other one.
         for destination, key in finished.sent:
             self.note_sent(destination, key)
         for source, message, event in finished.received:
@@ -249,10 +249,10 @@ class SharedMemoryCarrier(Carrier):
         if self._progress():
             backoff.reset()
         else:
-            self._look_at_peers()
+            self._check_peers()
             backoff.pause()
 
-    def _look_at_peers(self) -> None:
+    def _check_peers(self) -> None:
         """Fail if a peer has failed, or if one that this rank depends on has ended."""
         for peer in self._peers():
             if self._memory.seen(peer, _FAILED):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages: a model is cut between its blocks, and each rank keeps the blocks of its stages, under their names.
 
-A stage runs the model's own forward. Around its blocks that code runs as it always does, but what the rank does not
+A stage runs the model's own forward. Around its blocks that code runs unchanged, but what the rank does not
 have is passed by: a module of an earlier stage, a block or an embedding, returns zeros in the shapes of its results,
 and the first block of the stage gets the activations that the stage before has sent in the place of its arguments. When
 the code reaches the first block after the stage, `_EndOfStage` ends the forward, and the arguments that were meant for
-that block are what the stage sends. Masks, positions and rotary angles are computed by each stage from the model's
+that block are sent. Masks, positions and rotary angles are computed by each stage from the model's
 inputs.
 
     model code of a stage that has blocks 2 and 3:
@@ -39,7 +39,7 @@ class PassedOver(NamedTuple):
 
 
 class _EndOfStage(BaseException):
-    """Ends a stage's forward with what it sends. No code of a model catches it by `except Exception`."""
+    """Ends a stage's forward with its output to send. No model code catches it by `except Exception`."""
 
     def __init__(self, activations: Activations) -> None:
         super().__init__("a pipeline stage has ended")
@@ -124,7 +124,7 @@ class ModelStages:
         return len(self.mine)
 
     def must_learn(self, stage: int) -> bool:
-        """Whether a forward pass must record gradients to show what the stage sends, or what skips the cut before."""
+        """Whether a forward pass must record gradients to find the stage's outputs, or skips of the previous cut."""
         return (stage < self.count - 1 and stage not in self.carried) or (stage > 0 and stage not in self.checked)
 
     def has_block(self, index: int) -> bool:
@@ -132,7 +132,7 @@ class ModelStages:
         return any(self.cuts[stage] <= index < self.cuts[stage + 1] for stage in self.mine)
 
     def local_runs(self) -> list[tuple[int, ...]]:
-        """The numbers of the blocks of each of this rank's stages."""
+        """The block indices of each of this rank's stages."""
         return [tuple(range(self.cuts[stage], self.cuts[stage + 1])) for stage in self.mine]
 
     @contextmanager
@@ -149,7 +149,7 @@ class ModelStages:
                 stage_pass.batch_shape = self.tokens.shape
 
     def begin(self, stage: int, received: Activations | None) -> StagePass:
-        """Begin a forward pass of a stage with what the stage before has sent."""
+        """Begin a forward pass of a stage with the activations of the previous stage."""
         begun = StagePass(stage, self.cuts[stage], self.cuts[stage + 1], self.needs_random_state, received)
         if received is not None:
             begun.batch_shape, begun.layouts = received.batch_shape, received.layouts
@@ -232,7 +232,7 @@ class ModelStages:
         return args, kwargs
 
     def note_output(self, module: int | str, output: Any) -> Any:
-        """Note what a block, or a module before the blocks, has returned; returns it."""
+        """Record the output of a block, or of a module before the blocks; returns it."""
         now = self._require_pass()
         if in_backward() or now.stage == self.count - 1:
             return output
@@ -242,7 +242,7 @@ class ModelStages:
     def _show(self, now: StagePass, output: Any) -> Any:
         """While the stage learns what to send, have autograd show what is made from a module's output.
 
-        That of frozen modules needs no gradient, and has to be sent all the same.
+        The output of frozen modules needs no gradient, but must still be sent.
         """
         if now.made is None:
             return output
@@ -325,7 +325,7 @@ def whole_model(model: nn.Module) -> nn.Module:
     return model if stages is None or stages.skeleton is None else stages.skeleton
 
 
-def names_elsewhere(model: nn.Module) -> frozenset[str]:
+def names_on_other_stages(model: nn.Module) -> frozenset[str]:
     """The names of the parameters that other pipeline stages have."""
     own = {name for name, _ in model.named_parameters()}
     return frozenset(name for name, _ in whole_model(model).named_parameters() if name not in own)

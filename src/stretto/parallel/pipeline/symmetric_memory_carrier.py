@@ -2,7 +2,7 @@
 """Messages between GPUs that reach each other's memory, over rings of slots in symmetric memory on the GPUs.
 
 A message's header, and its tensors on the CPU, go through shared host memory, as in `shared_memory_carrier`. The
-tensors on a GPU follow in slices, by copies on streams of the carrier's own, beside kernels that compute:
+tensors on a GPU follow in slices, by copies on side streams of the carrier, concurrently with kernels that compute:
 
     sender                                                        receiver
     its copies into a free slot, on the receiver's GPU, end

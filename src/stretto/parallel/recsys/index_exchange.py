@@ -25,7 +25,7 @@ def exchange_indices(
 ) -> TableLookups:
     """Exchange bags of this rank's samples for all tables for those of all samples for this rank's tables. Collective.
 
-    indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may lie on the CPU, which saves
+    indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may be on the CPU, which saves
     waiting for a GPU. The local batch is as large on all ranks. Sends how large it is and how many indices there are
     for each table (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
     the bags' lengths, then the indices.
@@ -43,7 +43,7 @@ def exchange_indices(
     try:
         batch, ends = _check(indices, offsets, placement, group.rank())
         lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
-    except ValueError as error:  # the others are told in the exchange in which they wait for this rank
+    except ValueError as error:  # the others are notified in the exchange in which they wait for this rank
         refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
     sizes = [stop - start for start, stop in pairwise(ends)]
 

@@ -26,7 +26,7 @@ class TableSize:
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """Tables on ranks: `owned[rank]` are the numbers of the rank's tables, rising. A rank may own none."""
+    """Tables on ranks: `owned[rank]` are the ascending indices of the rank's tables. A rank may own none."""
 
     tables: tuple[TableSize, ...]
     owned: tuple[tuple[int, ...], ...]

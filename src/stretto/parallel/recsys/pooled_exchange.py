@@ -133,7 +133,7 @@ def _look_up(
 def _pool(lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """[global batch, dims of this rank's tables], table by table."""
     if not tables:
-        # It has a gradient, of no number: its backward pass takes part in the exchange that the others wait for.
+        # It has an empty gradient: its backward pass participates in the exchange for which the others wait.
         return torch.zeros(
             lookups.batch, 0, dtype=dtype, device=lookups.indices.device, requires_grad=torch.is_grad_enabled()
         )

@@ -196,7 +196,7 @@ class ReplicatedGradients:
         self._task = -1  # autograd's number of the pass that is running: one that has failed is not taken up again
         if group.size() == 1:
             return
-        # Python's garbage collector does not see what such a hook refers to: a cycle would stay.
+        # Python's garbage collector does not see the references of such a hook: a cycle would never be freed.
         this = ref(self)
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:

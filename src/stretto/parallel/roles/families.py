@@ -16,7 +16,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """Roles by pattern, and the integer attributes that count what a rank of an axis holds."""
+    """Roles by pattern, and the integer attributes that count a rank's share of an axis."""
 
     roles: Roles
     local_attributes: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +155,7 @@ def _vit(config: Any, sizes: Sizes) -> FamilyPlan:
 def _stablelm(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
     layer |= {"input_layernorm": "norm", "post_attention_layernorm": "norm", "dropout": "dropout"}
-    if config.qk_layernorm:  # a norm with weights of its own for each head
+    if config.qk_layernorm:  # a norm with separate weights for each head
         if sizes["x"] > 1:
             return FamilyPlan(_under("layers.*.", layer | {"self_attn": _whole(sizes)}))
         layer |= dict.fromkeys(("self_attn.q_layernorm", "self_attn.k_layernorm"), "replicated")
@@ -203,7 +203,7 @@ def _phi3(config: Any, sizes: Sizes) -> FamilyPlan:
         "resid_attn_dropout": "dropout",
         "resid_mlp_dropout": "dropout",
     }
-    if sizes["x"] > 1:  # queries, keys and values are cut out by the configuration's numbers of heads
+    if sizes["x"] > 1:  # queries, keys and values are split by the configuration's numbers of heads
         layer["self_attn"] = _whole(sizes)
     else:
         layer |= {"self_attn.qkv_proj": "colwise", "self_attn.o_proj": "rowwise"}

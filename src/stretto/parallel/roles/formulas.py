@@ -35,7 +35,7 @@ class NormKind:
 
 
 def norm_kind(module: nn.Module, name: str) -> NormKind:
-    """The formula of a norm over its last dim. Raises ValueError for a norm that computes something else."""
+    """The formula of a norm over its last dim. Raises ValueError for any other computation."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return NormKind(True, module.eps)
     if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1:
@@ -190,7 +190,7 @@ def _trials(vocab: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def _tried(module: nn.Module, logits: Tensor, targets: Tensor) -> Tensor | None:
-    """What the module makes of them; None if it takes something else."""
+    """The module's output for them; None if its signature differs."""
     for more in ((), ((targets != IGNORED_TARGET).sum(),)):
         try:
             found = copy.deepcopy(module).to("cpu")(logits, targets, *more)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapts Hugging Face models: roles from their tensor-parallel plans, GPT-2 (which has none), losses, `generate`.
 
-transformers is not imported here: a model's attributes say what it is.
+transformers is not imported here: a model is identified by its attributes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
-    """Whether this is a transformers model, told by its class's attributes."""
+    """Whether this is a transformers model, by its class's attributes."""
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
@@ -33,7 +33,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a transformers class of its own computes what nn.Linear does (Falcon's), or what its transpose does."""
+    """Whether a custom transformers class computes nn.Linear (Falcon's), or its transpose."""
     kind = type(module)
     is_falcon = kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
     return is_falcon or is_conv1d(module)
@@ -202,9 +202,9 @@ def _source_without_init(kind: type) -> str:
 
 
 def norms_next_to_linears(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
-    """The norms of hidden features in a transformers model: weights [hidden] with no colwise or rowwise linear beside.
+    """The norms of hidden features in a transformers model: weights [hidden] without a colwise or rowwise sibling.
 
-    A norm beside such a linear may see heads, which are split in another way: the model's plan must name it.
+    A sibling norm of such a linear may see heads, which are split differently: the model's plan must name it.
     """
     if not is_pretrained_model(model) or not found:
         return {}
@@ -297,7 +297,7 @@ def _shifts_labels(model: nn.Module) -> bool | None:
 
 
 def calls_loss_function(model: nn.Module) -> bool:
-    """Whether the model's forward computes its loss by `loss_function`, not by code of its own."""
+    """Whether the model's forward computes its loss by `loss_function`, not by its own code."""
     forward = inspect.unwrap(type(model).forward)
     return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
 

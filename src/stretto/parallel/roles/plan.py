@@ -46,7 +46,7 @@ KINDS = {
     "inner_parameter": "parameter of a module's own, between a colwise and a rowwise linear: x splits its dim 0 (one "
     "number for each attention head, say)",
 }
-# Roles of modules that stay as they are, and of parameters that their code reads as plain tensors.
+# Roles of modules that are not sharded, and of parameters that their code reads as plain tensors.
 PLAIN = ("replicated", "gathered", "inner_parameter", "router")
 
 
@@ -122,7 +122,7 @@ class PlainPart:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds.
+    """How a model is sharded: its submodules' roles, and the integer attributes that count a rank's share.
 
     `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is. `plain`: what is
     not replaced. `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
@@ -135,7 +135,7 @@ class ShardingPlan:
 
     @property
     def replicated(self) -> tuple[PlainPart, ...]:
-        """The parts that every rank of x computes whole, but for routers, which are small."""
+        """The parts that every rank of x computes whole, except for routers, which are small."""
         return tuple(part for part in self.plain if part.role.role not in ("inner_parameter", "router"))
 
     def named(self, *kinds: str) -> list[str]:
@@ -211,7 +211,7 @@ def _plain_parts(
     parameters: Mapping[str, nn.Parameter],
     found: Mapping[str, Role],
 ) -> tuple[PlainPart, ...]:
-    """The parameters of modules that stay as they are, except submodules with roles of their own, and those that have
+    """The parameters of modules that are not sharded, except submodules with their own roles, and those that have
     such a role themselves."""
     parts: dict[tuple[str, bool, Role], list[str]] = {}
     for name in parameters:

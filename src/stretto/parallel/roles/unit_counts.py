@@ -45,9 +45,9 @@ def refuse_unnamed_counts(modules: Mapping[str, nn.Module], plan: ShardingPlan, 
 
     It belongs to a module around a colwise linear and is read by that module's own code outside of the constructor. It
     equals the linear's number of units (heads); or, in a module that has such a number, the linear's features, by which
-    code divides. All modules of one class must agree: a layer's index is no number of heads, though some layer's equals
-    it. Linears whose roles come with the model (`parallel_plan`, transformers' tensor-parallel plan) are left out: its
-    code works on a rank's part.
+    code divides. All modules of one class must agree: a layer's index is not a number of heads, although some layer's
+    equals it. Linears whose roles come with the model (`parallel_plan`, transformers' tensor-parallel plan) are left
+    out: its code works on a rank's part.
     """
     if sizes["x"] == 1:
         return
@@ -105,7 +105,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _integer(module: nn.Module, attribute: str) -> int | None:
-    """The integer that a module or its class has under a name; None for anything else, and below 2."""
+    """The integer attribute of a module or its class; None for other types, and below 2."""
     value = inspect.getattr_static(module, attribute, None)
     return value if isinstance(value, int) and value > 1 else None
 

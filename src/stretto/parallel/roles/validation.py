@@ -173,7 +173,7 @@ def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
 
 
 def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for dropout that is no module, which each rank would draw by itself.
+    """Raise ValueError for dropout that is not a module, whose masks would differ between ranks.
 
     It is recognized by a probability that a module stores.
     """
@@ -190,7 +190,7 @@ def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
 def _check_plain(
     model: nn.Module, modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]
 ) -> None:
-    """Raise ValueError for parts that stay as they are on a grid that splits what they compute with, and for ties."""
+    """Raise ValueError for modules that are not sharded on a grid that splits their inputs, and for ties."""
     held: dict[int, tuple[str, str]] = {}
     for name, role in plan.roles.items():
         if role.role != "loss":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts what a mixture of experts sends: all-to-alls of rows, what ranks of x and y exchange of them, and weights.
+"""Predicts a mixture of experts' communication: all-to-alls of rows, exchanges over x and y, and weights.
 
 A token of a rank is sent to each of its experts, and comes back (Singh, section 7.1, steps 4 and 7); the backward pass
 sends two all-to-alls more, and so does recomputation that keeps nothing. Ranks of x that cut experts need all rows: TED
 sends them from each rank of x, and sums outputs over x. With duplicates dropped (section 7.3.1), each rank of x sends
-its part of the tokens, so that all-to-alls send 1/x of the bytes, and rows are gathered over x beside the experts;
+its part of the tokens, so that all-to-alls send 1/x of the bytes, and rows are gathered over x at the experts;
 outputs are scattered there, where the paper sums them whole, and drops. The backward all-reduces belong to steps 2 and
 6 of figure 7.3 (the text says 4 and 6, which are an all-to-all and the sum).
 """
@@ -20,8 +20,8 @@ from stretto.planner.experts.layers import MoeLayer, expert_parts, rows_of_rank
 from stretto.planner.optimizer_state import Formula
 from stretto.planner.workload import StepConfig, StepWorkload
 
-# Seconds that each peer adds to an all-to-all besides its bytes. Messages to peers start together, so it is less than a
-# hop of a ring takes.
+# Seconds that each peer adds to an all-to-all in addition to its bytes. Messages to peers start together, so it is less
+# than a hop of a ring takes.
 ALL_TO_ALL_PEER = 1e-6
 # Seconds that the host waits for the counts of rows, and launches kernels again after it, where `expert_rows` does not
 # say how many rows there are at most. An assumption: a transfer of some hundred bytes and the launch of a few kernels.
@@ -96,7 +96,7 @@ def _list_messages(
     shape, x, y = layer.shape, grid.x, grid.y
     hidden, ffn = layer.hidden / y, shape.ffn / grid.expert_x
     cuts = grid.expert_x > 1
-    stays = grid.expert == 1 and token_parts == 1  # one rank has all experts, and no token travels
+    stays = grid.expert == 1 and token_parts == 1  # one rank has all experts, and no token is sent
     is_distinct = not stays and (not cuts or drops_duplicates or token_parts > 1)
     rows = rows_of_rank(shape, grid, tokens)  # that experts compute
     sent = rows / grid.expert_x if is_distinct else rows
@@ -107,7 +107,7 @@ def _list_messages(
         if cuts and is_distinct:
             for kind in ("all_gather", "reduce_scatter"):
                 yield ExpertMessage(kind, "x", (x - 1) / x * rows * hidden, is_forward)
-        elif cuts:  # of whole outputs, where no token travels
+        elif cuts:  # of whole outputs, if no token is sent
             yield ExpertMessage("all_reduce", "x", 2 * (x - 1) / x * (tokens if stays else rows) * hidden, is_forward)
         if is_distinct and token_parts == 1:  # outputs of all tokens, and gradients by their inputs
             yield ExpertMessage("all_gather", "x", (x - 1) / x * tokens * hidden, is_forward)
@@ -196,7 +196,7 @@ def explain_messages(workload: StepWorkload, config: StepConfig) -> tuple[Formul
 
 
 def ranks_in_node(grid: GridSizes, gpus_per_node: int) -> int:
-    """How many ranks of a group of `expert` lie on one node."""
+    """The number of ranks of a group of `expert` on one node."""
     inside = 1
     for axis in ("x", "z", "data"):
         inside *= min(grid.expert_taken[axis], max(1, gpus_per_node // grid.preceding(axis)))

@@ -23,7 +23,7 @@ class MoeShape:
     """The mixture of experts of a block. Whole-model counts.
 
     experts: of inner width `ffn`, of which `active` compute a token. shared_ffn: inner width of the MLP that computes
-    every token beside them (0: none); has_shared_gate: one number a token scales its output. is_gated: experts and
+    every token beside them (0: none); has_shared_gate: one value per token scales its output. is_gated: experts and
     shared MLP have a gate. has_fused_gates: the shared MLP's is one kernel. imbalance: rows of the busiest rank over
     the mean, where several ranks divide the experts.
     """
@@ -106,7 +106,7 @@ class MoeLayer(BlockLayer):
         return (experts, rows, shape.ups * ffn, hidden), (experts, rows, hidden, ffn)
 
     def router_product(self, grid: GridSizes, tokens: float, token_parts: int) -> tuple[float, float, float]:
-        """m, n and k of the router's product, which ranks of y compute alike, and ranks of x too, but for sharded
+        """m, n and k of the router's product, which all ranks of y compute, and ranks of x, too, except for sharded
         tokens."""
         return tokens / token_parts, self.shape.experts, self.hidden
 
@@ -133,7 +133,7 @@ class MoeLayer(BlockLayer):
         rows, sent = self._rows(grid) * hidden, self.shape.active * hidden / self._distinct(grid)
         if grid.expert == 1:  # sums of outputs over x alone
             return (hidden if x > 1 else 0.0), 0.0
-        # Rows as they came, gathered over x, scattered, back, and tokens gathered over x.
+        # Rows as received, gathered over x, scattered, returned, and tokens gathered over x.
         scattered = 2 * rows / parts if parts > 1 else 0.0
         tokens = hidden if x > 1 and token_parts == 1 else 0.0
         return rows + scattered + sent + tokens, rows + sent
@@ -167,7 +167,7 @@ class MoeLayer(BlockLayer):
         return self._rows(grid) * max(self.hidden / grid.y, self.shape.ffn / grid.expert_x)
 
     def _distinct(self, grid: GridSizes) -> int:
-        """Over how many ranks of x a token's rows are made distinct: all, where rows travel."""
+        """The ranks of x over which duplicates of a token's rows are dropped: all, if rows are sent."""
         return grid.x if grid.expert > 1 else 1
 
 

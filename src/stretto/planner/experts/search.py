@@ -42,7 +42,7 @@ def choose_expert_grids(
 
 
 def sending_seconds(workload: StepWorkload, grid: GridSizes, cluster: Cluster) -> float:
-    """Seconds in which experts send in a step, but for start-ups and what is sent again.
+    """Seconds of experts' communication in a step, without start-ups and recomputation.
 
     What goes over z is sent under computation, which it slows down: a fifth of it counts, as of what is hidden.
     """

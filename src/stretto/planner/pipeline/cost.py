@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts a step of a pipeline: stages that compute micro-batches, bubbles, messages, and what each stage sums.
 
-A step's forward and backward passes take what the rank with most work computes, and its bubbles. `phase_time` has a
-closed form for each schedule, which ranks many; `replay` simulates the whole schedule with each stage's predicted times
-(`stretto.schedules`). The closed forms are exact for equal stages and messages that take no time, if F = I = W where
-the schedule splits backward passes (`stretto.schedules.bubble_time`).
+A step's forward and backward passes take the computation time of the rank with most work, and its bubbles. `phase_time`
+has a closed form for each schedule, which ranks many; `replay` simulates the whole schedule with each stage's predicted
+times (`stretto.schedules`). The closed forms are exact for equal stages and messages that take no time, if F = I = W
+where the schedule splits backward passes (`stretto.schedules.bubble_time`).
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from stretto.schedules import (
     simulate_message_driven,
 )
 
-# Of a schedule that has more actions, a part is simulated, and the rest goes on as its last micro-batches did.
+# Of a schedule with more actions, a part is simulated, and the rest extrapolated from its last micro-batches.
 MOST_REPLAYED = 5_000
 
 
@@ -227,7 +227,7 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     times = {kind: times_of_rank(plan.parts, kind) for kind in plan.edges}
     busiest = max(times, key=lambda kind: times[kind].whole)
     most = times[busiest]
-    clips = config.clips or not config.state.is_apart
+    clips = config.clips or not config.state.is_separate
     ends = [plan.edges[kind] for kind in plan.ranks]
     # The optimizer waits for the norm of all stages' gradients, if they are clipped.
     last = max(range(pipe), key=lambda rank: ends[rank].sums - slack[rank] + (0.0 if clips else ends[rank].optimizer))

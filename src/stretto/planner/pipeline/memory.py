@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the memory of a pipeline's ranks: what a stage needs for one micro-batch, and the activations of the others.
+"""Predicts the memory of a pipeline's ranks: a stage's for one micro-batch, and the activations of the others.
 
 A rank has the parameters of its stages, the first one the embeddings, the last one the head and the last norm; tied
 embeddings are on both. It needs what a rank without a pipeline would need for its blocks (`step_memory`), and beside it
 what its blocks keep of every other micro-batch that is live: between its forward pass on a stage and the end of its
 backward pass there. With full checkpointing of every `ac` blocks that is N / (G_inter ac) inputs a micro-batch, and
-`ac` blocks while they are computed again (Singh, equation 3.1, its bracket mended).
+`ac` blocks while they are computed again (Singh, equation 3.1, with its bracket corrected).
 """
 
 import math
@@ -26,7 +26,7 @@ from stretto.planner.optimizer_state import take_over
 from stretto.planner.pipeline.stage_times import RankStages, stage_workload
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
-# Messages that are received ahead, and that are sent, at once in each direction.
+# Messages in flight in each direction, received ahead and sent.
 _MESSAGES_AHEAD = 2
 
 
@@ -223,7 +223,7 @@ def pipeline_memory(
         kept, losses = memory.kept(live, deferred), 1
         if config.schedule.name == "gpipe":  # all forward passes come first: all losses are there, and no gradients yet
             losses = live[-1]
-            if not config.state.is_apart:
+            if not config.state.is_separate:
                 one = sum(memory.between) + memory.of_loss
                 kept -= min(memory.in_step["gradients"], one) if losses > 1 else 0.0
         memories.append(_rank_memory(rank, stages, live, kept, losses, memory))

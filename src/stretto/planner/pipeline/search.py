@@ -45,7 +45,7 @@ LISTED_WITH_EXPERTS = 3
 
 
 class _Timed(NamedTuple):
-    """A schedule and micro-batch with their predicted time, before its memory is looked at."""
+    """A schedule and micro-batch with their predicted time, before its memory is predicted."""
 
     time: float
     estimate: PipelineEstimate
@@ -108,7 +108,7 @@ class PipelineSearch:
         return REPLAYED if self.workload.model.moe is None else LISTED_WITH_EXPERTS
 
     def in_order(self, grids: Sequence[GridSizes], times: "BestTimes") -> Iterator[tuple[float, GridSizes]]:
-        """Grids that can run, each with the ways to divide experts that are worth to be predicted, by what they take at
+        """Grids that can run, each with the divisions of experts worth predicting, by the time that they take at
         least; until that is longer than the last of `times`."""
         model = self.workload.model
         waiting = [(self.bound(grid, model.moe is not None), place, False) for place, grid in enumerate(grids)]
@@ -197,7 +197,7 @@ class PipelineSearch:
         return (count_of_batches * passes + sums) / grid.pipe
 
     def _least_of_experts(self, grid: GridSizes) -> Volume:
-        """Seconds of what experts send in a step, but for start-ups and what is sent again."""
+        """Seconds of experts' communication in a step, without start-ups and recomputation."""
         workload = self.workload
         if workload.model.moe is None:
             return Volume()
@@ -216,7 +216,7 @@ class PipelineSearch:
 
     @property
     def _least_waits(self) -> float:
-        """The part of the sums over x and y that a step waits for, or loses beside them, at least.
+        """A lower bound of the exposed part of the sums over x and y, and of the slowdown by them.
 
         Half of them are in the forward pass, where at most half can be hidden.
         """
@@ -228,7 +228,7 @@ class PipelineSearch:
         return (1 + 3 * slowdown) / 4
 
     def search_grid(self, grid: GridSizes, most: float = float("inf")) -> Candidate | None:
-        """The best candidate of one grid: the fastest that fits, else the one that comes nearest to fitting.
+        """The best candidate of one grid: the fastest that fits, else the one that needs least memory.
 
         most: seconds; None is returned where nothing that fits is faster.
         """

@@ -14,7 +14,7 @@ from stretto.suggestions import name_known
 
 # In which order schedules are tried: of equally fast ones, the first is taken.
 _ORDER = ("1f1b", MESSAGE_DRIVEN, "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe")
-# Schedules that compute weights' gradients apart, which models without roles do not.
+# Schedules that compute weight gradients separately, which models without roles cannot.
 _SPLITTING = ("zb-h1", "zb-v", "dualpipe-v")
 MOST_VIRTUAL_STAGES = 8
 

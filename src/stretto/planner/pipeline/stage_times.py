@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts what a pipeline stage takes for one micro-batch, and once a step, from the times of its parts.
+"""Predicts the time of a pipeline stage per micro-batch, and per step, from the times of its parts.
 
 A stage's parts are its blocks, the embeddings of the first stage, and the head and the loss of the last. A model's
 blocks are all alike, or of two kinds, dense and with a mixture of experts: a stage's times are its numbers of blocks
@@ -33,10 +33,10 @@ from stretto.schedules.schedule import place_in_loops, place_in_v
 
 
 class PartTimes(NamedTuple):
-    """Seconds of a part of a stage on one rank. Of each micro-batch, but for those that say that they are of a step.
+    """Seconds of a part of a stage on one rank, per micro-batch unless described as per step.
 
     forward, backward_input, backward_weight: computation. x, y, z: how long the forward, and the backward pass waits
-    for collectives over an axis. slower: what computation beside hidden collectives loses, in each pass. gather,
+    for collectives over an axis. slower: the slowdown of computation by hidden collectives, in each pass. gather,
     scatter, data: of a step, collectives over z and data of the part's weights. room: of the last backward pass, what
     can hide them. sent_gather, sent_scatter, sent_y, sent_x, sent_expert: of a step, all that is sent over these axes.
     expert, host: how long passes wait for experts' all-to-alls, and for counts of rows.
@@ -153,7 +153,7 @@ class StageLayout(NamedTuple):
         return sum(self.pattern[self.cuts[stage] : self.cuts[stage + 1]])
 
     def stages(self, numbers: Sequence[int], *, is_first: bool, is_last: bool) -> RankStages:
-        """Stages of one rank; without `moe_blocks` where the model has no mixture of experts."""
+        """Stages of one rank; without `moe_blocks` if the model has no mixture of experts."""
         moe_blocks = tuple(map(self.moe_blocks, numbers)) if any(self.pattern) else ()
         return RankStages(tuple(map(self.blocks, numbers)), is_first, is_last, moe_blocks)
 
@@ -161,7 +161,7 @@ class StageLayout(NamedTuple):
 def measure_parts(
     workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device, rates: Rates
 ) -> PipelineParts:
-    """Predict the times of a block, and of what the first and the last stage have besides."""
+    """Predict the times of a block, and of the first and last stages' other modules."""
     model, count = workload.model, config.micro_batches(workload)
     kinds, of_norms = [], 0.0
     for kind in model.kinds:
@@ -221,7 +221,7 @@ def _block_times(block: StepCommunication, config: StepConfig, cluster: Cluster)
         slower_backward=slowdown * hidden[1],
         gather=block.all_gather if once else 0.0,
         scatter=0.0 if scatters_each else block.reduce_scatter,
-        data=0.0 if config.state.is_apart else block.data,
+        data=0.0 if config.state.is_separate else block.data,
         room=max(0.0, room - again - scattered),
         sent_gather=block.all_gather * block.gathers,
         sent_scatter=block.reduce_scatter,
@@ -234,7 +234,7 @@ def _block_times(block: StepCommunication, config: StepConfig, cluster: Cluster)
 
 
 def _end_times(step: StepCommunication, of_norms: float, count: int, own: PartTimes) -> PartTimes:
-    """The times of what a stage at an end of the pipeline has besides a block, which nothing hides."""
+    """The times of the other modules of the first or last stage, which are not hidden."""
     outside, once = step.outside_blocks, step.config.gathers_once
     scatters_each = step.scatters == count
     over_y = max(0.0, outside.all_reduce_y - of_norms)
@@ -348,7 +348,7 @@ def edges_of_rank(
     blocks, hides = sum(stages.blocks), config.options.overlap.hides_any
     ends = times_of_rank(parts, stages._replace(blocks=(0,), moe_blocks=(0,)))
     reductions, data = blocks, times.data
-    if config.state.is_apart:
+    if config.state.is_separate:
         reductions = gradient_chunks(config.state, parameters)
         sizes = replace(config, grid=grid)
         data = chunked_sums(own, sizes, cluster, rates, parameters, reductions)
@@ -364,7 +364,7 @@ def edges_of_rank(
         if scattered:
             scatter = ends.scatter + max(scattered - room, scattered / blocks)
             room = max(0.0, room - scattered)
-        of_ends = ends.data if not config.state.is_apart else 0.0
+        of_ends = ends.data if not config.state.is_separate else 0.0
         left = of_ends + (max(data - of_ends - room, data / reductions) if data else 0.0)
     if steps_in_chunks(workload, config):
         left = exposed_sums(left, data, reductions, optimizer)

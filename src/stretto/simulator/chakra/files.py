@@ -76,7 +76,7 @@ def read_chakra(prefix: str | Path, *, groups: str | Path | None = None) -> Chak
     """Read PREFIX.0.et, PREFIX.1.et, ... to the last rank.
 
     groups: a JSON file {NAME: [RANK, ...]}, as ASTRA-sim takes it; without it, PREFIX.groups.json if that exists, and
-    what the trace's metadata nodes say of process groups. Raises ValueError that names the file and the byte for
+    the process groups of the trace's metadata nodes. Raises ValueError that names the file and the byte for
     missing ranks, a truncated or foreign file, and sizes over the limits.
     """
     prefix = Path(prefix)
@@ -141,7 +141,7 @@ def write_chakra(trace: ChakraTrace, prefix: str | Path) -> list[Path]:
 
 
 def group_node(id: int, groups: Mapping[str, Sequence[int]]) -> ChakraNode:
-    """The metadata node that tells process groups, in the words of PyTorch's execution traces."""
+    """The metadata node of process groups, in the format of PyTorch's execution traces."""
     rows = [{"pg_name": name, "ranks": list(ranks)} for name, ranks in groups.items()]
     return ChakraNode(
         id, "## process_group:init ##", NodeType.METADATA_NODE, inputs=TensorInfo(values=f"['{json.dumps(rows)}']")

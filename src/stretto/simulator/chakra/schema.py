@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a Chakra execution trace, MLCommons' schema for what a rank computes and sends, and their encoding.
+"""The messages of a Chakra execution trace (MLCommons' schema of a rank's operations), and their encoding.
 
 The field numbers are those of MLCommons' et_def.proto, package ChakraProtoMsg. Fields that it has and this table does
-not (what a storage node did) are read over.
+not (a storage node's details) are skipped.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from stretto.simulator.chakra.wire import (
     to_signed,
 )
 
-VERSION = "0.0.4"  # what the schema's own generator writes
+VERSION = "0.0.4"  # as the schema's own generator writes
 
 Value = bool | int | float | str | bytes | tuple[bool | int | float | str | bytes, ...]
 

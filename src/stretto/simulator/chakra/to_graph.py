@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes an execution graph of a Chakra trace: matches messages and collectives of all ranks, and times each node.
 
-The ranks' nodes are put into one order in which every node comes after what it waits for, so that streams, which run
+The ranks' nodes are put into one order in which every node follows its dependencies, so that streams, which run
 their operations in order, cannot wait for each other in a circle. Among nodes that are free, the one comes first that
 would be ready first if communication took no time.
 """
@@ -97,8 +97,8 @@ def trace_graph(
     before it has ended there; comm_size is a rank's input, as in ASTRA-sim, so an all-gather's output is as many times
     as large as the group has ranks.
 
-    Raises ValueError, in one line that names ranks and nodes: for a cycle, a receive that nobody sends, a message that
-    nobody receives, a dependency or rank that does not exist, an unknown node type, a collective that only some ranks
+    Raises ValueError, in one line that names ranks and nodes: for a cycle, a receive without a send, a message that
+    is never received, a dependency or rank that does not exist, an unknown node type, a collective that only some ranks
     of its group run, and work without a duration if `times` does not tell how fast it is.
     """
     return _Translation(trace, times or NodeTimes(), {**ALGORITHMS, **(algorithms or {})}).build()

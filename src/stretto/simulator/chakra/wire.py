@@ -4,7 +4,7 @@
 A message is a row of fields, each a tag (field number x 8 + wire type, as a varint) and a value of one of four wire
 types: a varint, 8 bytes, a varint length with so many bytes, or 4 bytes. A file of messages has before each message its
 length as a varint. That is all of the format that a Chakra trace uses, so there is no library here: `wire` checks every
-length against what is there before it allocates, and names the byte at which a file is wrong.
+length against the file before it allocates, and names the byte at which a file is invalid.
 """
 
 import struct

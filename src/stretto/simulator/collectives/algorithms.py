@@ -21,7 +21,7 @@ ALL_ALGORITHMS = (*ALGORITHMS, *(f"{TWO_LEVEL}{name}" for name in ALGORITHMS))
 
 @dataclass(frozen=True)
 class CollectivePhase:
-    """One pattern, run by several groups of ranks at once. num_bytes: of which the pattern's sizes are fractions."""
+    """One pattern, run concurrently by several groups. num_bytes: of which the pattern's sizes are fractions."""
 
     pattern: MessagePattern
     groups: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ def add_collective(
     `in_node`). num_bytes: the whole buffer of one rank: of all_gather its output, of reduce_scatter its input. after:
     for each rank, the operations for which its first messages wait. ranks_per_node: of the two-level algorithms; ranks
     fill one node after another. stream: the collective runs on this stream of each rank, after and before other
-    operations there. splits: equal parts of the buffer, of which each runs as a collective of its own, all at once.
+    operations there. splits: equal parts of the buffer, each of which runs as a separate collective, concurrently.
 
     Raises ValueError for an unknown name, a rank twice, ranks that fill no whole nodes, and a size that is no number.
     """
@@ -151,7 +151,7 @@ def add_phase(
     name: str = "",
     receipts: list[dict[int, list[int]]] | None = None,
 ) -> dict[int, list[int]]:
-    """Add a phase's messages. Returns for each rank what ends the phase there: what it received, and what it sent.
+    """Add a phase's messages. Returns for each rank the operations that end its phase: its receives and its sends.
 
     waits: operations for which each rank's first messages wait. receipts: gets for each group and round (group by
     group) the messages that each rank receives.

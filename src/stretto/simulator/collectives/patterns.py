@@ -69,7 +69,7 @@ def _ring(collective: str, n: int) -> MessagePattern:
     match collective:
         case "broadcast":
             return MessagePattern(tuple(MessageRound(((rank, rank + 1, 1.0),)) for rank in range(n - 1)), is_chain=True)
-        case "all_to_all":  # in round k, all but what has arrived travels one rank further
+        case "all_to_all":  # in round k, all data except what has arrived moves one rank further
             check_messages("an all_to_all by a ring", n, n * (n - 1))
             return MessagePattern(tuple(_to_next(n, (n - k) / n) for k in range(1, n)), is_chain=True)
         case _:
@@ -82,7 +82,7 @@ def _to_next(n: int, part: float, repeats: int = 1) -> MessageRound:
 
 
 def _direct(collective: str, n: int) -> MessagePattern:
-    """Every rank sends to every other at once, each beginning with the rank after it."""
+    """Every rank sends to every other directly, each beginning with the rank after it."""
     if collective == "broadcast":
         return MessagePattern((MessageRound(tuple((0, target, 1.0) for target in range(1, n))),))
     check_messages("a direct collective", n, n * (n - 1))

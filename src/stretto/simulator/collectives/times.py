@@ -64,7 +64,7 @@ def simulate_collective(
     *,
     ranks: Sequence[int] | None = None,
 ) -> CollectiveTime:
-    """Run one collective among `ranks` (None: all devices) of a network that carries nothing else.
+    """Run one collective among `ranks` (None: all devices) of an otherwise idle network.
 
     options.uses_symmetry simulates once what is the same: of groups of ranks that share no link and have equal links
     (the nodes of a cluster, say) one, and of a ring's rounds as many as it takes until each lasts as long as the last

@@ -24,7 +24,7 @@ CHUNKS = 8  # of a collective: what a rank sends to another takes all their shor
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of what a rank sends to another: the rank, and which part of all that it sends to it."""
+    """A part of the data that a rank sends to another: the receiver, and the index of the part."""
 
     peer: int
     part: float
@@ -43,7 +43,7 @@ class Exchange(Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many slices a rank has under way at most; None: any number."""
+        """The maximum number of slices of a rank in flight; None: any number."""
 
     def slices(self, rank: int) -> Iterator[Slice]:
         """What a rank sends, in the order in which a fused kernel makes it: a slice for each other rank, and again."""
@@ -61,8 +61,8 @@ class Exchange(Protocol):
 class MessageExchange:
     """All ranks, with each message on the network (event-driven).
 
-    kind: direct or by-dimension. slices_a_pair: into how many slices a fused kernel cuts what a rank sends to another.
-    window: how many slices a rank has under way at most.
+    kind: direct or by-dimension. slices_a_pair: the number of slices of a fused kernel for each pair of ranks.
+    window: the maximum number of slices of a rank in flight.
     Raises ValueError for an unknown kind, and for by-dimension on anything but a torus of two dimensions.
     """
 

@@ -19,8 +19,8 @@ class RecommendationStep:
     """The shape of a DLRM's training step (Punniyamurthy et al., table 2, unless it says otherwise).
 
     batch: samples of each rank. tables: of each rank. Neither is in the paper, nor how the 43 layers are divided:
-    bottom_layers of them are the bottom MLP, which runs while the pooled vectors travel. Raises ValueError for numbers
-    that are not at least 1.
+    bottom_layers of them are the bottom MLP, which runs while the pooled vectors are sent. Raises ValueError for
+    numbers that are not at least 1.
     """
 
     batch: int = 512

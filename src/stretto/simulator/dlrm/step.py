@@ -11,7 +11,7 @@ Tables are distributed by whole tables, and the MLPs replicated. On each rank's 
     update of the tables, update of the MLPs
 
 Separate, an all-to-all is a collective between two kernels. Fused, it goes slice by slice (section 3.2): the look-up
-makes slices for other ranks first and sends each at once; backward, the update takes slices as they arrive.
+makes slices for other ranks first and sends each immediately; backward, the update takes slices as they arrive.
 """
 
 import gc
@@ -80,7 +80,7 @@ def simulate_recommendation(
     """Simulate one step.
 
     fused: none, forward, or both passes. collective: direct or by-dimension. slice_vectors: pooled vectors of a slice
-    (the last of a pair may be smaller; all are taken to be equal). window: how many slices of a rank are under way at
+    (the last of a pair may be smaller; all are taken to be equal). window: how many slices of a rank are in flight at
     most, in the event-driven network; None: any number, behind which an all-reduce then waits in the links' queues.
     packet_bytes: of the event-driven network; None: whole messages are stored and forwarded. Raises ValueError for what
     cannot be simulated.
@@ -184,7 +184,7 @@ def recommendation_graph(
 
 
 def _fused_lookup(builder: GraphBuilder, exchange: Exchange, seconds: float, pair_bytes: float) -> list[list[int]]:
-    """Look slices up and send each at once; a rank's own last. Returns each rank's own and arriving slices."""
+    """Look slices up and send each immediately; a rank's own last. Returns each rank's own and arriving slices."""
     place = {rank: number for number, rank in enumerate(exchange.ranks)}
     arrived: list[list[int]] = [[] for _ in place]
     for rank in exchange.ranks:

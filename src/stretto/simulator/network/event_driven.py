@@ -2,7 +2,7 @@
 """Times messages with a first-in, first-out queue on every link. A message costs one event a link.
 
 A link is busy for bytes / bandwidth of each message; latency comes after that, so that a link takes the next message
-while the last is still under way.
+while the last is still in flight.
 """
 
 import math
@@ -16,9 +16,9 @@ from stretto.simulator.network.topology import NetworkTopology
 class EventDrivenNetwork:
     """A queue on every link. Whole messages are stored and forwarded, or packets of `packet_bytes` bytes are.
 
-    With packets, a link forwards a message as soon as the message's first packet is there. Packets of one message stay
-    together in a queue, but a link that waits for the next packet from a slower link serves other messages meanwhile;
-    so a message takes one event a link, whatever its number of packets.
+    With packets, a link forwards a message as soon as the message's first packet has arrived. Packets of one message
+    stay together in a queue, but a link that waits for the next packet from a slower link serves other messages in the
+    meantime; so a message takes one event a link, whatever its number of packets.
 
     Where there are several shortest paths, messages of one pair of ranks take them in turn, and sources begin with
     different ones. truncates: round the time of each hop down to whole nanoseconds, as the analytical networks of

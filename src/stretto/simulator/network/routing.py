@@ -30,7 +30,7 @@ class ShortestPaths:
         self._distances_to = lru_cache(maxsize=_KEPT_SEARCHES)(self._search_back)
 
     def find(self, source: int, target: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """At most so many different paths, as numbers of links; () where there is none.
+        """At most this many different paths, as indices of links; () if there is none.
 
         Path k takes, at the first vertex with several next links, the (k mod their number)-th, and so on with the
         quotient: the paths of a small `most` leave the source by different links.

@@ -79,7 +79,7 @@ class NetworkTopology:
         return NetworkTopology(self.name, self.devices, links, vertices=self.vertices)
 
     def without_links(self, numbers: Collection[int]) -> "NetworkTopology":
-        """A copy that has lost some links; the others are counted anew. ValueError if it is not connected any more."""
+        """A copy without some links; the others are renumbered. ValueError if it is no longer connected."""
         links = (link for number, link in enumerate(self.links) if number not in numbers)
         return NetworkTopology(self.name, self.devices, links, vertices=self.vertices)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What running a schedule costs beside its links: protocols and executors of one machine, in a file.
+"""The costs of running a schedule other than its links': protocols and executors of one machine, in a file.
 
 MSCCLang, section 6.1: LL has the lowest latency and bandwidth, Simple the highest, and LL128 is between. The figures
 here say how much on one machine; `stretto bench simulated-collectives` fits them to measurements.
@@ -31,11 +31,11 @@ class ProtocolCosts:
     latency: seconds from the last byte's arrival until the receiver has seen it (flags, fences, polling), for each
     message; bandwidth_factor: data bytes a second of an idle link over the link's bandwidth (at most 0.5 for LL, whose
     words are half flags); block_bandwidth: bytes/s that one thread block sends, receives or reduces; step_seconds: of
-    each step of a thread block; call_seconds: of a call, beside the executor's launch; slot_bytes: what a FIFO slot
-    holds of one message (None: a tile of its chunks); header_bytes: what a message costs its links beside its data, as
-    bytes (headers, and the time to post it to a NIC); is_streaming: whether a receiver handles a message while it
-    arrives (LL and LL128, which have a flag a word or a line) and not once it is there (Simple). Raises ValueError for
-    figures that cannot be.
+    each step of a thread block; call_seconds: of a call, in addition to the executor's launch; slot_bytes: what a FIFO
+    slot holds of one message (None: a tile of its chunks); header_bytes: overhead of a message on its links, as bytes
+    (headers, and the time to post it to a NIC); is_streaming: whether a receiver handles a message while it arrives (LL
+    and LL128, which have a flag a word or a line) and not once it is there (Simple). Raises ValueError for figures that
+    cannot be.
     """
 
     latency: float
@@ -70,7 +70,7 @@ class ExecutorCosts:
     what a step handles at once (None: whole chunks); slots: of a FIFO (None: the protocol's); instances: how many sets
     of thread blocks share the data of one instance of a schedule (an executor with one CUDA block a thread block: 1);
     copies_from_slots: whether a receiver copies a message out of a slot (False: senders write to its destination);
-    host_seconds: what the host takes to issue a call outside of a CUDA graph; max_blocks: the most thread blocks of a
+    host_seconds: host time to issue a call outside of a CUDA graph; max_blocks: the most thread blocks of a
     rank (None: any number). Raises ValueError for figures that cannot be.
     """
 

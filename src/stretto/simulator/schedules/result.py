@@ -9,7 +9,7 @@ from stretto.simulator.network import EventDrivenNetwork
 
 @dataclass(frozen=True)
 class BlockTime:
-    """The seconds of one thread block by what it did; in what is left of the schedule's time it had ended.
+    """The seconds of one thread block by activity; for the rest of the schedule's time it had ended.
 
     busy: executing steps; message, slot, step: exposed waiting for a message from its receive peer, for a free FIFO
     slot at its send peer, and for another thread block's step.
@@ -31,7 +31,7 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class LinkUse:
-    """One link's bytes (flags included), and the seconds in which it carried them."""
+    """One link's bytes (flags included), and the seconds for which it was busy."""
 
     source: int
     target: int
@@ -40,7 +40,7 @@ class LinkUse:
 
 
 def list_link_use(network: EventDrivenNetwork) -> tuple[LinkUse, ...]:
-    """What each link has carried, in the order of the topology's links."""
+    """The traffic of each link, in the order of the topology's links."""
     return tuple(
         LinkUse(link.source, link.target, busy * link.bandwidth, busy)
         for link, busy in zip(network.topology.links, network.link_busy, strict=True)

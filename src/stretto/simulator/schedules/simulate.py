@@ -36,7 +36,7 @@ def simulate_schedule(
     num_bytes: of a rank's larger buffer, as in `stretto collective run`; protocol: whose costs count (None: the
     schedule's); ranks_per_node: from which rank on messages leave the node (None: never); slots: of a FIFO (None: the
     executor's, else the protocol's); instances: how many times the whole program runs side by side, each on its part of
-    the data, as `--instances` compiles it. Each chunk travels in tiles, and a step handles one tile of its chunks.
+    the data, as `--instances` compiles it. Each chunk is sent in tiles, and a step handles one tile of its chunks.
 
     Beyond `max_tiles` tiles a chunk, the time of further tiles is extrapolated from the second half of those.
 
@@ -109,7 +109,7 @@ def simulate_schedule(
 
 
 def _largest_message(schedule: Schedule) -> int:
-    """The most chunks that travel in one message."""
+    """The maximum number of chunks in one message."""
     return max(
         (
             step.size

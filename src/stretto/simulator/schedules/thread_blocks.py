@@ -60,7 +60,7 @@ class _Connection:
 
 
 class _Block:
-    """A thread block: where it stands, and what it waits for."""
+    """A thread block: its current step, and what it waits for."""
 
     __slots__ = ("at", "busy", "ended", "incoming", "last", "outgoing", "since", "steps", "waited", "waiters")
 
@@ -163,7 +163,7 @@ class TileSimulation:
         )
 
     def _advance(self, block: _Block) -> None:
-        """Begin the block's next step if nothing is left to wait for; else whoever ends the wait calls this again."""
+        """Begin the block's next step if it need not wait; else the event that ends the wait calls this again."""
         receives, sends, num_bytes, taken, waits = block.steps[block.at]
         queue = self._queue
         now = queue.now
@@ -250,13 +250,13 @@ class TileSimulation:
         elif message.waiter is not None:
             block, end, sent = message.waiter
             now = self._queue.now
-            # It has worked on what came so far; the rest of the time it has waited for the message.
+            # It has processed the data that had arrived; the rest of the time it has waited for the message.
             block.busy += end - block.since
             block.waited[_MESSAGE] += max(0.0, now - end)
             self._queue.at(max(now, end), self._finish, block, sent)
 
     def _finish(self, block: _Block, sent: _Message | None) -> None:
-        """End the block's step: publish what it sent, free the slot that it read, and wake who waited for it."""
+        """End the block's step: publish what it sent, free the slot that it read, and wake waiting blocks."""
         now = self._queue.now
         receives = block.steps[block.at][0]
         block.ended += 1

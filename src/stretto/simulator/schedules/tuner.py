@@ -47,7 +47,7 @@ class ScheduleCandidate:
 class ScheduleTuner:
     """Finds the fastest candidate for a collective ("allreduce", ...) on a network. Remembers compiled schedules.
 
-    nodes: of equally many ranks each. executors: those that are tried (None: all but the library's). left_out:
+    nodes: of equally many ranks each. executors: those that are tried (None: all but the library's). skipped:
     schedules too large to be tried so far, or that do not compile for these ranks. Raises ValueError for a collective
     that no algorithm implements, and for ranks that are not equally many a node.
     """
@@ -57,7 +57,7 @@ class ScheduleTuner:
     costs: MachineCosts
     nodes: int = 1
     executors: Sequence[str] | None = None
-    left_out: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         ranks = self.topology.devices
@@ -98,7 +98,7 @@ class ScheduleTuner:
             if instances > 1 and costs.max_blocks is not None and blocks * instances > costs.max_blocks:
                 return
             if schedule.steps * instances * costs.instances > MAX_STEPS:
-                self.left_out.add(f"{algorithm} on {executor}")
+                self.skipped.add(f"{algorithm} on {executor}")
                 return
             seconds = simulate_schedule(
                 schedule,
@@ -138,7 +138,7 @@ class ScheduleTuner:
                 return None
             return algorithm.compile(**options)
         except (CompileError, ValueError) as error:
-            self.left_out.add(f"{name}: {error}")
+            self.skipped.add(f"{name}: {error}")
             return None
 
 

@@ -40,7 +40,7 @@ class WeightCollectives:
 
 @dataclass(frozen=True)
 class TiledCollective:
-    """A collective that runs tile by tile within a product: `first` of it without the product, `rest` beside it.
+    """A collective that runs tile by tile within a product: `first` of it without the product, `rest` during it.
 
     A gather's first part comes before the product, a scatter's after it.
     """
@@ -51,7 +51,7 @@ class TiledCollective:
 
 @dataclass(frozen=True)
 class LinearWork:
-    """One linear for one micro-batch: seconds of its three products, and what they send.
+    """One linear for one micro-batch: seconds of its three products, and their communication.
 
     is_kept: whether recomputation keeps the output. gathers_input, scatters_output, gathers_gradient,
     scatters_gradient: over x, of sharded tokens. output: partial sums of the output, of equal parts of its rows.
@@ -167,7 +167,7 @@ class BlockWorkBuilder:
         return WeightCollectives(
             gather and gather._replace(by_copy_engine=self.gathers_by_engine),
             scatter and scatter._replace(by_copy_engine=self.scatters_by_engine),
-            None if self.config.state.is_apart else data,  # whose gradients are summed in chunks of their own
+            None if self.config.state.is_separate else data,  # whose gradients are summed in separate chunks
         )
 
     def block(self, model: Architecture, inner: StepWorkload) -> BlockWork:
@@ -224,7 +224,7 @@ class BlockWorkBuilder:
                 )
             ]
             gather, scatter, data = (each if each.seconds > 0 else None for each in found)
-            weights.append(WeightCollectives(gather, scatter, None if self.config.state.is_apart else data))
+            weights.append(WeightCollectives(gather, scatter, None if self.config.state.is_separate else data))
         return tuple(weights)
 
     def _linear(

@@ -6,7 +6,7 @@ What is issued when follows docs/overlap.md:
 - the sum of a large output in two halves, the first under the product of the second (all_reduce);
 - the sum of an input's gradient under the weight's gradient (all_reduce);
 - weights gathered one ahead, or all by copy engines from the forward pass's beginning on (all_gather);
-- weights' gradients scattered under what follows, at most SCATTERS_IN_FLIGHT at once (reduce_scatter);
+- weight gradients scattered during later computation, at most SCATTERS_IN_FLIGHT at a time (reduce_scatter);
 - and summed over data under what follows (data), in the last micro-batch.
 
 Without an overlap, computation waits for the collective where it is issued.
@@ -104,7 +104,8 @@ class BlockRecorder:
         return again and is_last and self.work.left_out > 0
 
     def forward(self, tape: Tape, weights: WeightGathers | None, *, again: bool = False, is_last: bool = False) -> None:
-        """Record a forward pass. weights: gathered on the way. again: it is recomputed, but for what was kept. is_last:
+        """Record a forward pass. weights: gathered during it. again: it is a recomputation, except for kept outputs.
+        is_last:
         of the blocks that are recomputed together."""
         work = self.work
         other = (work.other_again if again else work.other_forward) / self._parts
@@ -224,7 +225,7 @@ class BlockRecorder:
             gradients.add(tape, linear.weight)
 
     def _product_of_gathered(self, tape: Tape, name: str, product: float, tiled: TiledCollective) -> None:
-        """A product whose first tiles wait for one rank's part, while the others are gathered beside it."""
+        """A product whose first tiles wait for one rank's part, while the others are gathered concurrently."""
         tape.run(f"gather for {name}", tiled.first)
         beside = tape.start(f"gather for {name}", tiled.rest)
         if not self.overlap.hides_any:

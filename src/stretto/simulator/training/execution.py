@@ -2,7 +2,7 @@
 """Executes a step's graph: computation slows while its rank communicates, and stages' messages keep their channels.
 
 Kernels of collectives take multiprocessors, memory bandwidth and power. `Cluster.gpu.overlap_slowdown` is how many
-seconds computation loses for each second of a collective beside it, as a probe measures it: computation goes on at
+seconds computation loses for each second of a concurrent collective, as a probe measures it: computation continues at
 1 - overlap_slowdown of its speed while its rank communicates. Copy engines leave the multiprocessors alone.
 """
 
@@ -69,7 +69,7 @@ def sample_links(
 
 
 class _SlowedRun(GraphRun):
-    """An execution in which a rank's computation depends on what it sends meanwhile. Times are nanoseconds."""
+    """An execution in which concurrent communication slows a rank's computation. Times are nanoseconds."""
 
     def __init__(self, graph: ExecutionGraph, network: NetworkModel, slowdowns: Mapping[str, float]) -> None:
         super().__init__(graph, network)
@@ -114,7 +114,7 @@ class _SlowedRun(GraphRun):
             self._resume(rank)
 
     def _resume(self, rank: int) -> None:
-        """Compute on at the speed of now; an end that was planned before does not count any more."""
+        """Continue to compute at the current speed; an end that was planned before becomes invalid."""
         self._since[rank] = self.queue.now
         self._version[rank] += 1
         self.queue.at(self.queue.now + self._left[rank] / self._speed(rank), self._finish, rank, self._version[rank])

@@ -42,7 +42,7 @@ class RankFactors:
         return self.compute[rank] if self.compute else 1.0
 
     def of_communication(self, first: int, last: int) -> float:
-        """Of what a rank sends, in a group or a pair that reaches to another rank."""
+        """A communication of a rank, in a group or a pair with another rank."""
         factor = max(self.links[first], self.links[last]) if self.links else 1.0
         if self.nics and first // self.gpus_per_node != last // self.gpus_per_node:
             factor *= max(self.nics[first], self.nics[last])
@@ -74,7 +74,7 @@ class StepLowering:
         self._groups: dict[str, list[tuple[int, ...]]] = {}
 
     def lower(self) -> LoweredStep:
-        """The graph of a whole step. Raises ValueError for messages that nobody sends."""
+        """The graph of a whole step. Raises ValueError for receives without a send."""
         with pausing_garbage_collection():
             return self._lower()
 

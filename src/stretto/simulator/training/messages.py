@@ -31,8 +31,8 @@ def network_of(
 ) -> EventDrivenNetwork:
     """The network of a step's ranks. link_factors: how much slower all links of each rank, and of its NICs, are.
 
-    loses_link: the first node's first NIC is gone, or, in one node, the link between its first two GPUs. Latency in a
-    node is part of messages' sizes. Raises ValueError like `of_cluster`.
+    loses_link: the first node's first NIC is missing, or, in one node, the link between its first two GPUs. Latency in
+    a node is part of messages' sizes. Raises ValueError like `of_cluster`.
     """
     changed = replace(
         cluster,
@@ -97,7 +97,7 @@ class MessageLowering(StepLowering):
             return collective.num_bytes * size / rounds
         route = self.topology.routes(ranks[0], ranks[1])[0]
         if collective.kind == "all_to_all" and len(route) == 1:
-            rounds = 1  # each peer has a link of its own
+            rounds = 1  # each peer has its own link
         return collective.seconds * self.topology.links[route[0]].bandwidth * size / rounds
 
     def _message_bytes(self, message: StageMessage, source: int, target: int) -> float:

@@ -28,7 +28,7 @@ def step_of_plan(
     state: StateOptions | None = None,
     clips: bool = True,
 ) -> StepConfig:
-    """The configuration that a plan predicts, with what it does not say. state: but for its location."""
+    """The configuration that a plan predicts, with options that it lacks. state: except for its location."""
     options = ExecutionOptions(
         Overlap.parse(overlap),
         plan.keep_gathered,

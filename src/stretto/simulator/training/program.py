@@ -21,7 +21,7 @@ class GroupCollective(NamedTuple):
     """One collective over a group of ranks, as the planner has it.
 
     kind: all_gather, reduce_scatter, all_reduce or all_to_all. group: of `groups.RankGroups`. axis: for reports.
-    num_bytes: what a ring sends from one rank. seconds: alone, all groups of this kind at once. by_copy_engine: no
+    num_bytes: what a ring sends from one rank. seconds: with all groups of this kind concurrently. by_copy_engine: no
     multiprocessor sends it.
     """
 
@@ -50,8 +50,8 @@ class StageMessage(NamedTuple):
 class StepOperation(NamedTuple):
     """One operation of a rank. `after`: places in the same program; those before it on its stream end first besides.
 
-    seconds: of computation, on a GPU as it should be. collective, sent, received: what else it is; `received` takes no
-    time, and is there when the message is. is_barrier: ends when all ranks of pipe have come to it.
+    seconds: of computation, on an undisturbed GPU. collective, sent, received: of other operations; `received` takes no
+    time, and ends when the message arrives. is_barrier: ends when all ranks of pipe have reached it.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Tape:
 
     merges: bool = False
     operations: list[StepOperation] = field(default_factory=list)
-    _pending: list[int] = field(default_factory=list)  # what the next computation waits for
+    _pending: list[int] = field(default_factory=list)  # operations for which the next computation waits
     _last: int | None = None  # the last computation
     _may_merge: bool = False
 
@@ -94,7 +94,7 @@ class Tape:
         self._may_merge = stream == COMPUTE
 
     def start(self, name: str, collective: GroupCollective | None, after: Sequence[int] = ()) -> int | None:
-        """Issue a collective that sends what was computed last; it runs beside what follows. None for none.
+        """Issue a collective of the last computation's result; it overlaps with what follows. None for none.
 
         after: other operations that have to end first.
         """
@@ -138,7 +138,7 @@ class Tape:
 class WeightGathers:
     """All-gathers of weights over z, in the order of use.
 
-    prefetch: "all" issues them at once, as copy engines do at the beginning of a forward pass; "next" issues the next
+    prefetch: "all" issues them together, as copy engines do at the beginning of a forward pass; "next" issues the next
     weight's when this one is used; "none" issues each where it is needed.
     """
 

@@ -84,12 +84,12 @@ class StepSimulation:
 
     @cached_property
     def computation(self) -> float:
-        """Seconds of the rank's computation, as long as it lasts beside communication."""
+        """Seconds of the rank's computation, slowed down by communication."""
         return self._covered(self._of_rank(COMPUTE))
 
     @cached_property
     def undisturbed(self) -> float:
-        """Seconds that the rank's computation would take without communication beside it."""
+        """Seconds that the rank's computation would take without concurrent communication."""
         return float(self.lowered.graph.sizes[self._of_rank(COMPUTE)].sum())
 
     @cached_property
@@ -106,13 +106,13 @@ class StepSimulation:
 
     @cached_property
     def exposed(self) -> dict[str, float]:
-        """Seconds in which it communicates over each axis and computes nothing. Two axes at once both count."""
+        """Seconds in which it communicates over each axis and computes nothing. Two concurrent axes both count."""
         computes = self._of_rank(COMPUTE)
         return {axis: self._covered(computes | self._of_rank(axis)) - self.computation for axis in self._axes}
 
     @cached_property
     def exposed_total(self) -> float:
-        """Seconds in which it communicates and computes nothing. Two axes at once count once."""
+        """Seconds in which it communicates and computes nothing. Two concurrent axes count once."""
         chosen = self._of_rank(COMPUTE)
         for axis in self._axes:
             chosen = chosen | self._of_rank(axis)
@@ -228,7 +228,7 @@ def simulate_step(
 
     fidelity: "closed-form" or "event-driven". factors: by which each rank computes, and sends, more slowly; every rank
     is simulated then. all_ranks: simulate every rank although all do the same. loses_link: event-driven, the first
-    node's first NIC is gone, or, in one node, the link between its first two GPUs.
+    node's first NIC is missing, or, in one node, the link between its first two GPUs.
 
     Raises ValueError like the planner, for a batch that cannot be cut, and for a step that is too large to be
     simulated.

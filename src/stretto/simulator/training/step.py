@@ -129,7 +129,7 @@ class RankRecorder:
         self.tape = Tape()
 
     def record(self, actions: Sequence[Action]) -> tuple[StepOperation, ...]:
-        """Record a step: all actions, then what the optimizer waits for, and its step."""
+        """Record a step: all actions, then the optimizer's waits, and its step."""
         passes = sum(len(self._blocks_of(action.stage)) for action in actions)
         self.tape = Tape(merges=passes > MOST_SEPARATE)
         last = {action.stage: place for place, action in enumerate(actions) if action.operation in (_B, _W)}
@@ -208,7 +208,7 @@ class RankRecorder:
         return WeightGathers(self.tape, gathers, "next" if self.overlap.all_gather else "none")
 
     def _count_block(self) -> None:
-        """Of optimizer state apart, send the chunks of gradients that the last backward pass has filled."""
+        """With separate optimizer state, send the chunks of gradients that the last backward pass has filled."""
         if self.gradients.is_last and self._chunks is not None:
             chunk, count = self._chunks
             before = self._done * count // self._in_all
@@ -233,14 +233,14 @@ class RankRecorder:
                 tape.compute("optimizer", self.optimizer / len(sums))
             return
         tape.wait(*sums)
-        if pipe > 1 and (config.clips or not config.state.is_apart):
+        if pipe > 1 and (config.clips or not config.state.is_separate):
             tape.barrier()
         tape.compute("optimizer", self.optimizer)
 
     def _gradient_chunks(self) -> tuple[GroupCollective, int] | None:
-        """One of the all-reduces over data of optimizer state apart, and how many there are."""
+        """One of the all-reduces over data of separate optimizer state, and their number."""
         config = self.config
-        if not config.state.is_apart:
+        if not config.state.is_separate:
             return None
         model = self.own.model
         parameters = local_parameters(model, model.splitting_sizes(config.grid))

@@ -23,7 +23,7 @@ class Variation:
 
     @classmethod
     def parse(cls, text: str, option: str = "a distribution") -> "Variation":
-        """Read what FORMS says. ValueError, which names the option, for anything else."""
+        """Parse the formats of FORMS. ValueError, which names the option, for anything else."""
         kind, *numbers = text.split(":")
         try:
             values = [float(number) for number in numbers]

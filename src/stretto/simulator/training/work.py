@@ -146,7 +146,7 @@ def _half_over_x(builder: BlockWorkBuilder) -> float:
 
 
 def _table(builder: BlockWorkBuilder, numbers: float, *, is_own: bool) -> WeightCollectives:
-    """Of an embedding or a head. is_own: it has a gradient of its own, which is summed over data."""
+    """Of an embedding or a head. is_own: it has its own gradient, which is summed over data."""
     table = builder.weight(WeightTraffic.of(numbers, builder.config.grid))
     return table if is_own else replace(table, data=None)
 

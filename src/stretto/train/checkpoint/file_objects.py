@@ -14,7 +14,7 @@ from stretto.train.checkpoint.integrity import combine, crc32_in_background, to_
 
 
 class _ChecksummedFile:
-    """A file that is written from its beginning, and keeps the checksum of what lies between two calls of `tell`.
+    """A file that is written from its beginning, and keeps the checksum of the bytes between two calls of `tell`.
 
     torch's writer calls `tell` before and after each piece.
     """

@@ -2,7 +2,7 @@
 """Reads parts of a parameter from safetensors files: from one tensor, from one scaled by blocks, or from many.
 
 A mixture of experts has one tensor for each expert and projection in its file, and one parameter for all of them in
-transformers' model. A rank reads the experts and the rows and columns that it holds, and nothing else.
+transformers' model. A rank reads only its experts, and only its rows and columns.
 """
 
 import math

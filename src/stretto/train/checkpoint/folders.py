@@ -162,7 +162,7 @@ def hide_folder(path: Path) -> Path | None:
 
 
 def delete_tree(path: Path) -> None:
-    """Delete a folder, or whatever else is at `path`. Of a symbolic link, only the link is deleted."""
+    """Delete a folder or file at `path`. If it is a symbolic link, only the link is deleted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

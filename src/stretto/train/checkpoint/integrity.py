@@ -2,7 +2,7 @@
 """Checksums of checkpoints: CRC-32 of pieces of files, and of a JSON text over itself. Needs no torch.
 
 A checksum finds what disks, memories and networks do to files by accident. Whoever can write to a file can write its
-checksum too: what a file may not do (run code, lead out of its folder, take all memory) is checked apart from it.
+checksum, too: security checks (no code execution, no paths outside of the folder, bounded memory) are separate.
 """
 
 import os
@@ -44,7 +44,7 @@ class DamagedCheckpointError(DamagedError):
 class Damage:
     """A range of a file's bytes that are not what was written.
 
-    tensor: the name of what the bytes hold. start, stop: the range in bytes. expected, found: checksums, or values of
+    tensor: the name of the bytes' tensor. start, stop: the range in bytes. expected, found: checksums, or values of
     bytes, or None where there are none (for a file that is too short, say).
     """
 
@@ -78,7 +78,7 @@ def crc32(data: Buffer, threads: int | None = None) -> int:
 def crc32_in_background(data: Buffer, threads: int | None = None) -> Iterator["_PendingChecksum"]:
     """Compute the CRC-32 of bytes in other threads while the block runs, which may write them, say.
 
-    Yields a function that returns the checksum once the block has ended. The bytes must not change meanwhile.
+    Yields a function that returns the checksum once the block has ended. The bytes must not change during the block.
     """
     view = memoryview(data).cast("B")
     count = _threads_of_rank() if threads is None else threads
@@ -185,7 +185,7 @@ def seal(text: bytes) -> bytes:
 
 
 def check_seal(text: bytes) -> tuple[str, str] | None:
-    """Compare a text with the checksum in it. Returns None if they agree, else what was expected and what was found."""
+    """Compare a text with the checksum in it. Returns None if they agree, else the expected and the found value."""
     match = _OWN_CHECKSUM.search(text)
     if match is None:
         return "a checksum", "none"

@@ -83,7 +83,7 @@ class TensorEntry(BaseModel):
         return _ITEMSIZES[self.dtype]
 
     def fault(self) -> str | None:
-        """Say what is wrong with the boxes, if anything: each number of the tensor must lie in exactly one of them."""
+        """Describe an error in the boxes, if any: each element of the tensor must be in exactly one of them."""
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape) or any(
                 offset + size > end for offset, size, end in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
@@ -171,7 +171,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
 
     Raises ValueError for a folder without a checkpoint, an index larger than MAX_METADATA_BYTES, another format, and a
     shard file that is missing or too short; DamagedError where the disk has lost a file's bytes, or where the run has
-    deleted the checkpoint meanwhile; PermissionError for files that this user may not read.
+    deleted the checkpoint since; PermissionError for files that this user may not read.
     """
     file = path / METADATA_FILE
     try:
@@ -189,7 +189,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
 
 
 def parse_metadata(file: Path, text: bytes) -> CheckpointMetadata:
-    """Verify the text of an index, which is that of `file`, and what it says. Raises ValueError.
+    """Verify the text of an index, which is that of `file`, and its content. Raises ValueError.
 
     A text that is not what was written raises DamagedError.
     """
@@ -221,7 +221,7 @@ def parse_metadata(file: Path, text: bytes) -> CheckpointMetadata:
 
 
 def check_files(path: Path, metadata: CheckpointMetadata) -> None:
-    """Compare each shard file's length with what the index says is in it. Raises DamagedError."""
+    """Compare each shard file's length with the index. Raises DamagedError."""
     needed: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for entry in metadata.tensors.values():
@@ -246,7 +246,7 @@ def check_description(
     """Raise ValueError unless a checkpoint is, by its index, of this model and this optimizer (None: any).
 
     model: as an index describes it. One that torch.distributed.checkpoint has written without Stretto says nothing of
-    its model, and may have no state of an optimizer: what is not there is not compared.
+    its model, and may have no state of an optimizer: missing entries are not compared.
     """
     if model is not None and metadata.model and (difference := first_option_that_differs(metadata.model, model)):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")

@@ -28,7 +28,7 @@ _ERRORS = {kind.__name__: kind for kind in (ValueError, DamagedError)}
 
 
 def start_from_newest(out: Path, resume: str | Path | None, start: Callable[[Path | None], T]) -> tuple[Path | None, T]:
-    """Call `start` with the checkpoint that `train.resume` names, or with None. Returns that, and what it returned.
+    """Call `start` with the checkpoint that `train.resume` names, or with None. Returns the checkpoint and the result.
 
     start: loads the checkpoint, or raises DamagedCheckpointError on all ranks; it is then called again. With "latest",
     a damaged checkpoint is passed over, with one warning, and the one before is taken. One that is named is refused,

@@ -17,7 +17,7 @@ LOSS = "evaluation_loss"
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule: a checkpoint is kept if any of the three says so.
+    """A checkpoint is kept if any of the three rules applies.
 
     newest: how many of the newest are kept, at least 1. every: those of multiples of so many steps are always kept
     (None: none is). best: how many of those with the lowest evaluation loss are kept.

@@ -73,7 +73,7 @@ class StoredTensor:
 
 
 def make_header(tensors: Mapping[str, Mapping[str, Any]], checksums: Mapping[str, str] | None) -> bytes:
-    """The first bytes of a file, up to its first tensor. tensors: what the header says of each, by name.
+    """The first bytes of a file, up to its first tensor. tensors: the header's entries, by name.
 
     checksums: digits of each tensor's blocks (`digits_of`); None for a header of the same length, to be replaced.
     """
@@ -92,7 +92,7 @@ def digits_of(content: Buffer) -> str:
 
 
 def header_bytes(file: Path) -> int:
-    """How many bytes a file's header has, with the eight that say so. The file must have them."""
+    """The size of a file's header in bytes, including the eight that contain it. The file must have them."""
     with open(file, "rb") as opened:
         return 8 + int.from_bytes(opened.read(8), "little")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a run's checkpoints: beside training where the host's memory holds a copy of the state, else between two steps.
+"""Saves a run's checkpoints: asynchronously if the host's memory holds a copy of the state, else between two steps.
 
 Each rank has one `Saver`. A save agrees on the host whether it may happen, copies the state (`staging`), and returns;
-a thread then writes the copy, by collectives of a group of its own. The main thread uses that group only while no
-thread runs, so that the collectives of both come in one order on all ranks.
+a thread then writes the copy, by collectives of a separate group. The main thread uses that group only while no
+thread runs, so that the collectives of both are in the same order on all ranks.
 
 An error of one rank's write reaches the threads of all ranks through those collectives. The main threads may be in
 different steps by then: they end together, at the next step on which the ranks agree (`StopRequest`) or the next save.
@@ -52,7 +52,7 @@ USABLE_MEMORY = 0.8
 """Of the host memory that is left: copies take so much at most. The rest is for files that are read and written."""
 MOST_WRITERS = 4
 """Writer threads of a rank, at most; results/saves has what more of them gain."""
-LOOK = 0.5  # seconds between two looks at how much of a checkpoint is written
+LOOK = 0.5  # seconds between two polls of how much of a checkpoint is written
 LONGEST_END = 30.0
 """Seconds for which a rank that has failed alone waits for the write that runs."""
 
@@ -60,8 +60,8 @@ LONGEST_END = 30.0
 class Saver:
     """Saves the checkpoints of the run in `out`; a context manager, which waits for the last write. Collective.
 
-    is_async: whether training goes on while a checkpoint is written; "auto" where the memory suffices. That is decided
-    by the first `prepare`; without it every save is written before it returns. say: takes lines for the log of rank 0.
+    is_async: whether training continues while a checkpoint is written; "auto": if the memory suffices. That is decided
+    by the first `prepare`; without it every save is written before it returns. log: takes lines for the log of rank 0.
     writers: threads of this rank that write files; None for a number by the machine's cores.
     """
 
@@ -73,9 +73,9 @@ class Saver:
         *,
         is_async: AsyncSave = "auto",
         writers: int | None = None,
-        say: Callable[[str], None] = logger.info,
+        log: Callable[[str], None] = logger.info,
     ) -> None:
-        self._out, self._device, self._retention, self._say = out, device, retention, say
+        self._out, self._device, self._retention, self._log = out, device, retention, log
         self._wanted, self._is_async = is_async, False
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._writers = writers or max(1, min(MOST_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
@@ -91,7 +91,7 @@ class Saver:
 
     @property
     def is_async(self) -> bool:
-        """Whether checkpoints are written beside training."""
+        """Whether checkpoints are written asynchronously."""
         return self._is_async
 
     def prepare(self, state: Mapping[str, ShardedState]) -> None:
@@ -113,9 +113,9 @@ class Saver:
         self._is_async = not lack
         if lack:
             self.staging = Staging(self._device)
-            self._say(f"checkpoints are written between two steps: {lack}")
+            self._log(f"checkpoints are written between two steps: {lack}")
         else:
-            self._say(f"checkpoints are written beside training, from a copy of {total:,.3g} GB in host memory")
+            self._log(f"checkpoints are written asynchronously, from a copy of {total:,.3g} GB in host memory")
 
     def save(
         self,
@@ -191,7 +191,7 @@ class Saver:
             logger.warning("%s", self._error)
 
     def _join(self, limit: float | None) -> None:
-        """Wait for the thread, for at most so many seconds. What it writes meanwhile is this rank's progress."""
+        """Wait for the thread, for at most so many seconds. Its writes count as this rank's progress."""
         assert self._thread is not None
         assert self._writer is not None
         end = math.inf if limit is None else time.monotonic() + limit
@@ -264,7 +264,7 @@ class Saver:
             if self._is_async:
                 self.staging.wait_on_host()
             with writing(writer.description["step"], lambda: writer.bytes_written(self._rank), self._group.group_name):
-                write_checkpoint(state, writer, needed=needed, group=self._group, is_beside_training=self._is_async)
+                write_checkpoint(state, writer, needed=needed, group=self._group, is_async_save=self._is_async)
             if self._rank == 0:
                 self._remove_surplus()
         except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it in the main thread)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies a training state to host memory, from which a thread writes it while training goes on.
+"""Copies a training state to host memory, from which a thread writes it while training continues.
 
 Of a tensor that several ranks hold alike, one of them copies and writes each box (`Ownership`), so that the copies of
 all ranks together take as much memory as the checkpoint.
@@ -10,7 +10,7 @@ On a GPU the copies run on a side stream, into pinned memory that all saves use 
     side stream    |        | copy of the state after n          |
     writer thread  |                                             | write to the disk | ...
 
-The wait is an event on the device: the host goes on. On a CPU the copy has ended when `copy` returns.
+The wait is an event on the device: the host does not wait. On a CPU the copy has ended when `copy` returns.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def sizes_of(state: Mapping[str, ShardedState]) -> dict[Key, int]:
 
 
 def digest_of(sizes: Mapping[Key, int]) -> str:
-    """A hash of what a rank holds, which changes when that does."""
+    """A hash of a rank's state, which changes with it."""
     return hashlib.sha256(repr(sorted(sizes.items())).encode()).hexdigest()
 
 
@@ -131,7 +131,7 @@ class Staging:
                 key = Key(name, box.offsets)
                 target = self._buffers[key].view(box.values.dtype).view(box.values.shape)
                 copies[key] = LocalBox(box.offsets, target)
-                # Boxes on the device first: the host copies its own while these travel.
+                # Boxes on the device first: the host copies its own during these transfers.
                 if box.values.device.type == "cuda" or (isinstance(box, LazyBox) and self._stream is not None):
                     self._enqueue(box, target)
                 else:
@@ -159,7 +159,7 @@ class Staging:
                 into[start : start + count].copy_(flat[start : start + count], non_blocking=True)
 
     def wait_on_device(self) -> None:
-        """Let the current stream wait for the last copy, before kernels that change the state. The host goes on.
+        """Let the current stream wait for the last copy, before kernels that change the state. The host does not wait.
 
         Does nothing while a CUDA graph is captured: its replays wait because the stream that calls them does.
         """
@@ -198,7 +198,7 @@ def _aligned(size: int) -> int:
 
 
 def _slice(memory: Tensor, start: int, size: int) -> Tensor:
-    """Bytes of an allocation, as a tensor whose storage has nothing else: torch.save writes storages, and would first
+    """Bytes of an allocation, as a tensor that has the whole storage: torch.save writes storages, and would first
     copy a tensor that has only a part of one."""
     storage: Any = memory.untyped_storage()[start : start + size]
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))

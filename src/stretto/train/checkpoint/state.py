@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
 from stretto.parallel.layout import layout_of, place_on
-from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
+from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, unreadable
 from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import (
@@ -122,7 +122,7 @@ def find_not_finite(state: Mapping[str, ShardedState]) -> str:
     """Find a weight (`model.<name>`) of this rank that is not finite. Returns its name; empty if there is none."""
     boxes = [(name, box) for name, whole in state.items() for box in whole.boxes]
     weights = [(name, box) for name, box in boxes if name.startswith("model.") and box.values.numel()]
-    # Minimum and maximum propagate NaN, and need no copy of the weight. Weights on one device are read at once.
+    # Minimum and maximum propagate NaN, and need no copy of the weight. Weights on one device are read together.
     bounds = [torch.stack(torch.aminmax(box.read())).isfinite().all() for _, box in weights]
     devices = {bound.device for bound in bounds}
     are_finite = torch.stack(bounds).tolist() if len(devices) == 1 else [bool(bound) for bound in bounds]
@@ -164,7 +164,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     check_shapes(path, metadata, whole)
     check_description(path, metadata, None, None if optimizer is None else optimizer.name)
     if optimizer is not None:
-        allocate_slots(path, metadata, optimizer, elsewhere=names_elsewhere(model))
+        allocate_slots(path, metadata, optimizer, other_stages=names_on_other_stages(model))
     load_state(path, metadata, _without_missing_buffers(path, metadata, model, training_state(model, optimizer)))
     return metadata
 
@@ -214,7 +214,7 @@ def _first_failure(make: Callable[[str, BaseException], Exception], what: str) -
 def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:
     """Collect parameters and persistent buffers as `model.<name>`, the optimizer's tensors as `optimizer.<name>.<key>`.
 
-    Of an optimizer that keeps fp32 weights apart, these are the parameters; and the loss scale is `training.<key>`.
+    For an optimizer with separate fp32 weights, these are the parameters; the loss scale is `training.<key>`.
     """
     state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in saved_tensors(model).items()}
     if isinstance(optimizer, StoredOptimizer):
@@ -263,11 +263,11 @@ def _scale_state(optimizer: StoredOptimizer) -> dict[str, ShardedState]:
 
 
 def load_optimizer_state(
-    path: Path, metadata: CheckpointMetadata, optimizer: StoredOptimizer, *, elsewhere: Collection[str] = ()
+    path: Path, metadata: CheckpointMetadata, optimizer: StoredOptimizer, *, other_stages: Collection[str] = ()
 ) -> None:
     """Read a checkpoint's optimizer state into the store, whatever wrote it. The weights are in the store already.
 
-    elsewhere: the names of parameters that other pipeline stages have.
+    other_stages: the names of parameters on other pipeline stages.
 
     Collective. Raises ValueError for state that is not this optimizer's.
     """
@@ -275,7 +275,7 @@ def load_optimizer_state(
     state, scalars = dict[str, ShardedState](), dict[str, dict[str, Tensor]]()
     for full_name, entry in metadata.tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-        if not full_name.startswith("optimizer.") or name in elsewhere:
+        if not full_name.startswith("optimizer.") or name in other_stages:
             continue
         parameter = optimizer.parameters.get(name)
         slots = {} if parameter is None else optimizer.slots(name)
@@ -297,19 +297,19 @@ def allocate_slots(
     metadata: CheckpointMetadata,
     optimizer: ShardOptimizer,
     *,
-    but: tuple[str, ...] = (),
-    elsewhere: Collection[str] = (),
+    exclude: tuple[str, ...] = (),
+    other_stages: Collection[str] = (),
 ) -> None:
     """Allocate the optimizer's state, which its first step would allocate, to read a checkpoint into.
 
-    but: prefixes of the names of parameters that belong to another optimizer. elsewhere: the names of parameters that
-    other pipeline stages have.
+    exclude: prefixes of the names of parameters that belong to another optimizer. other_stages: the names of parameters
+    on other pipeline stages.
     """
     for full_name, entry in metadata.tensors.items():
-        is_other = full_name.removeprefix("optimizer.").startswith(but)
+        is_other = full_name.removeprefix("optimizer.").startswith(exclude)
         if full_name.startswith("optimizer.") and not is_other:
             name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-            if name in elsewhere:
+            if name in other_stages:
                 continue
             parameter = optimizer.parameters.get(name)
             if parameter is None or entry.shape not in ((), tuple(parameter.shape)):

@@ -168,7 +168,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class _CheckedPlace:
-    """What a rank tells the first one of a piece that it has written."""
+    """A rank's record of a piece that it has written, for the first rank."""
 
     place: _StorageInfo
     checksum: str
@@ -185,7 +185,7 @@ class AtomicWriter(FileSystemWriter):
     def __init__(self, path: Path, description: Mapping[str, Any], *, thread_count: int = 1) -> None:
         """`description`: CheckpointMetadata's fields step, torch, optimizer, model, run and data.
 
-        thread_count: threads that write, each a file of its own.
+        thread_count: threads that write, each to a separate file.
         """
         self.final_path = path
         self.description = description
@@ -287,7 +287,7 @@ class SafeReader(FileSystemReader):
         return Metadata(entries, storage_data=places, storage_meta=meta)  # type: ignore[arg-type]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Read what a plan asks for. Raises DamagedError for the first piece whose bytes are not what was written."""
+        """Read the items of a plan. Raises DamagedError for the first piece whose bytes differ from those written."""
         wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
             index = item.storage_index
@@ -329,7 +329,7 @@ def read_tensor(path: Path, entry: TensorEntry, name: str | None = None) -> Tens
 
 
 def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryview) -> Tensor:
-    """Make a piece's tensor of its bytes. Raises DamagedError if they are of something else."""
+    """Create a piece's tensor from its bytes. Raises DamagedError if they are not such a tensor."""
     place = piece.place
     tensor = "" if piece.tensor is None else f"{piece.tensor}, "
     where = f"{path / place.file} is damaged: {tensor}bytes {place.start} to {place.start + place.bytes}: "
@@ -337,7 +337,7 @@ def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryvie
         values = torch.load(MemoryFile(content), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
         raise DamagedError(where + NO_TENSOR) from error
-    except Exception as error:  # torch's unpickler raises errors of a dozen classes for bytes that are none of its own
+    except Exception as error:  # torch's unpickler raises a dozen classes of errors for bytes that it has not written
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise  # the checkpoint may be whole, and an older one would not fit either
         raise DamagedError(f"{where}{type(error).__name__}: {error}") from error

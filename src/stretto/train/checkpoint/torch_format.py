@@ -58,9 +58,9 @@ _WEIGHTS = ("app.model.", "state.model.", "model.", "module.", "state_dict.")  #
 
 
 def read_index(path: Path) -> CheckpointMetadata:
-    """Read the index of a checkpoint: of one that Stretto has written, else of one by torch.distributed.checkpoint.
+    """Read the index of a checkpoint written by Stretto, or else by torch.distributed.checkpoint.
 
-    Raises ValueError as `read_metadata` does, and for a folder of which no tensors of a training run can be read.
+    Raises ValueError as `read_metadata` does, and for a folder without tensors of a training run.
     """
     if (path / METADATA_FILE).exists() or not is_torch_checkpoint(path):
         return read_metadata(path)
@@ -68,7 +68,7 @@ def read_index(path: Path) -> CheckpointMetadata:
 
 
 def is_torch_checkpoint(path: Path) -> bool:
-    """Whether a folder has torch's index and none of Stretto's, and is not an incomplete checkpoint of Stretto's."""
+    """Whether a folder has torch's index but not Stretto's, and is not an incomplete checkpoint of Stretto."""
     from stretto.train.checkpoint.folders import is_checkpoint_name
 
     is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
@@ -221,8 +221,8 @@ def _read_step(path: Path, metadata: CheckpointMetadata) -> int:
 
 
 def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -> CheckpointMetadata:
-    """Leave out what torch's folder has beside a model's tensors: second names of shared ones, and buffers that are not
-    part of its state.
+    """Skip entries of torch's folder other than a model's tensors: second names of shared ones, and buffers that are
+    not part of its state.
 
     model: may be on the meta device. Returns an index of Stretto's as it is. Raises ValueError that lists the first
     parameters that are missing, unexpected or of another shape, with names like theirs.

@@ -36,7 +36,7 @@ _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 
 @dataclass
 class VerificationResult:
-    """What was found at `path`. kind: what it is; bytes: how many were compared with a checksum.
+    """The result for `path`. kind: its format; bytes: how many were compared with a checksum.
 
     damages: what is not as it was written. unverified: what nothing could be compared with, in words.
     """
@@ -88,7 +88,7 @@ def verify(path: Path) -> list[VerificationResult]:
 
 
 def _verify_while_run_may_delete(path: Path) -> VerificationResult:
-    """Verify a checkpoint of a run, which may be training and delete it meanwhile: then it is not damaged."""
+    """Verify a checkpoint of a run, which may be training and delete it concurrently: then it is not damaged."""
     result = _verify_checkpoint(path)
     if result.damages and not path.exists():
         return VerificationResult(path, "checkpoint", unverified=["all of it: it was deleted meanwhile"])
@@ -192,7 +192,7 @@ def _verify_file(result: VerificationResult, name: str, size: int, checksum: str
 
 
 def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) -> None:
-    """Verify pieces, several at a time, and that the files have nothing else."""
+    """Verify pieces, several at a time, and that the files have no other bytes."""
     by_file: defaultdict[str, list[StoredPiece]] = defaultdict(list)
     for piece in pieces:
         by_file[piece.place.file].append(piece)
@@ -252,7 +252,7 @@ def _find_gaps(name: str, pieces: Sequence[StoredPiece], size: int) -> Iterator[
 
 def _list_unknown(result: VerificationResult, known: set[str]) -> None:
     unknown = []
-    with suppress(FileNotFoundError):  # the run has deleted the checkpoint meanwhile
+    with suppress(FileNotFoundError):  # the run has deleted the checkpoint since
         unknown = sorted(file.name for file in result.path.iterdir() if file.name not in known)
     result.unverified += [f"{name}, which the index does not have" for name in unknown]
 
@@ -297,7 +297,7 @@ def _verify_safetensors(result: VerificationResult, file: Path) -> None:
 
 
 def _find_gaps_between(file: Path, tensors: Sequence[StoredTensor], size: int) -> Iterator[Damage]:
-    """Find bytes behind a file's header that no tensor has, and tensors that overlap or lie behind the file's end."""
+    """Find bytes behind a file's header that belong to no tensor, and tensors that overlap or exceed the file."""
     ends = [(None, header_bytes(file)), *((tensor.name, tensor.stop) for tensor in tensors)]
     for (name, stop), following in zip(ends, [*(each.start for each in tensors), size], strict=True):
         low, high = sorted((stop, following))

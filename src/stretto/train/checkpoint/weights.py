@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports and imports weights as safetensors, which other libraries read, under the model's own names and shapes.
 
-torch is imported once a checkpoint or a file has been found, so that a wrong path is refused at once.
+torch is imported only after a checkpoint or a file has been found, so that a wrong path is reported immediately.
 """
 
 import json
@@ -169,9 +169,9 @@ def export_folder(
     The weights (see `export_safetensors`) under the names that they had in the folder that training started from, or
     in `pretrained`, with one tensor for each expert where it has that; config.json from the checkpoint; and the
     folder's files of tokenizer and generation. dtype: by default that of config.json, float32 where it says none;
-    what the model's class keeps in fp32 stays fp32. A folder whose weights were quantized is written in bfloat16,
-    without its quantization_config. max_file_bytes: by default FOLDER_FILE_BYTES. The folder appears once it is
-    complete.
+    weights that the model's class keeps in fp32 remain fp32. A folder whose weights were quantized is written in
+    bfloat16, without its quantization_config. max_file_bytes: by default FOLDER_FILE_BYTES. The folder appears once it
+    is complete.
 
     Raises ValueError for a folder that exists and is not empty, for a checkpoint of another kind of model, and if the
     folder that training started from is not there.
@@ -381,7 +381,7 @@ def _split(weights: Mapping[str, _Weight], max_bytes: int | None) -> Sequence[Ma
 def _write_file(checkpoint: Path, file: Path, weights: Mapping[str, _Weight]) -> None:
     """Write one safetensors file: the length of the header, the header, then each tensor's bytes in order.
 
-    The library's own writer needs all tensors in memory at once, and writes no checksums.
+    The library's own writer needs all tensors in memory, and writes no checksums.
     """
     import torch
 

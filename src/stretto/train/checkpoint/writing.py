@@ -61,7 +61,7 @@ def describe_lack(out: Path, needed: int, free: int, *, was: bool = False) -> st
 class CheckpointWriter(AtomicWriter):
     """An AtomicWriter with several writer threads, whose partial folder `discard` deletes after a failure.
 
-    description: CheckpointMetadata's fields other than `torch` and `tensors`. threads: each writes a file of its own.
+    description: CheckpointMetadata's fields other than `torch` and `tensors`. threads: each writes a separate file.
     """
 
     def __init__(self, path: Path, description: Mapping[str, Any], *, threads: int = 1) -> None:
@@ -77,7 +77,7 @@ class CheckpointWriter(AtomicWriter):
 
     @contextmanager
     def _open(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file. torch replaces a file's error by one of its own ("unexpected pos"), so the first is kept."""
+        """Open a file. torch replaces a file's error by its own ("unexpected pos"), so the first is kept."""
         try:
             with self._create_stream(path, mode) as stream:
                 yield stream
@@ -103,7 +103,7 @@ class CheckpointWriter(AtomicWriter):
     def bytes_written(self, rank: int) -> int:
         """Bytes that a rank has written so far."""
         files = self.working_path.glob(f"__{rank}_*")
-        with suppress(OSError):  # the folder is final by now, or gone
+        with suppress(OSError):  # the folder is final by now, or deleted
             return sum(file.stat().st_size for file in files)
         return 0
 
@@ -130,19 +130,19 @@ def write_checkpoint(
     *,
     needed: int,
     group: dist.ProcessGroup | None = None,
-    is_beside_training: bool = False,
+    is_async_save: bool = False,
 ) -> None:
     """Write a checkpoint of all ranks' states; it is whole and on the disk on return. Collective over the group.
 
-    needed: bytes of the file system, for the message. group: of all ranks (None: the default one). is_beside_training:
-    whether another thread of this process trains meanwhile.
+    needed: bytes of the file system, for the message. group: of all ranks (None: the default one). is_async_save:
+    whether another thread of this process trains concurrently.
     After an error, which all ranks raise, nothing of it is left. Raises NoSpaceError for a full disk, OSError where it
     cannot be written for another reason.
     """
     out = writer.final_path.parent.parent
     free = free_bytes(out)
     try:
-        with _without_zip_checksums() if is_beside_training else nullcontext():
+        with _without_zip_checksums() if is_async_save else nullcontext():
             dcp.save(state, storage_writer=writer, planner=StateSavePlanner(), process_group=group)
     except BaseException as error:
         if dist.get_rank() == 0:  # it alone can make the folder final, so it alone may delete it
@@ -179,7 +179,7 @@ def _explain(error: dcp.CheckpointException, path: Path, needed: int, free: int)
 
 
 def _divide(plan: SavePlan, count: int) -> Iterator[SavePlan]:
-    """Divide a rank's plan among writer threads, by bytes; each part has a file name of its own."""
+    """Divide a rank's plan among writer threads, by bytes; each part has its own file name."""
     parts: list[list[WriteItem]] = [[] for _ in range(min(count, max(len(plan.items), 1)))]
     sizes = [0] * len(parts)
     for item in sorted(plan.items, key=_bytes_of, reverse=True):

@@ -150,7 +150,7 @@ class RunConfig(RunOptions):
 
     @property
     def state(self) -> StateOptions:
-        """Where optimizer state lies, as the planner counts it and the store keeps it."""
+        """Where optimizer state is stored, for the planner and the store."""
         return StateOptions(
             location=self.optimizer_state,
             bucket_size=self.state_bucket,

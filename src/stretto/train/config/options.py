@@ -2,7 +2,8 @@
 """Options that every kind of training run has, as typed sections; `config.gpt` and `config.dlrm` add a model's own.
 
 Sections and names are those of the TOML file: `train.lr` is `JobConfig.train.lr`. Nothing here imports torch, so a
-mistake in a file is reported at once. `train.preflight` checks what needs the data, the model or the machine.
+mistake in a file is reported immediately. `train.preflight` runs the checks that need the data, the model or the
+machine.
 """
 
 import os
@@ -54,7 +55,7 @@ CanBeNone = BeforeValidator(_none_from_text)
 
 
 def _switch_of_text(value: Any) -> Any:
-    """Read the texts "true" and "false" as what they say, for options that also take another word."""
+    """Parse the texts "true" and "false" as booleans, for options that also accept another word."""
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
@@ -260,7 +261,8 @@ class RunOptions(Section):
     def skips_nonfinite(self) -> bool:
         """Whether a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
 
-        With `verify_steps` also in a run that ends with it: an update by NaN would destroy what the ranks compare.
+        With `verify_steps` also in a run that ends with it: an update by NaN would destroy the weights that the ranks
+        compare.
         """
         return self.on_nonfinite == "skip" or self.verify_steps is not None
 

@@ -119,7 +119,7 @@ def _contradictions_of_copies(config: "TrainConfig") -> list[str]:
 
 
 def _contradictions_of_state(config: "TrainConfig") -> list[str]:
-    """Check the options of optimizer state apart from the model. Returns a message for each rule that is broken."""
+    """Check the options of separate optimizer state. Returns a message for each rule that is broken."""
     run, problems = config.train, []
     if run.optimizer_state == "fp32":
         if run.dtype == "fp16":
@@ -211,7 +211,7 @@ def nearest_grid(
 ) -> GridConfig | None:
     """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios.
 
-    suits: whether a grid will do; None if no grid will. The pipeline stages stay, where they divide the ranks; and so
+    suits: whether a grid is valid; None if no grid is. The pipeline stages are kept if they divide the ranks; and so
     does expert, where the grid has the ranks for it.
     """
     wanted = GridSizes(**grid.sizes())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat files: conversations in JSON lines, written out by a tokenizer's chat template, one to a sequence.
 
-The loss is taken over what the assistant says, where the template marks it with `{% generation %}`; otherwise over all
+The loss covers the assistant's messages, if the template marks them with `{% generation %}`; otherwise all
 tokens. The ids are computed once and cached, each with a bit that says whether it is a target.
 """
 
@@ -73,7 +73,7 @@ def open_chat(files: Sequence[Path], folder: Path, *, seq_len: int) -> "ChatData
 class ChatDataset(SequenceDataset):
     """Conversations, each the beginning of a sequence of seq_len inputs and targets whose rest is ignored.
 
-    One that is longer is cut. One without a target in what is left is left out.
+    Longer ones are truncated. Ones without a target after that are skipped.
     """
 
     has_ignored_targets = True
@@ -158,7 +158,7 @@ def _conversations(
 ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
     """Yield the ids of each conversation of a file, and which of them are targets.
 
-    Raises ValueError if the file does not have the size any more that it had when it was opened.
+    Raises ValueError if the file's size has changed since it was opened.
     """
     file, size = segment.path, 0
     with reading(file), file.open("rb") as lines:
@@ -174,7 +174,7 @@ def _conversations(
                 found: Any = tokenizer.apply_chat_template(
                     messages, tools=tools, return_dict=True, return_assistant_tokens_mask=marks_assistant
                 )
-            except Exception as error:  # a template raises what it likes
+            except Exception as error:  # a template may raise any exception
                 raise ValueError(f"{where}: the chat template cannot write it out: {error}") from error
             ids = np.array(found["input_ids"], dtype=np.uint32)
             mask = found["assistant_masks"] if marks_assistant else np.ones(len(ids))

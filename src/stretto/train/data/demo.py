@@ -38,7 +38,7 @@ def demo_corpus() -> str:
     """Collect the language reference's topics and the docstrings of `MODULES`: over `MIN_BYTES` of English text.
 
     The text is the same for the same Python. Source files are parsed and never imported, since importing some of them
-    has side effects. Raises ValueError if this Python has no sources of its library.
+    has side effects. Raises ValueError if this Python lacks the sources of its library.
     """
     library = Path(os.__file__).parent
     text = "\n\n".join([*_topics(library / "pydoc_data" / "topics.py"), *_docstrings(library)]) + "\n"

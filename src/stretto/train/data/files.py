@@ -11,7 +11,7 @@ from stretto.suggestions import did_you_mean, did_you_mean_file
 
 FORMATS = ("auto", "text", "chat", "nanogpt", "megatron")
 MAX_FILES = 1_000_000  # in one folder; more indicate a wrong path, such as "/"
-FIRST_LINE_BYTES = 1 << 16  # of a .jsonl file, in which a conversation is looked for
+FIRST_LINE_BYTES = 1 << 16  # of a .jsonl file, in which a conversation is searched
 HELD_OUT = ("val", "valid", "validation", "test")
 
 # The first bytes of files that are neither text nor raw token ids.
@@ -213,7 +213,7 @@ def _detect(file: Path) -> str:
 
 def _begins_with_a_conversation(file: Path) -> bool:
     if not file.is_file():
-        return False  # `file_size` will say so
+        return False  # `file_size` will report it
     with reading(file), file.open("rb") as lines:
         first = lines.readline(FIRST_LINE_BYTES).lstrip()
     return first.startswith(b"{") and b'"messages"' in first

@@ -28,7 +28,7 @@ def open_dataset(
 
     path: files or folders; their tokens form one stream, in that order. format: "text", "chat", "nanogpt", "megatron",
     or "auto": a .bin file with an .idx file is Megatron-LM's, any other .bin is nanoGPT's, a .jsonl file that begins
-    with a conversation is chat, and everything else is text.
+    with a conversation is chat, and all others are text.
     tokenizer: for text, "bytes" (the default) or the path of a tokenizer.json. model_folder: a Hugging Face folder,
     whose tokenizer is the default then. token_dtype: a nanoGPT file's, "uint16", "uint32" or "int64". vocab: the
     model's vocabulary size; every id must be below it.

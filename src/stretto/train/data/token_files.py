@@ -20,11 +20,11 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_OLD_MAGIC = b"TNTIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices
 MEGATRON_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CHUNK_ENTRIES = 1 << 20  # entries of an index table that are checked at once; bounds the check's memory
+CHUNK_ENTRIES = 1 << 20  # entries of an index table that are checked at a time; bounds the check's memory
 
 
 def open_nanogpt(files: Sequence[Path], token_dtype: str) -> TokenStream:
-    """Open nanoGPT's files: raw little-endian ids and nothing else. Raises ValueError if a file cannot be that."""
+    """Open nanoGPT's files: only raw little-endian ids. Raises ValueError if a file cannot have this format."""
     if token_dtype not in TOKEN_DTYPES:
         raise ValueError(f"token_dtype={token_dtype!r} is not one of {', '.join(TOKEN_DTYPES)}")
     return TokenStream(_nanogpt_segment(file, token_dtype) for file in files)
@@ -82,7 +82,7 @@ def _megatron_segment(path: Path) -> Segment:
 
 @dataclass(frozen=True)
 class _MegatronIndex:
-    """An index whose header is valid and whose size is what the header implies.
+    """An index with a valid header and the size that the header implies.
 
     After the header: `sequences` int32 lengths in tokens, `sequences` int64 positions in bytes of the .bin,
     `documents` int64 numbers of the sequences at which documents begin.

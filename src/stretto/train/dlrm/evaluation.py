@@ -20,7 +20,7 @@ def evaluate(score: Score, samples: range, batch: int, grid: Grid) -> Mapping[st
     """Compute AUC and mean loss over `samples`. Collective. Returns {} on ranks other than 0.
 
     score: takes sample numbers [batch / ranks] and returns their logits and labels. Ranks call it equally often: the
-    last batch is padded by repeating the last sample, and what the padding returns is dropped.
+    last batch is padded by repeating the last sample, and the padding's outputs are dropped.
     """
     scores, labels = [], []
     for numbers, is_real in _batches_of_rank(samples, batch, grid):
@@ -37,7 +37,7 @@ def evaluate(score: Score, samples: range, batch: int, grid: Grid) -> Mapping[st
 def roc_auc(scores: Tensor, labels: Tensor) -> float | None:
     """Compute the exact area under the ROC curve: how often a positive's score is above a negative's.
 
-    scores and labels (0 or 1) [samples]. Equal scores count half. Returns None where the labels are all the same, or a
+    scores and labels (0 or 1) [samples]. Equal scores count half. Returns None if all labels are equal, or a
     score is NaN. This is the Mann-Whitney statistic: the sum of the positives' ranks, where equal scores share their
     mean rank. Raises ValueError unless there is one label for each score.
     """
@@ -57,7 +57,7 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float | None:
 
 
 def _batches_of_rank(samples: range, batch: int, grid: Grid) -> Iterator[tuple[NDArray[np.int64], slice]]:
-    """This rank's sample numbers of each batch, and which of them are real."""
+    """This rank's sample indices of each batch, and which of them are not padding."""
     size = batch // grid.size("data")
     for first in range(0, len(samples), batch):
         places = first + grid.coordinate("data") * size + np.arange(size)

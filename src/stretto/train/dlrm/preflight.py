@@ -114,7 +114,7 @@ def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMeta
 def check_memory(config: DLRMTrainConfig, model: DLRMConfig) -> None:
     """Raise ValueError if the tables do not fit into this machine's memory.
 
-    Only for CPUs: a GPU reports at once what it cannot hold.
+    Only for CPUs: a GPU immediately raises an out-of-memory error.
     """
     if config.device != "cpu":
         return

@@ -93,7 +93,7 @@ class DLRMTask(TrainTask):
     def resume(self, checkpoint: Path) -> int:
         """Load a checkpoint, whatever number of ranks wrote it. Returns its step. Collective."""
         metadata = check_dlrm_checkpoint(checkpoint, self.config)
-        allocate_slots(checkpoint, metadata, self.optimizer, but=("tables.",))
+        allocate_slots(checkpoint, metadata, self.optimizer, exclude=("tables.",))
         load_state(checkpoint, metadata, self.state())
         self.compare_data(metadata)
         return metadata.step
@@ -129,7 +129,7 @@ class DLRMTask(TrainTask):
         return sum(size.numbers for size in self.placement.tables) + sum(p.numel() for p in self.mlps.parameters())
 
     def layout(self) -> str | None:
-        """Describe which tables lie on which rank."""
+        """Describe which tables are on which rank."""
         return self.placement.explain(self.dtype.itemsize) if self.config.ranks > 1 else None
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class DLRMTask(TrainTask):
     def _to_device(self, batch: ClickBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Copy a batch to the device and return dense, indices, offsets, labels.
 
-        Offsets stay on the CPU, where the exchange reads them.
+        Offsets are kept on the CPU, where the exchange reads them.
         """
         dense, indices, labels = (torch.from_numpy(array) for array in (batch.dense, batch.indices, batch.labels))
         if self.grid.device.type == "cuda":

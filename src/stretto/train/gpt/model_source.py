@@ -2,7 +2,7 @@
 """Where a run's language model comes from: the shape of a GPT, or a Hugging Face folder.
 
 The preflight and the task ask a source for all that differs between the two. Nothing here imports torch or
-transformers before a model is built, so that a wrong folder is refused at once.
+transformers before a model is built, so that a wrong folder raises an error immediately.
 """
 
 import contextlib

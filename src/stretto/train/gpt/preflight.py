@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a language model's run is made of, checked before any process starts: data, model, memory, checkpoint.
 
-What can be checked without torch is checked first, so that a mistake shows at once.
+Checks that need no torch run first, so that mistakes are reported immediately.
 """
 
 import math
@@ -136,7 +136,7 @@ class HeldOut:
 
 
 def open_held_out(config: TrainConfig, dataset: SequenceDataset) -> HeldOut | None:
-    """Open what a run is evaluated on, if anything; `dataset` is what `open_data` returns.
+    """Open a run's evaluation data, if any; `dataset` is the result of `open_data`.
 
     Raises ValueError for files that cannot be read, for those that are trained on, and if nothing is left to train on.
     """
@@ -263,7 +263,8 @@ def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
     """Raise ValueError if the ranks on this machine certainly need more memory than it has.
 
     Counts parameters, gradients, the optimizer's state and the tokens of a step, but not activations. Only for CPUs:
-    a GPU reports at once what it cannot hold. Of models that the planner does not know, it counts the tokens alone.
+    a GPU immediately raises an out-of-memory error. Of models that the planner does not know, it counts only the
+    tokens.
     """
     if config.device != "cpu":
         return
@@ -293,14 +294,14 @@ def gpu_memory_of_cluster(config: TrainConfig) -> float | None:
 
 
 def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory: float | None) -> None:
-    """Raise ValueError if optimizer state apart needs more than this machine's host memory, or the rest more than a
+    """Raise ValueError if separate optimizer state needs more than this machine's host memory, or the rest more than a
     GPU's, with the largest model that would fit.
 
     model: its sizes; or, of one that the planner does not know, its parameters, which are taken to be divided evenly.
     gpu_memory: bytes, None if unknown. Activations are not counted.
     """
     run, types = config.train, _types(config)
-    if not run.state.is_apart:
+    if not run.state.is_separate:
         return
     known = None if isinstance(model, int) else model
     sizes = check_sizes(config.grid.sizes())

@@ -17,7 +17,7 @@ from stretto.axes import BATCH
 from stretto.cluster import Cluster
 from stretto.models.moe import routers, update_biases
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
-from stretto.parallel.pipeline.stages import names_elsewhere, whole_model
+from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, training_state
 from stretto.train.checkpoint.metadata import check_description, persistent_buffers
 from stretto.train.checkpoint.storage import ShardedState
@@ -86,7 +86,7 @@ class GPTTask(TrainTask):
         self.skips_overflows = options.dtype == "fp16"
         self.keeps_state_apart = options.optimizer_state != "fp32"
         self.optimizer: ShardOptimizer | StoredOptimizer | None = None
-        if not self.keeps_state_apart:  # else it is made of the weights that training starts from
+        if not self.keeps_state_apart:  # else it is created from the initial weights of training
             self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
         # A graph's replay cannot wait inside it, and buffers (but those of routers) may change in the forward pass.
         buffers = [name for name in persistent_buffers(self.model) if not name.startswith(self._routers)]
@@ -130,12 +130,14 @@ class GPTTask(TrainTask):
             metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         else:
             metadata = load_checkpoint(checkpoint, self.model)
-            load_optimizer_state(checkpoint, metadata, self._take_over(), elsewhere=names_elsewhere(self.model))
+            load_optimizer_state(
+                checkpoint, metadata, self._take_over(), other_stages=names_on_other_stages(self.model)
+            )
         self.compare_data(metadata)
         return metadata.step
 
     def _take_over(self) -> StoredOptimizer:
-        """Make the optimizer that keeps its state apart, of the weights that the model has now."""
+        """Create the optimizer with separate state, from the model's current weights."""
         optimizer = build_stored_optimizer(self.model, self.grid, self.config.train)
         self.optimizer = optimizer
         return optimizer
@@ -157,14 +159,14 @@ class GPTTask(TrainTask):
     def evaluate(self) -> Mapping[str, float | None]:
         """Compute the loss on the held-out sequences, in nats per token and without dropout, and the perplexity.
 
-        Every target counts once, whatever the grid: batches are summed by their numbers of targets, in float64. The
+        Every target counts once, on any grid: batches are weighted by their numbers of targets, in float64. The
         last batch is filled up with rows that have no target. Values that are not finite are None. Collective.
         """
         assert self.held_out is not None
         options, dataset, sequences = self.config.train, self.held_out.dataset, self.held_out.sequences
         parts, coordinate = self.grid.size(BATCH), self.grid.coordinate(BATCH)
         rows = options.micro_batch or options.batch // parts
-        if self.pipeline is not None:  # so many at once that all stages compute
+        if self.pipeline is not None:  # enough at a time to keep all stages busy
             rows = options.batch // parts
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         num_targets = 0
@@ -317,7 +319,7 @@ class GPTTask(TrainTask):
         return tokens, targets, self._to_device(np.full(len(tokens), count))
 
     def _rows(self, step: int) -> NDArray[np.int64]:
-        """The numbers of this rank's sequences in a step's batch."""
+        """The indices of this rank's sequences in a step's batch."""
         rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
         return self.sampler.indices(step - 1)[rows]
 

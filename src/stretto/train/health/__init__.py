@@ -10,13 +10,13 @@ from stretto.lazy import attach
 from stretto.train.health.progress import advance, note, phase
 
 if TYPE_CHECKING:
-    from stretto.train.health.heartbeat import Heartbeat, beating
+    from stretto.train.health.heartbeat import Heartbeat, heartbeats
     from stretto.train.health.monitor import Monitor, Stall
 
-__all__ = ["Heartbeat", "Monitor", "Stall", "advance", "beating", "note", "phase"]
+__all__ = ["Heartbeat", "Monitor", "Stall", "advance", "heartbeats", "note", "phase"]
 
 __getattr__, __dir__ = attach(
     __name__,
-    dict.fromkeys(("Heartbeat", "beating"), "stretto.train.health.heartbeat")
+    dict.fromkeys(("Heartbeat", "heartbeats"), "stretto.train.health.heartbeat")
     | dict.fromkeys(("Monitor", "Stall"), "stretto.train.health.monitor"),
 )

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from stretto.train.health.flight_recorder import OpenCollective
 
 IN_TORCH_DISTRIBUTED = "torch.distributed:"  # before the source of lines of torch.distributed's own files
-# A line of Python that waits for other ranks, where the flight recorder does not say so: gloo's sends and receives.
+# A line of Python that waits for other ranks without an entry in the flight recorder: gloo's sends and receives.
 WAITING_CALL = re.compile(
     rf"^{re.escape(IN_TORCH_DISTRIBUTED)}|\b(wait\w*|synchronize|\w*barrier|recv)\(|\bdist\.\w+\("
 )
@@ -25,7 +25,7 @@ MISSED = 5  # heartbeats in a row that are missed by a silent rank: a busy machi
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint that a thread of a rank writes beside training.
+    """A checkpoint that a background thread of a rank writes.
 
     step: of the checkpoint. since: seconds without progress of that thread. where: its innermost Python frame.
     """
@@ -54,7 +54,7 @@ class Beat:
 
     host: the machine's name, for messages. processes: where its process is, as `process_space` says. number: of the
     heartbeat, from 1 on. since: seconds without progress, by the rank's own clock. saves: the checkpoint
-    that is being written beside training. waits: the unfinished collectives that it has entered, if it makes no
+    that is being written in the background. waits: the unfinished collectives that it has entered, if it makes no
     progress. entered: how many collectives each group has had on this rank, by the group's name. peers: the ranks of
     which the main thread waits for one outside of collectives, for a pipeline's `message` for example; empty if it is
     not known which, None if it does not. has_failed: a wait for another rank has failed, and the error is on its way.
@@ -90,7 +90,7 @@ class Beat:
 
     @property
     def is_here(self) -> bool:
-        """Whether `pid` is the rank's process in this process's view, so that it may be looked at and signalled."""
+        """Whether `pid` is the rank's process in this process's view, so that it may be inspected and signalled."""
         return self.processes == process_space()
 
     def as_json(self) -> str:
@@ -130,7 +130,7 @@ class Beat:
 
 @cache
 def process_space() -> str:
-    """What tells apart the spaces in which numbers of processes hold: the machine, and on Linux the PID namespace.
+    """Identifies the scope in which process ids are valid: the machine, and on Linux the PID namespace.
 
     Containers on one machine may have one host name (as with Docker's or Kubernetes's host network) and see other
     processes under the same numbers; machines may have one name, too.

@@ -30,7 +30,7 @@ def _key(rank: int) -> str:
 def write_addresses(store: dist.Store, rank: int, known: set[str]) -> None:
     """Write the local addresses of this process's connections to the store. Linux.
 
-    known: those that were found before, which are written too, since they may have been lost meanwhile; updated.
+    known: those that were found before, which are written too, since they may have been lost since; updated.
     """
     known |= _local_addresses()
     store.set(_key(rank), json.dumps(sorted(known)))
@@ -82,7 +82,7 @@ def _local_addresses() -> set[str]:
     inodes = set()
     with suppress(OSError):  # another system than Linux
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # it was closed meanwhile
+            with suppress(OSError):  # it has been closed since
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:["):
                     inodes.add(target.removeprefix("socket:[").removesuffix("]"))

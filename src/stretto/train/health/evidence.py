@@ -6,7 +6,7 @@
 - `rank-N-flight.json`: torch's flight recorder of rank N, if the rank can still write it.
 
 A rank whose heartbeat's thread runs writes its own files when the store asks it to. The stacks of the others are taken
-by a process on their machine: by a signal, else by py-spy, else the file says in what state the process is.
+by a process on their machine: by a signal, else by py-spy, else the file has the state of the process.
 """
 
 import json

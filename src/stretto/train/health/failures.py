@@ -21,7 +21,7 @@ LOST_PEER = (
     "remote process exited", "communicator was aborted",  # NCCL
     "distnetworkerror",  # the store
 )  # fmt: skip
-# Errors of ranks that waited for another one until a time limit: heartbeats tell for which.
+# Errors of ranks that waited for another one until a time limit: heartbeats identify which.
 TIME_LIMIT = (
     "timed out", "timeout",  # gloo, NCCL and the store
     "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
@@ -43,7 +43,7 @@ _KINDS: Mapping[str, Kind] = {"DivergenceError": "diverged", "CorruptionError": 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first.
+    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The one with the lowest `order` is the first.
 
     is_consequence: the rank only waited for another one, or lost it.
     """
@@ -100,7 +100,7 @@ def read_error(error_file: Path) -> tuple[str, str | None]:
 
 
 def seen_file(error_file: Path) -> Path:
-    """The file by which the launcher tells a rank that it has read the errors of all ranks."""
+    """The file by which the launcher notifies a rank that it has read the errors of all ranks."""
     return error_file.with_suffix(".seen")
 
 

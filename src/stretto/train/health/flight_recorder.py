@@ -2,7 +2,7 @@
 """Reads torch's flight recorder: which collectives this rank has entered, and which of them are not finished.
 
 The recorder is a ring buffer of the last collectives of all groups. It records those of gloo and of NCCL from the
-groups' creation on if the environment said so before: see `environment`. Point-to-point messages of gloo are not in it.
+groups' creation on if the environment enables it: see `environment`. Point-to-point messages of gloo are not in it.
 A dump of the whole buffer takes 30 ms, the counters of all groups take 10 us.
 """
 
@@ -32,7 +32,7 @@ class OpenCollective:
     """A collective that this rank has entered and that is not finished.
 
     number: how many collectives the group has had with it. ranks: the members of the group. is_background: a thread
-    beside the training has entered it, such as one that writes checkpoints.
+    other than the main one has entered it, such as one that writes checkpoints.
     """
 
     name: str
@@ -47,7 +47,7 @@ def environment(*, times_nccl: bool) -> dict[str, str]:
     """The environment variables that switch the recorder on, without those that the user has set.
 
     times_nccl: also record how long NCCL's kernels run. Not for steps that a CUDA graph holds: it would capture the
-    events, and nobody reads them.
+    events, which are not read.
     """
     return {
         name: value

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heartbeat of a rank: a thread that writes what the rank works on to the job's store, once a second.
+"""The heartbeat of a rank: a thread that writes the rank's current phase and step to the job's store, once a second.
 
-The thread has a connection of its own to the store, since a blocked call of another thread would hold the connection's
+The thread has its own connection to the store, since a blocked call of another thread would hold the connection's
 lock. It needs Python's interpreter lock: a rank whose main thread holds that lock, and one that is stopped, is silent.
 """
 
@@ -176,7 +176,7 @@ class Heartbeat:
         since = now - self._progressed
         waits: tuple[flight_recorder.OpenCollective, ...] = ()
         entered: dict[str, int] = {}
-        saves = self._look_at_save(counters, now)
+        saves = self._state_of_save(counters, now)
         idle = max(since, saves.since if saves else 0.0)
         if idle > self.interval / 2:  # the whole buffer is read only while nothing progresses
             found, entered = flight_recorder.find_collectives()
@@ -209,8 +209,8 @@ class Heartbeat:
             is_done=is_done,
         )
 
-    def _look_at_save(self, counters: dict[str, int], now: float) -> Save | None:
-        """How the thread is that writes a checkpoint beside training, if there is one."""
+    def _state_of_save(self, counters: dict[str, int], now: float) -> Save | None:
+        """The state of the checkpoint thread, if there is one."""
         writing = progress.current_writing()
         if writing is None:
             return None
@@ -246,10 +246,10 @@ class Heartbeat:
 
 
 @contextmanager
-def beating(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
-    """Have a heartbeat in the block: the one that runs already, or one of the block's own, if there are other ranks.
+def heartbeats(timeout: float, out: Path, *, ranks: int) -> Iterator[None]:
+    """Run a heartbeat in the block, if there are other ranks: the one that already runs, or a new one.
 
-    An exception that only says that another rank is late or lost is held back until the ranks that watch each other
+    An exception that only reports that another rank is late or lost is delayed until the ranks that monitor each other
     had time to find out which: then they end this process with a better message.
     """
     if Heartbeat.running is not None or ranks == 1:

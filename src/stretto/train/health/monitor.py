@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the heartbeats of all ranks, and finds the rank that the others wait for.
 
-A rank makes no progress while its heartbeat says so (`since`), and while no heartbeat arrives. Of the ranks without
+A rank makes no progress while its heartbeat reports so (`since`), and while no heartbeat arrives. Of the ranks without
 progress, the culprits are, in this order:
 
 1. silent ranks: no heartbeat arrives;
@@ -12,7 +12,7 @@ progress, the culprits are, in this order:
 5. ranks that wait for each other, since they have entered collectives in different orders;
 6. where main threads make progress: ranks whose thread that writes a checkpoint makes none, and waits for no rank.
 
-Ranks for which nobody waits and which use a CPU are no culprits: they may all compile, as long as they like.
+Ranks for which no rank waits and which use a CPU are no culprits: they may all be compiling, for any time.
 """
 
 import json
@@ -113,7 +113,7 @@ class Monitor:
         return Stall(kind, culprits, waiting, seconds, self._describe(kind, culprits, waiting, seconds))
 
     def _find_stuck_save(self, running: Collection[int], allowed: float) -> Stall | None:
-        """The ranks whose thread that writes a checkpoint beside training makes no progress, and waits for no rank."""
+        """The ranks whose checkpoint thread makes no progress, and waits for no rank."""
         idle = {rank: seconds for rank in running if (seconds := self.idle_in_save(rank)) is not None}
         if not any(seconds >= allowed for seconds in idle.values()):
             return None
@@ -124,7 +124,7 @@ class Monitor:
             return None
         seconds = min(idle[rank] for rank in culprits)
         parts = [self._describe_culprit(rank, in_save=True) for rank in culprits]
-        return Stall("stalled", culprits, waiting, seconds, self._say(parts, culprits, waiting, seconds))
+        return Stall("stalled", culprits, waiting, seconds, self._describe_stall(parts, culprits, waiting, seconds))
 
     def find_warning(self, running: Collection[int] | None = None) -> Stall | None:
         """A stall that has reached half of the time limit, if it was not returned before."""
@@ -150,7 +150,7 @@ class Monitor:
         return found
 
     def watched(self, running: Collection[int] | None) -> list[int]:
-        """The ranks whose processes run, or else those whose heartbeats do not say that they are done."""
+        """The ranks whose processes run, or else those whose heartbeats do not report that they are done."""
         if running is not None:
             return list(running)
         return [rank for rank in self._ranks if not (rank in self.beats and self.beats[rank].is_done)]
@@ -162,7 +162,7 @@ class Monitor:
         return self._clock() - self._arrived[rank] + self.beats[rank].since
 
     def idle_in_save(self, rank: int) -> float | None:
-        """Seconds without progress of the thread of a rank that writes a checkpoint beside training, if one does."""
+        """Seconds without progress of a rank's checkpoint thread, if one runs."""
         saves = self.beats[rank].saves if rank in self.beats else None
         return None if saves is None else self._clock() - self._arrived[rank] + saves.since
 
@@ -185,7 +185,7 @@ class Monitor:
         return f"rank {rank}" if beat is None else f"rank {rank} (host {beat.host}, pid {beat.pid})"
 
     def place_of(self, rank: int) -> tuple[str, int | None]:
-        """The phase and step of a rank that has sent a heartbeat: now, if it is on this machine, else at the last."""
+        """The phase and step of a rank that has sent a heartbeat: current ones on this machine, else the last."""
         beat = self.beats[rank]
         found = read_place(beat.pid, beat.place_file) if beat.is_here else None
         return (beat.phase, beat.step) if found is None else (found.phase, found.step)
@@ -257,9 +257,11 @@ class Monitor:
                 f"{list_ranks(culprits)} are all in {_describe_collective(wait)}, which has not finished for "
                 f"{seconds:.3g} s: a connection between them is lost"
             )
-        return self._say([self._describe_culprit(rank) for rank in culprits], culprits, waiting, seconds)
+        return self._describe_stall([self._describe_culprit(rank) for rank in culprits], culprits, waiting, seconds)
 
-    def _say(self, parts: list[str], culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float) -> str:
+    def _describe_stall(
+        self, parts: list[str], culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float
+    ) -> str:
         message = f"{'; '.join(parts)}: no progress for {seconds:.3g} s (train.timeout is {self.timeout:g} s)"
         return message + self._describe_waiting(waiting, culprits)
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets ranks watch each other, where torchrun (or anything else) started them and not `launch`.
+"""Lets ranks monitor each other if torchrun (or another launcher) started them instead of `launch`.
 
 Rank 0's heartbeat thread reads all heartbeats; rank 1's reads them, too, and acts if rank 0 is silent; any other rank
-begins to read them if nobody below it has for some time. The rank that finds a stall collects the stacks and writes a
+begins to read them if no lower rank has for some time. The rank that finds a stall collects the stacks and writes a
 verdict to the store, which all ranks read with their next heartbeat. Under torchrun each of them then writes the error
-file that torchrun reads, the culprit's with the earliest time, so that torchrun names it, and ends its process at once,
-since the main threads hang. Elsewhere the verdict is logged, and the process groups' time limits end the ranks.
+file that torchrun reads, the culprit's with the earliest time, so that torchrun names it, and ends its process
+immediately, since the main threads hang. Elsewhere the verdict is logged, and the process groups' time limits end the
+ranks.
 """
 
 import json

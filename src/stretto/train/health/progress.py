@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Writing:
-    """A checkpoint that a thread beside the main one writes. step: of the checkpoint.
+    """A checkpoint that a background thread writes. step: of the checkpoint.
 
     progress: returns a value that changes while this rank writes. group: the name of the group in whose collectives
     only this thread is while it writes.
@@ -93,7 +93,7 @@ def advance() -> None:
 
 @contextmanager
 def writing(step: int, progress: Callable[[], object], group: str) -> Iterator[None]:
-    """Say that this thread writes a checkpoint in the block, beside the main thread. See `Writing`."""
+    """Record that this background thread writes a checkpoint in the block. See `Writing`."""
     global _writing
     _writing = Writing(step, threading.get_ident(), progress, group)
     writers.add(_writing.thread)
@@ -104,7 +104,7 @@ def writing(step: int, progress: Callable[[], object], group: str) -> Iterator[N
 
 
 def current_writing() -> Writing | None:
-    """The checkpoint that is being written beside the main thread, if there is one."""
+    """The checkpoint that a background thread is writing, if any."""
     return _writing
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds ranks that are slower than the others: by the time of a step in which a rank waits for nobody.
+"""Finds ranks that are slower than the others: by the time of a step in which a rank does not wait.
 
 All ranks need the same time for a step, since they wait for each other; the slow one waits least. A thread looks at the
 main thread every 20 ms: whether its innermost Python frame is in a call that waits for other ranks. The share of such
@@ -34,7 +34,7 @@ SLOW_RANK = "slow rank"  # the job's store's key of the slow rank that was found
 CHANGE = 1.25  # the factor by which the ratio must change to be reported again
 
 LEAST_OWN = 0.1  # of a step: a rank's own time on GPUs; smaller shares would be differences of two noisy numbers
-# The main thread's function while the autograd engine runs the backward pass of GPU tensors in threads of its own.
+# The main thread's function while the autograd engine runs the backward pass of GPU tensors in its own threads.
 ENGINE = "_engine_run_backward"
 
 
@@ -107,7 +107,7 @@ class BusySampler:
             if read is not None:
                 share, (a_step, in_nccl) = busy / a_step, read
                 # Kernels of a rank that launches them first wait in every step, though all hosts be equally slow: a
-                # rank whose host never waits is held up by nobody.
+                # rank whose host never waits is not delayed by others.
                 busy, view, self._has_nccl = max(a_step - in_nccl, share * a_step), "nccl", True
             elif self._has_nccl:  # the other ranks have it, probably
                 return
@@ -170,8 +170,9 @@ class SlowRanks:
 def _own_seconds(windows: Mapping[int, Window]) -> dict[int, float]:
     """Each rank's own seconds of a step.
 
-    On CPUs all time without waiting. On GPUs the step's time without what a rank waits longer than the one that waits
-    least: NCCL's kernels also transfer, beside products perhaps, and what the host does may be hidden by the GPU.
+    On CPUs all time without waiting. On GPUs the step's time without the excess of a rank's waits over those of the one
+    that waits least: NCCL's kernels also transfer data, possibly concurrently with products, and the GPU may hide host
+    work.
     """
     most = max(each.busy for each in windows.values())
     a_step = statistics.median(each.step for each in windows.values())

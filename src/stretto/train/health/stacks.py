@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of processes that may not answer, and what state such a process is in. Linux tells the latter in /proc.
+"""Stacks of processes that may not respond, and the states of such processes, which Linux reports in /proc.
 
 `register` makes a signal write the stacks of all threads. Its handler is C and needs no interpreter lock, so it works
 in an endless loop and in C code. A stopped process runs it when it is continued, for a moment. The stacks go to a file
@@ -59,7 +59,7 @@ def read_stacks(pid: int, descriptor: int | None) -> str | None:
     """Ask another process of this user on this machine for its stacks; None if it does not answer.
 
     The process must have called `register`; `descriptor` is what `stack_file` returned there. A process that is stopped
-    is continued for as long as it takes, a few milliseconds: only call this if it is to end anyway.
+    is continued for the necessary time, a few milliseconds: only call this if it is to be ended anyway.
     """
     if descriptor is None or not _catches(pid, STACK_SIGNAL):
         return None
@@ -77,7 +77,7 @@ def read_stacks(pid: int, descriptor: int | None) -> str | None:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             last, size = size, path.stat().st_size
-            if size > before and size == last:  # written, and not growing any more
+            if size > before and size == last:  # written, and no longer growing
                 break
         with open(path, "rb") as file:
             file.seek(before)
@@ -93,7 +93,7 @@ def _stop(pid: int) -> None:
     """Stop a process, and wait until it has stopped.
 
     The kernel delivers the signal to one thread, and the others run until that thread is scheduled. The heartbeat
-    thread could meanwhile overwrite the report with stacks from after the process was continued.
+    thread could overwrite the report with stacks from after the process was continued.
     """
     with suppress(OSError):
         os.kill(pid, signal.SIGSTOP)
@@ -133,9 +133,9 @@ def is_there(pid: int) -> bool:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Signal a process so that its main thread handles it before it goes on.
+    """Signal a process so that its main thread handles it before it continues.
 
-    Of a signal to a process that is continued, another thread may run the handler, while the main thread goes on.
+    If a process is continued, another thread may run a signal's handler, while the main thread continues.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "tgkill") or libc.tgkill(pid, pid, number) != 0:

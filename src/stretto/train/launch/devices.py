@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides on which devices a run's ranks are, before any is started, and without torch where there is no GPU."""
+"""Selects the devices of a run's ranks before any is started, without torch if there is no GPU."""
 
 from stretto.cluster.detection import count_gpus
 from stretto.cluster.local_ranks import count_ranks_here

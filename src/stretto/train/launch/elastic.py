@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a job go on after its ranks were started again, by Stretto's launcher or by torchrun's agents.
+"""Lets a job continue after its ranks were restarted, by Stretto's launcher or by torchrun's agents.
 
-torchrun starts all ranks anew when one fails (`--max-restarts`) or when a node comes or goes (`--nnodes=1:2`), maybe
+torchrun restarts all ranks when one fails (`--max-restarts`) or when a node joins or leaves (`--nnodes=1:2`), maybe
 with another WORLD_SIZE. The configuration then takes the first grid of that size, its own or one of `train.grids`.
 
 Rank 0 leaves a mark in the run's folder once training begins: the job's id (TORCHELASTIC_RUN_ID) and the step after

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class StepWatch:
     """Sees when the ranks of an attempt have trained a step after step `after`, by metrics.jsonl.
 
-    Each attempt replaces the file when it begins, without the lines of steps after the one from which it goes on.
+    Each attempt replaces the file when it begins, without the lines of steps after the one from which it continues.
     """
 
     def __init__(self, out: Path, after: int) -> None:
@@ -43,7 +43,7 @@ class Journal:
         self._file = out / RESTARTS_FILE
         self._earlier: list[str] | None = None  # lines of earlier runs in this folder
         self._failures: list[dict[str, Any]] = []
-        # time.monotonic() of the last failure, until a step follows it: the system's clock may be set meanwhile.
+        # time.monotonic() of the last failure, until a step follows it: the system's clock may be changed.
         self._failed_at: float | None = None
 
     @property
@@ -82,10 +82,10 @@ class Journal:
         return seconds
 
     def _write(self) -> None:
-        """Replace the file. A disk that is full must not end a run that could go on."""
+        """Replace the file. A full disk must not end a run that could continue."""
         try:
             if self._earlier is None:
-                # What a crash of the machine has left in it, maybe not text, stays as it is.
+                # Remains of a crash of the machine, maybe not text, are not changed.
                 known = self._file.read_text(encoding="utf-8", errors="surrogateescape") if self._file.is_file() else ""
                 self._earlier = [line for line in known.split("\n") if line.strip()]
             lines = [*self._earlier, *map(json.dumps, self._failures)]
@@ -96,7 +96,7 @@ class Journal:
 
 
 def _state(out: Path) -> tuple[int, int, int] | None:
-    """What tells whether the file was written since."""
+    """A stamp that shows whether the file was written since."""
     try:
         status = (out / METRICS_FILE).stat()
     except OSError:

@@ -87,7 +87,7 @@ def launch(entry: Entry, config: JobConfig, timeouts: StopTimeouts | None = None
     `config.out`, and no process except those that the kernel does not end, which are logged.
 
     With `train.max_restarts`, ranks that have failed are started again (`launch.restarts`); RankFailure is then raised
-    for the last failure only. Ranks of torchrun go on where those of the same job were (`launch.elastic`).
+    for the last failure only. Ranks of torchrun continue where those of the same job stopped (`launch.elastic`).
     """
     if is_rank():
         return _run_here(entry, resume_job(fit_started_ranks(config)))
@@ -138,7 +138,7 @@ def _run_here(entry: Entry, config: JobConfig) -> signal.Signals | None:
 
 @contextmanager
 def _signals_received() -> Iterator[list[signal.Signals]]:
-    """Yield a list that holds, after the block, the STOP_SIGNALS received in it, whoever has handled them."""
+    """Yield a list of the STOP_SIGNALS received in the block, whichever handler has handled them."""
     received: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():  # Python notifies only the main thread of signals
         yield received

@@ -2,7 +2,7 @@
 """Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm; and
 ranks that were started in vain.
 
-NCCL's and torch's segments have names there. Stretto's own have none (`stretto.memory`): they are gone with the last
+NCCL's and torch's segments have names there. Stretto's own have none (`stretto.memory`): they are freed with the last
 process that has them mapped.
 """
 
@@ -29,7 +29,7 @@ PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
 END = 5.0  # seconds for killed processes to end
 EXEC = 1.0  # seconds in which a started process has its environment variables; one may have been started without any
 NAMESPACES = Path("/proc/self/ns")
-# Linux's inode numbers of the namespaces in which the machine's first process is.
+# Linux's inode numbers of the namespaces of the machine's first process.
 FIRST_IPC, FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
 
 
@@ -51,7 +51,7 @@ def list_segments(folder: Path = FOLDER) -> set[str]:
     found = set()
     for pattern in PATTERNS:
         for path in folder.glob(pattern):
-            with suppress(OSError):  # it has gone meanwhile
+            with suppress(OSError):  # it has been deleted since
                 if path.stat().st_uid == os.getuid():
                     found.add(path.name)
     return found
@@ -60,7 +60,7 @@ def list_segments(folder: Path = FOLDER) -> set[str]:
 def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
     """Delete the segments that were not there before and that no process has open or mapped. Returns their names.
 
-    Another job of this user may have made segments meanwhile: its processes have them, so that they stay. Deletes
+    Another job of this user may have created segments since: its processes have them open, so they are kept. Deletes
     nothing where such processes may be invisible.
     """
     new = list_segments(folder) - before
@@ -78,9 +78,9 @@ def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
 
 
 def kill_ranks(job: str) -> None:
-    """Kill the ranks of a job that this process has started, and wait until they are gone, for some seconds.
+    """Kill the ranks of a job that this process has started, and wait some seconds until they have exited.
 
-    job: its TORCHELASTIC_RUN_ID. For ranks of which nobody else knows, since a later one could not be started.
+    job: its TORCHELASTIC_RUN_ID. For ranks that no supervisor tracks, since a later one could not be started.
     """
     deadline = time.monotonic() + END
     marked = f"TORCHELASTIC_RUN_ID={job}".encode()
@@ -115,7 +115,7 @@ def _environment(process: Path) -> list[bytes]:
 def _sees_all_users() -> bool:
     """Whether all processes that may use /dev/shm are visible here.
 
-    They are not in a container that has the machine's shared memory and process numbers of its own, as by
+    They are not in a container that has the machine's shared memory but its own process ids, as by
     `docker run --ipc=host`: other containers use the same /dev/shm.
     """
     try:

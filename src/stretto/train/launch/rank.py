@@ -44,7 +44,7 @@ def _stop_with(launcher: int) -> None:
 
 
 def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print no traceback: when one rank fails all do, and the launcher shows the error that came first."""
+    """Print no traceback: when one rank fails all do, and the launcher shows the first error."""
     if not issubclass(kind, Exception):  # `record` does not write these to the error file
         sys.__excepthook__(kind, error, trace)
         return

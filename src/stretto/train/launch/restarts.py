@@ -2,7 +2,7 @@
 """Starts a run's ranks again after one has failed: `run_with_restarts`, the loop around the launcher's attempts.
 
 Each attempt trains from the newest checkpoint that the run has written, on the largest grid that the slots allow. The
-loop ends when an attempt has trained all steps or was stopped by a signal, when a failure would come back at once
+loop ends when an attempt has trained all steps or was stopped by a signal, when a failure would recur immediately
 (diverged, refused by a check), or after `train.max_restarts` restarts in a row without a new checkpoint.
 """
 
@@ -28,14 +28,14 @@ from stretto.train.smaller_grids import ChosenGrid, choose_grid
 
 MOST_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
-WATCH = 0.5  # seconds between looks at the run's folder and at slots that may be tried again
+WATCH = 0.5  # seconds between polls of the run's folder and of slots that may be retried
 # A checkpoint that cannot be resumed: a failure that comes back, unless there is an older one.
 _REFUSES_CHECKPOINT = ("DamagedError: ", "DamagedCheckpointError: ")
 NO_SPACE = "NoSpaceError: "  # how the reason of a failure begins that a full disk has caused
 
 
 class FailedAttempt(RuntimeError):
-    """The failure of an attempt: what the loop reads of the launcher's `RankFailure`."""
+    """The failure of an attempt: the fields of the launcher's `RankFailure` that the loop uses."""
 
     rank: int
     kind: str  # as `health.failures.Kind`
@@ -56,8 +56,8 @@ class RunAttempt(Protocol):
     ) -> Signals | None: ...
 
 
-def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
-    """Whether the same run would fail in the same way at once, so that it is not started again.
+def would_recur(failure: FailedAttempt, newest: Path | None) -> bool:
+    """Whether a restart would immediately fail in the same way, so that it is not attempted.
 
     A damaged checkpoint is no such failure, if the one before it can be resumed. newest: the newest checkpoint.
     """
@@ -67,7 +67,7 @@ def comes_back(failure: FailedAttempt, newest: Path | None) -> bool:
 
 
 def is_of_one_rank(failure: FailedAttempt) -> bool:
-    """Whether one rank has failed: not a connection, one of several replicas, nobody knows which, or a full disk."""
+    """Whether one rank has failed, as opposed to a connection, an unknown one of several replicas, or a full disk."""
     is_of_many = failure.kind == "lost connection" or str(failure).startswith("ranks ")
     return not is_of_many and not failure.reason.startswith(NO_SPACE)
 
@@ -90,7 +90,7 @@ class Restarts:
         self._between = Supervisor(timeouts)  # without ranks: it records signals between two attempts
         self._journal = Journal(config.out)
         self._failures = 0  # in a row, without a new checkpoint
-        self._is_growing = False  # the ranks were asked to stop, to go on with more of them
+        self._is_growing = False  # the ranks were asked to stop, to continue with more of them
         self._pending: _BackgroundProbe | None = None
         self._last_look = 0.0
         self._reached = 0  # the last step of the attempt that has ended
@@ -105,11 +105,11 @@ class Restarts:
         with self._between.handling_signals():
             while True:
                 try:
-                    # A signal that came before the attempt's own handlers were there has made it stop, too.
+                    # A signal that arrived before the attempt's own handlers were installed has stopped it, too.
                     stopped_by = self._run_once(attempt, number) or self._between.stop_signal
                 except FailedAttempt as failure:
                     attempt = self._plan_after(failure, attempt)
-                    if self._between.stop_signal is not None:  # it came in the pause
+                    if self._between.stop_signal is not None:  # it arrived during the pause
                         self._journal.cancel_restart()
                 else:
                     if stopped_by is not None or not self._is_growing or self._is_finished():
@@ -127,7 +127,7 @@ class Restarts:
         try:
             return self._run_attempt(attempt.config, self._job, environment, lambda: self._wants_stop(attempt, steps))
         finally:
-            self._look_at_steps(steps)
+            self._poll_steps(steps)
             self._reached = steps.reached()
 
     # --- while the ranks run
@@ -135,7 +135,7 @@ class Restarts:
     def _wants_stop(self, attempt: _Attempt, steps: StepWatch) -> bool:
         """Decide whether the attempt is to stop; report the first step after a failure.
 
-        It stops after a signal that came before its own handlers were installed, and when more ranks may be tried.
+        It stops after a signal that arrived before its own handlers were installed, and when more ranks may be tried.
         """
         if self._between.stop_signal is not None:
             return True
@@ -143,12 +143,12 @@ class Restarts:
         if self._is_growing or now - self._last_look < min(WATCH, max(self._config.train.retry_after / 4, 0.05)):
             return self._is_growing
         self._last_look = now
-        self._look_at_steps(steps)
+        self._poll_steps(steps)
         if attempt.config.ranks < self._config.ranks:
             self._is_growing = self._can_grow(attempt, steps)
         return self._is_growing
 
-    def _look_at_steps(self, steps: StepWatch) -> None:
+    def _poll_steps(self, steps: StepWatch) -> None:
         if self._journal.awaits_training and steps.has_trained():
             seconds = self._journal.note_training()
             print_line(f"training again {seconds:.1f} s after the failure")
@@ -244,7 +244,7 @@ class Restarts:
         """Why no restart follows a failure; None if one does."""
         if failure.stopped_by is not None:
             return f"{failure.stopped_by.name} has asked the run to stop"
-        if comes_back(failure, newest_checkpoint(self._config.out)):
+        if would_recur(failure, newest_checkpoint(self._config.out)):
             return "the same run would fail again"
         if self._failures > (most := self._config.train.max_restarts):
             times = f"{self._failures} failures" if self._failures > 1 else "1 failure"

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def command_lock(out: Path) -> Iterator[None]:
-    """Hold the command's lock on a run's folder, which is made if it does not exist, if nobody trains in it.
+    """Hold the command's lock on a run's folder (created if missing) unless another process trains in it.
 
     Raises ValueError while another process holds one of the locks.
     """

@@ -140,7 +140,7 @@ def environment_of(slots: Sequence[Slot]) -> dict[str, str]:
 
 
 def probe_gpus(gpus: list[str]) -> set[str]:
-    """Find the GPUs that compute a small matrix product correctly, each in a process of its own, all at the same time.
+    """Find the GPUs that compute a small matrix product correctly, each in a separate process, concurrently.
 
     A process that does not end in time is killed and left: one that waits in the driver cannot be waited for. A GPU for
     which no process can be started (this machine has no memory left) counts as one that answers.

@@ -23,7 +23,7 @@ class StopRequest:
 
     The first signal requests a stop: after the current step, or with several ranks after the next one, since the ranks
     exchange requests while they work on a step. A second signal, at least a second later, has its default effect: it
-    ends this process at once.
+    ends this process immediately.
     """
 
     def __init__(self) -> None:

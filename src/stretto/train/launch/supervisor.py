@@ -176,7 +176,7 @@ class Supervisor:
         return any(rank.is_running() for rank in self._ranks.values())
 
     def kill(self) -> None:
-        """Kill the remaining processes of every rank, those that it has started too, and wait until they are gone."""
+        """Kill the remaining processes of every rank, including their children, and wait until they have exited."""
         if self._killed is None:
             self._killed = time.monotonic()
         for number, rank in self._ranks.items():

@@ -25,7 +25,7 @@ from stretto.train.observe.metrics import last_step
 
 logger = logging.getLogger(__name__)
 
-STORE_LIMIT = timedelta(seconds=10)  # the store is in this process: it answers at once
+STORE_LIMIT = timedelta(seconds=10)  # the store is in this process: it responds immediately
 MOST_SHOWN = 4  # ranks whose phases are shown one by one
 LAST_LOOK = 1.0  # seconds, and two heartbeats, until the heartbeats of ranks show what has just happened
 

@@ -18,8 +18,8 @@ def step_trace(timeline: Timeline, step: int | None = None) -> ChakraTrace:
     Rank 0 was traced; each other rank gets the same nodes, with its own groups. What ran on the compute row is one
     chain of COMP_NODEs, with nodes "idle" where nothing ran. A collective becomes a COMM_COLL_NODE with the measured
     duration and the bytes of its input; it begins as long after the last computation that had ended before it as it
-    did, and every computation that began after its end waits for it, although it may have needed something else. What
-    communicates without saying how much (copy engines) is a COMP_NODE of its duration beside the others.
+    did, and every computation that began after its end waits for it, although it may not depend on it. Communication
+    of unknown size (copy engines) is a COMP_NODE of its duration, concurrent with the others.
 
     Raises ValueError for a step that was not traced, and for grids on which ranks do different things (pipe, expert).
     """
@@ -137,7 +137,7 @@ class _StepNodes:
     def _add(
         self, kind: NodeType, name: str, seconds: float, start: float, waits: list[int], attributes: list[Attribute]
     ) -> int:
-        number = len(self._nodes) + 1  # 0 is the node that tells the groups
+        number = len(self._nodes) + 1  # 0 is the node that describes the groups
         self._nodes.append(
             ChakraNode(
                 number,

@@ -55,7 +55,7 @@ def read_kernel(about: Mapping[str, Any]) -> SentMessage | None:
 def match_gloo(
     events: Iterable[Mapping[str, Any]], work: Iterable[Mapping[str, Any]], axes: Mapping[Any, str]
 ) -> dict[int, SentMessage]:
-    """Find for gloo's work, by id() of its event, what it sends, by the calls' shapes.
+    """Find the message of each gloo work, by id() of its event, from the calls' shapes.
 
     axes: of gloo's threads. An axis works on its calls in order; a call is matched with the next work of its kind that
     begins after it, of whichever axis begins first, since calls do not name their axis.

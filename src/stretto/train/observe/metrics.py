@@ -97,7 +97,7 @@ class MetricsLog:
     """Appends steps to `out/metrics.jsonl`, each flushed, and to TensorBoard and Weights & Biases if asked. For rank 0.
 
     A run that starts after step `start` keeps the file's lines up to `start`, so that no step is written twice. In
-    Weights & Biases each start is a run of its own, in a group with the folder's name.
+    Weights & Biases each start is a separate run, in a group with the folder's name.
 
     wandb: the project, or None. options: of the run, for Weights & Biases.
     """
@@ -183,7 +183,7 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return
-            raise ValueError(f"{path}: line {number} is damaged: {error}; mend or delete the file") from error
+            raise ValueError(f"{path}: line {number} is damaged: {error}; correct or delete the file") from error
         if isinstance(values, dict) and values.get("skipped") is True and values.get("loss") is None:
             values["loss"] = math.nan
         is_of_samples = isinstance(values, dict) and "samples_per_second" in values
@@ -191,7 +191,9 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for key, kind in (("step", int), ("loss", float), (rate, float)):
             value = values.get(key) if isinstance(values, dict) else None
             if isinstance(value, bool) or not isinstance(value, int | kind):
-                raise ValueError(f"{path}: line {number} is no step: it has no number {key!r}; mend or delete the file")
+                raise ValueError(
+                    f"{path}: line {number} is no step: it has no number {key!r}; correct or delete the file"
+                )
         yield text, values
 
 
@@ -224,7 +226,7 @@ def _open_wandb(out: Path, project: str, options: Mapping[str, Any]) -> Any:
 
     try:
         return wandb.init(project=project, group=out.name, dir=str(out), config=dict(options))
-    except Exception as error:  # without a network or a login it raises errors of its own
+    except Exception as error:  # without a network or a login it raises its own exceptions
         raise ValueError(
             f"Weights & Biases does not start for train.wandb={project!r}: {error}: run `wandb login`, or set "
             "WANDB_MODE=offline in the environment, or train.wandb=none"

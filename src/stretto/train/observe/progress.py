@@ -116,7 +116,7 @@ def _evaluation(metrics: StepMetrics) -> str:
 
 
 def print_line(text: str, file: IO[str] | None = None) -> None:
-    """Print to `file` (default: stdout). If its reader has gone (`| head`), discard the output: the run continues."""
+    """Print to `file` (default: stdout). If its reader has exited (`| head`), discard the output: the run continues."""
     file = file or sys.stdout
     try:
         print(text, file=file, flush=True)

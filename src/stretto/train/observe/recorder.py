@@ -35,12 +35,12 @@ class StepRecorder:
     """Turns steps into StepMetrics, for the log, the screen and the summary.
 
     On a GPU, a step's numbers are read after the next step was launched, so the device never idles for them; on a CPU
-    they are read at once. Every rank reads its own numbers, and all raise DivergenceError for the same step.
+    they are read immediately. Every rank reads its own values, and all raise DivergenceError for the same step.
 
     full_rate: tokens or samples per second if all ranks computed at their peak FLOP/s, which the utilization is a part
     of; None if it is unknown. skips_overflows: steps whose norm alone is not finite change nothing, and training goes
     on, as the loss scale adapts. skips_nonfinite: so do steps whose loss or norm is not finite; a line on the screen
-    says so. on_nonfinite: called on all ranks with a step whose loss or norm is not finite; what it returns ends the
+    says so. on_nonfinite: called on all ranks with a step whose loss or norm is not finite; its return value ends the
     message.
     """
 

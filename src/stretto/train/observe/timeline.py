@@ -11,7 +11,7 @@ and the work of gloo's threads is communication; before the first step each axis
 which identifies its threads.
 
 What a mixture of experts' layers compute (operators within their mark, those of the backward pass that belong to them,
-and the kernels of both) is a row beside all computation.
+and the kernels of both) has a row in addition to that of all computation.
 """
 
 import json
@@ -38,7 +38,7 @@ BUBBLE = "bubble"  # of a pipeline: the rank waits for a message that was not se
 AXES = (*INNER_TO_OUTER, EXPERT)
 ROW_OF = {EXPERT_DATA: "data", EXPERT_Z: "z"}  # what experts' parameters send over what expert leaves of an axis
 ROWS = (COMPUTE, EXPERTS, *AXES, OTHER, *HOST_COPIES, BUBBLE)
-# Copy engines communicate only over z; these kernels start their copies, wait for them, and sum what they brought.
+# Copy engines communicate only over z; these kernels start their copies, wait for them, and sum the received data.
 COPY_ENGINE_AXIS = "z"
 COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
 
@@ -53,7 +53,7 @@ _COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)
 class Span:
     """A kernel, copy or operator that ran: its row, its name, start and end in seconds after the first step's start.
 
-    sent: of a collective, what it sends; None where the trace does not say it.
+    sent: of a collective, what it sends; None if the trace does not have it.
     """
 
     row: str
@@ -214,7 +214,7 @@ def _interval(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _steps(events: Iterable[Mapping[str, Any]], category: str) -> list[TracedStep]:
-    """Find the steps by their marks: the host's, or those that span what a GPU's streams ran for the host's."""
+    """Find the steps by their marks: the host's, or those that span the GPU's work for the host's."""
     marks: dict[int, list[tuple[float, float]]] = {}
     for event in events:
         if event.get("cat") == category and (match := _STEP.fullmatch(event["name"])):
@@ -263,7 +263,7 @@ def _within(events: Iterable[Mapping[str, Any]], outer: Iterable[Mapping[str, An
 def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str], experts: Collection[Any]) -> list[Span]:
     """Collect kernels and copies. NCCL's group is named by the kernel's event, or by the call that launched it.
 
-    experts: the ids of experts' operators, whose kernels have a row of their own too.
+    experts: the ids of experts' operators, whose kernels also have a separate row.
     """
     calls = {
         event["args"]["External id"]: event["args"]
@@ -328,7 +328,7 @@ def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:
 
 
 def _cpu_spans(events: list[Mapping[str, Any]], experts: Collection[Any]) -> list[Span]:
-    """Collect the outermost operators, those of experts in a row of their own too, and the work of gloo's threads."""
+    """Collect the outermost operators, those of experts also in a separate row, and the work of gloo's threads."""
     gloo = [event for event in events if event["name"].startswith("gloo:")]
     axes = _axes_of_threads(events, gloo)
     sent = match_gloo(events, gloo, axes)

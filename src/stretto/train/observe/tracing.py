@@ -93,7 +93,8 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             if self._grid.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
                 self._wait_for_device()
-            # gloo's threads do not say what they send, so the calls' shapes must; NCCL's kernels say it themselves.
+            # Events of gloo's threads have no sizes, so the calls' shapes are needed; those of NCCL's kernels have
+            # them.
             self._profiler = profile(activities=activities, record_shapes=self._grid.device.type == "cpu")
             with _quiet_profiler():
                 self._profiler.start()
@@ -124,7 +125,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
 def _identify_gloo_threads(grid: Grid) -> None:
     """Let each axis communicate alone, under a mark in the trace.
 
-    gloo has its own threads for each group, and the trace has only their ids: the mark tells which axis they work for.
+    gloo has its own threads for each group, and the trace has only their ids: the mark identifies their axis.
     """
     for axis in (*(EXPERT_AXES if grid.size(EXPERT) > 1 else ()), *NAMES):  # of one group, the last mark counts
         if grid.size(axis) > 1:

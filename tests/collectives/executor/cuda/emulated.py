@@ -146,7 +146,7 @@ class EmulatedWorkspace:
         self.rank, self.world_size = rank, len(memories)
         self.memories = memories  # kept as long as peers may write there
         self.device = torch.device("cpu")
-        self.multiprocessors = self.most_blocks = 2
+        self.multiprocessors = self.max_blocks = 2
         self.places = None
         self.limit = int(limit * 1e9)
         self.regions, self.half, self.folder, self.macros = regions, half, folder, macros
@@ -200,7 +200,7 @@ class EmulatedWorkspace:
         if said is not None:
             raise PeerError(said)
 
-    def break_off(self, kernel):
+    def abort(self, kernel):
         words = words_of_broken_off(kernel)
         self.report[: len(words)] = torch.tensor(words, dtype=torch.int64).to(torch.int32)
         self.summary.fill_(1)

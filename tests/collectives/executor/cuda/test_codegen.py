@@ -55,7 +55,7 @@ def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
 
 @pytest.mark.sampled(quick=0)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_stands_beside_copy_engines_compiles_for_every_architecture(arch):
+def test_kernels_for_copy_engines_compile_for_every_architecture(arch):
     variant = Variant("bfloat16", "sum", "Simple", 4)
     fused = lower_to_fused_program(find("two-shot-all-reduce").compile(ranks=4, in_place=False), in_place=False)
     program = fused.ranks[1]

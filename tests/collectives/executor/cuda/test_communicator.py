@@ -73,7 +73,7 @@ def run_both(communicators, *arguments):
     return names, tensors
 
 
-def test_it_says_once_for_calls_that_are_alike_what_ran_and_why(make, caplog):
+def test_equal_calls_are_logged_once_with_what_ran_and_why(make, caplog):
     both, _ = make()
     small = torch.ones(4, dtype=torch.int32)
     with caplog.at_level(logging.DEBUG, "stretto.collectives"):
@@ -122,7 +122,7 @@ def test_large_arrays_go_by_copies_unless_there_is_no_memory_for_that(make, capl
     assert run_both(both, "allreduce", x[:500])[0] == ["two-shot-all-reduce LL128"] * 2  # between the two limits
 
 
-def test_nothing_is_said_where_nobody_listens(make, caplog):
+def test_nothing_is_logged_if_logging_is_off(make, caplog):
     both, _ = make()
     run_both(both, "allreduce", torch.ones(4, dtype=torch.int32))
     assert caplog.messages == []
@@ -159,7 +159,7 @@ def test_a_table_from_elsewhere_is_an_error_on_all_ranks_before_anything_runs(ma
     assert [(one.closes, int(one.state[0])) for one in workspaces] == [(1, 0)] * 2
 
 
-def test_what_was_measured_elsewhere_is_not_used_from_the_store(make):
+def test_measurements_of_other_machines_are_not_used_from_the_store(make):
     TuningStore().add(
         "another GPU", {time_key("allreduce", "int32", 2, 16, AlgorithmChoice("two-shot-all-reduce", "LL")): [1.0]}
     )

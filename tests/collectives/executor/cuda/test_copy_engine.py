@@ -91,7 +91,7 @@ def test_more_pieces_than_mailbox_sets_wait_for_those_before_them(folder, small_
 
 
 @needs_compiler
-def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(folder, small_pieces):
+def test_a_rank_that_does_not_wait_does_not_overwrite_unread_data(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
     add_copy_areas(workspaces, planner.HEAD + (1 << 12))
@@ -105,7 +105,7 @@ def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(fo
 @pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("name", ["direct-all-gather", "direct-all-to-all"])
-def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(name, folder, small_pieces):
+def test_collectives_without_sums_send_whole_messages_except_for_the_last_and_in_rounds(name, folder, small_pieces):
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     workspaces = make_workspaces(3, folder, limit=10.0)
@@ -124,7 +124,7 @@ def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(
 @pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_is_summed_goes_in_parts_of_all_messages_and_in_rounds(in_place, folder, small_pieces):
+def test_collectives_with_sums_split_all_messages_and_run_in_rounds(in_place, folder, small_pieces):
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     workspaces = make_workspaces(3, folder, limit=10.0)
@@ -253,7 +253,7 @@ def test_other_symmetric_tensors_on_two_ranks_are_an_error(folder, small_pieces)
 
 
 @needs_compiler
-def test_a_peer_that_never_comes_is_named(folder, small_pieces):
+def test_a_missing_peer_is_named(folder, small_pieces):
     workspaces = make_workspaces(2, folder, limit=0.3)
     add_copy_areas(workspaces, planner.HEAD + (1 << 16))
     kernels = make(
@@ -265,7 +265,7 @@ def test_a_peer_that_never_comes_is_named(folder, small_pieces):
 
 
 @needs_compiler
-def test_a_rank_that_has_given_up_tells_nobody_that_its_sums_are_there(folder):
+def test_a_rank_that_has_given_up_does_not_signal_its_sums(folder):
     workspaces = make_workspaces(3, folder, limit=3.0)
     workspaces[0].limit = int(0.1e9)
     add_copy_areas(workspaces, planner.HEAD + (1 << 16))
@@ -328,14 +328,14 @@ def test_every_direct_algorithm_can_go_by_copies():
                     assert sent == sum(len(level.sends) for level in program.levels) > 0
 
 
-def test_a_message_that_lies_in_no_buffer_is_refused():
+def test_a_message_outside_of_all_buffers_raises():
     # A ring's partial sums are nobody's output in a reduce-scatter: they travel on without being stored.
     fused = lower_to_fused_program(ALGORITHMS["ring-reduce-scatter"].compile(ranks=4, in_place=False), in_place=False)
     with pytest.raises(ValueError, match="ring cannot go by copy engines: it sends what is in none of its buffers"):
         lower_to_copies(fused.ranks[0], "ring", {})
 
 
-def test_what_is_refused_takes_no_memory(folder):
+def test_refused_requests_take_no_memory(folder):
     workspaces = make_workspaces(4, folder)  # without areas
     variant = Variant("int32", "sum", "Copy")
     with pytest.raises(ValueError, match="cannot go by copy engines"):

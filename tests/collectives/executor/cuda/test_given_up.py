@@ -38,7 +38,7 @@ def fail_elsewhere(workspace):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_that_never_came_is_not_passed_on(kind, protocol, folder):
+def test_a_message_that_never_arrived_is_not_forwarded(kind, protocol, folder):
     """In a ring of three rank 2 never comes: rank 0 has its own chunk to send, and nothing of rank 2's."""
     workspaces = make_workspaces(3, folder, limit=0.2)
     kernels = make(kind, "ring-all-gather", {"ranks": 3}, workspaces, Variant("int32", "sum", protocol), True)
@@ -54,7 +54,7 @@ def test_a_message_that_never_came_is_not_passed_on(kind, protocol, folder):
 
 @pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_what_depends_on_a_thread_block_that_has_given_up_is_not_sent(protocol, folder):
+def test_results_of_a_thread_block_that_has_given_up_are_not_sent(protocol, folder):
     """By the interpreter a thread block adds what another one has received, and sends the sum on."""
     workspaces = make_workspaces(3, folder, limit=0.2)
     variant = Variant("int32", "sum", protocol)
@@ -86,7 +86,7 @@ def test_a_kernel_of_a_process_that_has_failed_publishes_nothing(kind, protocol,
     assert not tensor.any()
 
 
-def test_a_call_that_ended_early_since_another_group_had_failed_is_a_failure_of_its_own_group_too(folder):
+def test_a_call_that_ended_early_after_another_groups_failure_is_a_failure_of_its_group_too(folder):
     """Otherwise it would be forgotten with the other group."""
     workspaces = make_workspaces(2, folder, limit=20.0)
     kernels = make(
@@ -100,7 +100,7 @@ def test_a_call_that_ended_early_since_another_group_had_failed_is_a_failure_of_
 
 
 @pytest.mark.parametrize("name", ["direct-all-gather", "two-shot-all-reduce"])
-def test_beside_copy_engines_a_rank_that_has_failed_tells_nobody_that_anything_is_there_or_free(name, folder):
+def test_with_copy_engines_a_failed_rank_signals_neither_data_nor_free_slots(name, folder):
     workspaces = make_workspaces(2, folder, limit=1.0)
     add_copy_areas(workspaces, planner.HEAD + (1 << 16))
     kernels = make(CopyEngineExecutor, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)

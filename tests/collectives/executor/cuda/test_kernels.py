@@ -150,7 +150,7 @@ def test_an_average_in_16_bits_does_not_overflow_where_the_sum_would(name, kind,
         ("binomial-broadcast", "LL", "float64", "sum"),
     ],
 )
-def test_fused_programs_run_beside_the_interpreter_in_one_workspace(name, protocol, dtype, reduction, folder):
+def test_fused_programs_and_the_interpreter_share_one_workspace(name, protocol, dtype, reduction, folder):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
     in_place = rng.random() < 0.5
@@ -164,7 +164,7 @@ def test_fused_programs_run_beside_the_interpreter_in_one_workspace(name, protoc
         check(steps, torch.int32, "max", True, elements % 500, 0, rng)
 
 
-def test_what_is_larger_than_the_mailboxes_goes_in_pieces(folder):
+def test_data_larger_than_the_mailboxes_is_sent_in_pieces(folder):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder, bytes_each=4096)
     for protocol in PROTOCOLS:
@@ -196,7 +196,7 @@ def test_a_piece_leaves_the_next_one_alone(folder, monkeypatch):
         assert len(kernels[0]._current.pieces) > 2
 
 
-def test_a_peer_that_never_comes_is_named_after_the_time_limit(folder):
+def test_a_missing_peer_is_named_after_the_time_limit(folder):
     workspaces = make_workspaces(2, folder, limit=0.3)
     for kind, protocol, wait in (
         (FusedScheduleKernel, "LL", r"rank 1's message 0 \(level 1\)"),
@@ -246,7 +246,7 @@ def test_a_thread_block_that_waits_for_another_leaves_it_to_that_one_to_name_the
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", [FusedScheduleKernel, InterpretedSchedule])
-def test_call_numbers_may_come_round(kind, protocol, folder):
+def test_call_numbers_may_wrap_around(kind, protocol, folder):
     """Calls on both sides of 2^31 and of 2^32, the first ones on memory that no call has written to."""
     rng = random.Random(SEED)
     for calls in (2**31 - 3, 2**32 - 4):
@@ -264,7 +264,7 @@ def test_call_numbers_may_come_round(kind, protocol, folder):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", [FusedScheduleKernel, InterpretedSchedule])
-def test_what_an_old_call_left_is_not_taken_when_its_number_comes_again(kind, protocol, folder):
+def test_data_of_an_old_call_is_not_taken_when_its_number_recurs(kind, protocol, folder):
     """A call, others elsewhere in memory past the numbers at which it is cleaned, and the first call's number again.
 
     Rank 0 comes much earlier than rank 1, and would find the old call's message in place of the new one's.
@@ -311,7 +311,7 @@ def test_a_call_without_elements_does_not_count_as_one(folder):
     assert workspaces[0].state[0] == 0
 
 
-def test_what_a_graph_reads_of_an_interpreted_call_outlives_calls_of_other_sizes(folder, monkeypatch):
+def test_tables_that_a_graph_reads_outlive_interpreted_calls_of_other_sizes(folder, monkeypatch):
     made, stock = [], torch.from_numpy
     monkeypatch.setattr(torch, "from_numpy", lambda table: made.append(stock(table)) or made[-1])
     workspaces = make_workspaces(2, folder)
@@ -347,7 +347,7 @@ def test_a_schedule_for_other_ranks_is_refused(folder):
             make(kind, "ring-all-gather", {"ranks": 3}, workspaces, Variant("int32", "sum", "LL"), True)
 
 
-def test_an_interpreter_whose_fifos_do_not_fit_says_so(folder):
+def test_an_interpreter_whose_fifos_do_not_fit_raises(folder):
     workspaces = make_workspaces(2, folder, bytes_each=4096)
     schedule = ALGORITHMS["ring-all-gather"].compile(ranks=2)
     kernel = InterpretedSchedule(
@@ -362,7 +362,7 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
     variant, options = Variant("bfloat16", "sum", "LL128", unroll), {"ranks": 2}
     workspaces = make_workspaces(2, folder)
     for workspace in workspaces:
-        workspace.multiprocessors, workspace.most_blocks = 132, bound_blocks(132)
+        workspace.multiprocessors, workspace.max_blocks = 132, bound_blocks(132)
     kernel = make(FusedScheduleKernel, "two-shot-all-reduce", options, workspaces, variant, False)[0]
     kernel._capacity = 64 << 20  # as on GPUs
     text = write_source(kernel.fused, 0, kernel.block_chunks, variant)

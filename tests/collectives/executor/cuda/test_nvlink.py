@@ -59,7 +59,7 @@ def test_gpus_are_linked_where_every_pair_is(nvml):
 
 
 @pytest.mark.parametrize("options", [{"known": ["aaa"]}, {"starts": 9}])
-def test_what_nvml_does_not_know_is_no_nvlink(nvml, options):
+def test_links_unknown_to_nvml_are_not_nvlink(nvml, options):
     nvml([{"aaa", "bbb"}], **options)
     assert not workspace.are_linked("aaa", ["aaa", "bbb"])
     assert workspace.are_linked("aaa", ["aaa"])

@@ -23,7 +23,7 @@ OTHERS = 2  # that the stand-in for NCCL takes, of which each waits for its peer
 SEED = random.randrange(2**31)
 
 
-def test_beside_nccl_and_one_kernel_there_is_a_place_for_another():
+def test_with_nccl_and_one_kernel_resident_another_can_run():
     for multiprocessors in range(1, 200):
         most = bound_blocks(multiprocessors)
         assert 1 <= most <= max(multiprocessors - multiprocessors // 4, 1)
@@ -37,12 +37,12 @@ def test_beside_nccl_and_one_kernel_there_is_a_place_for_another():
 class Crossing:
     """Two groups of two ranks, whose GPUs they share with a stand-in for NCCL that needs all its blocks at once."""
 
-    def __init__(self, folder, most_blocks, limit):
+    def __init__(self, folder, max_blocks, limit):
         self.gpus = [Places(PLACES) for _ in range(2)]
         self.groups = [make_workspaces(2, folder, limit=limit) for _ in range(2)]
         for workspaces in self.groups:
             for workspace, places in zip(workspaces, self.gpus, strict=True):
-                workspace.places, workspace.most_blocks = places, most_blocks
+                workspace.places, workspace.max_blocks = places, max_blocks
         variant = Variant("int32", "sum", "Simple")
         self.kernels = [
             make(FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, variant, True)
@@ -104,7 +104,7 @@ def test_without_the_bound_they_lock_each_other_out(folder):
 
 @pytest.mark.long
 @needs_compiler
-def test_an_interpreted_schedule_that_may_leave_no_room_says_so(tmp_path, caplog):
+def test_an_interpreted_schedule_that_may_leave_no_room_warns(tmp_path, caplog):
     workspaces = make_workspaces(2, tmp_path)
     make(InterpretedSchedule, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "LL"), True, 4)
     assert "may find no place" in caplog.text

@@ -116,7 +116,7 @@ class InterpretedSchedule:
     multiprocessor for each thread block. If not, issue calls of two groups on one stream, or the groups may wait for
     each other for ever.
 
-    tile_bytes: what a step handles at once of each chunk; with at least a chunk's bytes nothing is pipelined. Raises
+    tile_bytes: bytes of each chunk per step; with at least a chunk's bytes nothing is pipelined. Raises
     ValueError for a schedule that is made for another number of ranks or cannot run so.
     """
 
@@ -168,19 +168,19 @@ class InterpretedSchedule:
         self._scratch = torch.empty(0, dtype=torch.uint8, device=workspace.device)
         self._of_graphs: dict[int, Tensor] = {}  # by address: the memory that replays of CUDA graphs read and write
         self._blocks = len(schedule.ranks[workspace.rank].thread_blocks)
-        self.leaves_room = self._blocks <= workspace.most_blocks // 2
+        self.leaves_room = self._blocks <= workspace.max_blocks // 2
         if not self.leaves_room:
             logger.warning(
                 "the schedule %s has %d thread blocks, which are all resident at once: beside more than %d a kernel of "
                 "another group, launched in another order on another rank, may find no place, and both wait for ever",
-                *(self.name, self._blocks, workspace.most_blocks // 2),
+                *(self.name, self._blocks, workspace.max_blocks // 2),
             )
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` holds both buffers.
 
         The kernel runs on copies of the tensors where the rule in `executor.layout` asks for it: out of place the
-        caller's input stays as it is. Raises ValueError for sizes that do not fit, PeerError if an earlier call gave
+        caller's input is not modified. Raises ValueError for sizes that do not fit, PeerError if an earlier call gave
         up, RuntimeError for sizes that are new while a CUDA graph is captured.
         """
         self.workspace.check()

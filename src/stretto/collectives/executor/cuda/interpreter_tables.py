@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the interpreter kernel reads of a schedule: a table of steps, one of thread blocks, and where its FIFOs lie."""
+"""The interpreter kernel's tables of a schedule: its steps, its thread blocks, and the positions of its FIFOs."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -25,7 +25,7 @@ _BLOCK_ROW = np.dtype(
 
 
 class FifoLayout(NamedTuple):
-    """Where FIFOs lie. slots: each connection's first slot in its receiver's memory, and the bytes of one slot;
+    """Positions of FIFOs. slots: each connection's first slot in its receiver's memory, and the bytes of one slot;
     needed: the bytes that the rank with the largest FIFOs needs.
     """
 

@@ -88,7 +88,7 @@ class Launchable(Protocol):
     def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:
         """Launch on the stream of that handle, or else on the current one.
 
-        is_cooperative: all blocks are resident at once, or CUDA refuses the launch.
+        is_cooperative: all blocks are co-resident, or the launch fails.
         """
 
 

@@ -27,7 +27,7 @@ MAX_THREADS = 512
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for. unroll: the 16-byte vectors that a thread holds at once."""
+    """The compile-time properties of a kernel. unroll: 16-byte vectors per thread and iteration."""
 
     dtype: str
     reduction: str

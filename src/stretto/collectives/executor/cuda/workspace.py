@@ -82,12 +82,12 @@ def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 def are_linked(own: str, gpus: list[str]) -> bool:
-    """Whether NVLink links this GPU to all others, by their UUIDs; not where the driver's NVML does not say so."""
+    """Whether NVLink links this GPU to all others, by their UUIDs; False if the driver's NVML does not report it."""
     return nvml_supports(NVML_NVLINK, own, gpus) is True
 
 
 class Waiting(Protocol):
-    """A kernel that can describe a wait of its own that timed out."""
+    """A kernel that can describe its waits that timed out."""
 
     name: str
 
@@ -96,7 +96,7 @@ class Waiting(Protocol):
 
 
 class EndOfCall(Protocol):
-    """When a stream has done what it had at a call's end: a torch.cuda.Event, or what has its methods."""
+    """The completion of a stream's work up to a call's end: a torch.cuda.Event, or an object with its methods."""
 
     def wait(self) -> None:
         """Make the current stream wait for it."""
@@ -208,7 +208,7 @@ class CollectiveWorkspace:
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
         self._end: EndOfCall | None = None
-        # Before what the caller's streams have: kernels of a call by copy engines are small, and products that were
+        # Before the caller's streams' work: kernels of a call by copy engines are small, and products that were
         # launched earlier would keep them, and with them the peers, waiting for a multiprocessor.
         self.group_stream = torch.cuda.Stream(self.device, priority=-1)
         self._limit = _TimeLimit(int(timeout * 1e9))
@@ -223,11 +223,11 @@ class CollectiveWorkspace:
 
     @property
     def multiprocessors(self) -> int:
-        """The number of blocks that are sure to run at once while the GPU runs nothing else."""
+        """The number of blocks that are certain to run concurrently while the GPU runs nothing else."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @property
-    def most_blocks(self) -> int:
+    def max_blocks(self) -> int:
         """The most blocks of a kernel that waits for peers (`bound_blocks`)."""
         return bound_blocks(self.multiprocessors)
 
@@ -353,7 +353,7 @@ class CollectiveWorkspace:
         """Raise PeerError if a wait of this process on a device has timed out, in whichever group."""
         failures.check()
 
-    def break_off(self, kernel: int) -> None:
+    def abort(self, kernel: int) -> None:
         """Refuse all further calls, after an error in the middle of one; kernel: its number, of `register`."""
         self._record.mark(words_of_broken_off(kernel))
 

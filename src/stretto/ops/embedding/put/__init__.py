@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding look-ups whose vectors travel through NVSHMEM's puts, to ranks whose memory this GPU cannot map."""
+"""Embedding look-ups that send vectors by NVSHMEM puts to ranks whose memory this GPU cannot map."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the look-up with puts: stores to ranks in reach, NVSHMEM's puts to ranks whose memory cannot be mapped.
+"""Kernels of the look-up with puts: stores to ranks with peer access, NVSHMEM's puts to all others.
 
 A call is two launches: `begin_putting` (one program) announces the call, `pool_and_put` pools, sends and waits.
 This module is imported at the first call, since NVSHMEM's bindings are not installed everywhere.
@@ -31,14 +31,14 @@ CALL = tl.constexpr(32)
 class PutExchange(NamedTuple):
     """Kernel argument: the signals and buffers of a `PutSlots`.
 
-    reach: int64 [world], whether this rank stores into each rank's memory; else it puts.
+    peer_access: int64 [world], whether this rank stores into each rank's memory; else it puts.
     In symmetric memory: signals, int64 [world, capacity], how many vectors each source has sent here through each
     channel since the memory was allocated; begun, int64 [2, world], the last call that each rank has begun, by the
     call's parity; staging, of the tables' dtype, [programs, bags, block].
     In this rank's memory: targets, int64 [world, capacity], of signals; tickets, int32 [1], how many tasks are taken.
     """
 
-    reach: Any
+    peer_access: Any
     signals: Any
     begun: Any
     staging: Any
@@ -72,7 +72,7 @@ def begin_putting(channel, exchange, counts, fingerprint, BLOCK: tl.constexpr): 
     own = exchange.begun + (epoch & 1) * channel.world + channel.rank
     for distance in tl.static_range(1, channel.world):
         peer = (channel.rank + distance) % channel.world
-        if tl.load(exchange.reach + peer) != 0:
+        if tl.load(exchange.peer_access + peer) != 0:
             tl.atomic_xchg(tiles.peer_pointer(channel, own, peer), announced, sem="release", scope="sys")
         else:
             nvshmem.signal_op(own.to(tl.int64), announced, SIGNAL_SET, peer)
@@ -86,8 +86,8 @@ def pool_and_put(  # type: ignore[no-untyped-def]
     """Pool as `pool_and_send` does, and store or put each vector into its place in the output of its sample's rank.
 
     out: this rank's slot of the call, at the same place in symmetric memory on all ranks.
-    Signals: a slice's number of vectors, added at its rank: for a rank in reach after the block's barrier (release at
-    system scope), for others with the put of the slice's last vector, after a fence (`put_bags`).
+    Signals: a slice's number of vectors, added at its rank: for a rank with peer access after the block's barrier
+    (release at system scope), for others with the put of the slice's last vector, after a fence (`put_bags`).
     Waits: at the end, each program for its share of what others send, and of their words that they have begun the call.
     No cycle: a program waits only once running programs, which wait for nothing, hold all of its rank's tasks.
     Reuse: calls alternate between two slots, with no wait before the first store. A rank that stores for call e + 2 has
@@ -105,7 +105,7 @@ def pool_and_put(  # type: ignore[no-untyped-def]
         address, rows, dim, column = find_table(tables, table)
         first = group * pooling.slice
         end_sample = tl.minimum(first + pooling.slice, tables.batch)
-        in_reach = tl.load(exchange.reach + destination) != 0
+        has_access = tl.load(exchange.peer_access + destination) != 0
         counter = exchange.signals + channel.rank * channel.capacity + table % channel.capacity
         for part in range(0, pooling.slice, pooling.bags):
             sample = first + part + tl.arange(0, pooling.bags)
@@ -114,14 +114,14 @@ def pool_and_put(  # type: ignore[no-untyped-def]
                 tables, pooling, bags, table, channel.world, destination * tables.batch + sample, mask, report
             )
             total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
-            if in_reach:
+            if has_access:
                 there = tl.multiple_of(tiles.peer_pointer(channel, out, destination), 16)
                 store_bags(tables, there, sample, mask, dim, column, total)
             else:
                 samples = (first, first + part, end_sample)
                 put_bags(channel, exchange, tables, pooling, out, counter, samples, destination, dim, column, total)
                 puts += 1
-        if in_reach & (destination != channel.rank):
+        if has_access & (destination != channel.rank):
             tl.debug_barrier()
             stored = (end_sample - first).to(tl.int64)
             there = tiles.peer_pointer(channel, counter, destination)
@@ -144,8 +144,8 @@ def pool_and_put(  # type: ignore[no-untyped-def]
         target = tl.load(exchange.targets + word)
         seen = await_word(channel, exchange.signals + word, target, 0, OF_CONSUMER, index % channel.capacity, source)
         if seen >= target:
-            # The signal has arrived, so this returns at once. Behind some network cards, only NVSHMEM's own wait makes
-            # sure that the data before the signal is visible.
+            # The signal has arrived, so this returns immediately. With some network cards, only NVSHMEM's own wait
+            # makes sure that the data before the signal is visible.
             nvshmem.signal_wait_until(exchange.signals + word, GREATER_OR_EQUAL, target)
 
 
@@ -155,7 +155,7 @@ def put_bags(channel, exchange, tables, pooling, out, counter, samples, destinat
 
     samples: the first of the slice, the first of this tile, and the end of the slice.
     Order: the block's stores to the staging place, its barrier, then the puts, by all of its threads. The put of the
-    slice's last vector carries a signal that adds the number of all its vectors; a fence stands before it, since a put
+    slice's last vector carries a signal that adds the number of all its vectors; a fence precedes it, since a put
     with a signal is ordered after its own data alone. Such a put signals once, while `signal_op` would signal once for
     each thread.
     Reuse: a program has one staging place. Puts of this kind return when the source may be written to again, and the

@@ -46,14 +46,14 @@ def embedding_all_to_all_put(
     batch: int | None = None,
     name: str = "",
     checks: bool = True,
-    reach: Sequence[bool] | None = None,
+    peer_access: Sequence[bool] | None = None,
 ) -> Tensor:
     """Look up as `embedding_all_to_all` does, forward only, on GPUs that need not map each other's memory.
 
-    Arguments, result, bits and errors are those of `embedding_all_to_all`. Vectors for a rank in reach are stored into
-    its memory; vectors for another rank are staged in this rank's memory, and put from there through NVSHMEM. reach:
-    for each rank, whether to store to it; default: whether NVSHMEM could map its memory. A rank in reach may be put to,
-    too.
+    Arguments, result, bits and errors are those of `embedding_all_to_all`. Vectors for a rank with peer access are
+    stored into its memory; vectors for another rank are staged in this rank's memory, and put from there through
+    NVSHMEM. peer_access: for each rank, whether to store to it; default: whether NVSHMEM could map its memory. False is
+    valid for any rank.
 
     NVSHMEM is chosen for the whole process, before torch's symmetric memory is first used:
     torch.distributed._symmetric_memory.set_backend("NVSHMEM"). Stretto's other kernels on GPUs need the backend "CUDA"
@@ -61,8 +61,8 @@ def embedding_all_to_all_put(
     never freed; the result is a copy. This is no torch.library operator: torch.compile breaks its graph here.
 
     RuntimeError without NVSHMEM. ValueError for tensors that are not on GPUs, another backend, a group of some ranks
-    only, a rank in `reach` that cannot be mapped, tables that need gradients, and in a CUDA graph. Punniyamurthy et
-    al., section 3.
+    only, a rank in `peer_access` that cannot be mapped, tables that need gradients, and in a CUDA graph. Punniyamurthy
+    et al., section 3.
     """
     group_name = find_name(group)
     world = dist.get_world_size(group)
@@ -70,14 +70,14 @@ def embedding_all_to_all_put(
     known = find_tables(tables, device)
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     require_nvshmem(device)
-    _require_call(group_name, known, reach, world)
+    _require_call(group_name, known, peer_access, world)
     placement = find_placement(group_name, device, name, known.dims, known.dtype, count, needs_grad=False)
     size = placement.local_batch * placement.width * placement.dtype.itemsize
     if size == 0:
         return torch.empty(placement.local_batch, placement.width, dtype=placement.dtype, device=device)
     slots = PutSlots.find(group_name, device, size)
     slots.check()
-    reached = slots.find_reach(reach)
+    reached = slots.find_peer_access(peer_access)
     config = find_launch_config(placement, len(tables), indices.numel(), device)
     return _launch(
         slots, indices, offsets, known, weights, placement, group_name, mode, checks, reached, config.check()
@@ -94,7 +94,7 @@ def _launch(
     group: str,
     mode: str,
     checks: bool,
-    reach: tuple[bool, ...],
+    peer_access: tuple[bool, ...],
     config: LaunchConfig,
 ) -> Tensor:
     begin_putting, pool_and_put = _load_kernels()
@@ -103,13 +103,13 @@ def _launch(
     first_column = placement.first_column(placement.rank)
     kernel_tables = describe_tables(tables, first_column, placement.local_batch, placement.width, indices.numel())
     programs = count_programs(config, placement, len(tables.dims), device)
-    if not all(reach):
+    if not all(peer_access):
         programs = min(programs, STAGING_BYTES // (config.bags * kernel_tables.block.value * placement.dtype.itemsize))
         if programs == 0:
             raise ValueError(
                 f"{NAME}: {STAGING_BYTES} bytes of staging hold no tile of a config with {config.bags} bags"
             )
-    exchange = slots.describe(placement.dtype, reach)
+    exchange = slots.describe(placement.dtype, peer_access)
     launch_kernel(
         begin_putting,
         1,
@@ -143,7 +143,8 @@ class PutSlots:
     """Two outputs, staging and signals, in NVSHMEM's symmetric memory on all ranks; made by `find`.
 
     channel: holds the time limit, failure record and addresses for the kernels; its counters are not used, since
-    NVSHMEM's signals have 64 bits. Its addresses are the distances to other ranks' memory, 0 for ranks out of reach.
+    NVSHMEM's signals have 64 bits. Its addresses are the distances to other ranks' memory, 0 for ranks without peer
+    access.
     """
 
     def __init__(self, storage: Tensor, addresses: Sequence[int], rank: int, slot_bytes: int, timeout: float) -> None:
@@ -208,22 +209,22 @@ class PutSlots:
         """The bytes of this rank's symmetric memory."""
         return _head_bytes(len(self.mapped)) + self._slots.nbytes + self._staging.nbytes
 
-    def find_reach(self, asked: Sequence[bool] | None) -> tuple[bool, ...]:
-        """Return whether to store to each rank: as asked, else wherever it can. ValueError for one that cannot be."""
+    def find_peer_access(self, asked: Sequence[bool] | None) -> tuple[bool, ...]:
+        """Return whether to store to each rank: as given, else if it is mapped. ValueError if one is not."""
         if asked is None:
             return self.mapped
         for peer, (wanted, can) in enumerate(zip(asked, self.mapped, strict=True)):
             if wanted and not can:
                 raise ValueError(
-                    f"{NAME}: rank {self.rank} cannot store into rank {peer}'s memory: give False for it in reach"
+                    f"{NAME}: rank {self.rank} cannot store into rank {peer}'s memory: give False for it in peer_access"
                 )
         return tuple(peer == self.rank or bool(wanted) for peer, wanted in enumerate(asked))
 
-    def describe(self, dtype: torch.dtype, reach: tuple[bool, ...]) -> Any:
+    def describe(self, dtype: torch.dtype, peer_access: tuple[bool, ...]) -> Any:
         """Make the kernel argument, for tables of a dtype."""
         from stretto.ops.embedding.put.kernel import PutExchange
 
-        words = cache_on_device((tuple(int(is_near) for is_near in reach),), self.device).view(-1)
+        words = cache_on_device((tuple(int(is_near) for is_near in peer_access),), self.device).view(-1)
         return PutExchange(words, self._signals, self._begun, self._staging.view(dtype), self._targets, self._tickets)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -296,13 +297,13 @@ def _load_kernels() -> tuple[Any, Any]:
     return nvshmem.requires_nvshmem(begin_putting), nvshmem.requires_nvshmem(pool_and_put)
 
 
-def _require_call(group: str, tables: TableSet, reach: Sequence[bool] | None, world: int) -> None:
+def _require_call(group: str, tables: TableSet, peer_access: Sequence[bool] | None, world: int) -> None:
     if dist.get_process_group_ranks(find_group(group)) != list(range(dist.get_world_size())):
         raise ValueError(f"{NAME}: NVSHMEM allocates on all ranks together: the group has all, in their order")
     if torch.is_grad_enabled() and tables.needs_grad():
         raise ValueError(f"{NAME} has no gradients: call it under torch.no_grad, or take embedding_all_to_all")
-    if reach is not None and len(reach) != world:
-        raise ValueError(f"{NAME}: reach has {len(reach)} values, but there are {world} ranks")
+    if peer_access is not None and len(peer_access) != world:
+        raise ValueError(f"{NAME}: peer_access has {len(peer_access)} values, but there are {world} ranks")
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(f"{NAME}: a CUDA graph would give all its replays one of the two outputs: call it outside")
 

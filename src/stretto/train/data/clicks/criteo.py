@@ -83,7 +83,7 @@ class CriteoClicks:
         return ClickBatch(dense, records["label"].astype(np.float32), indices, offsets)
 
     def _take(self, samples: NDArray[np.int64]) -> NDArray[np.void]:
-        """Read records. Their file is looked at before and after it: a map has zeros where a page was cut short.
+        """Read records. The file's size is checked before and after: a map has zeros where a file was truncated.
 
         Where whole pages are cut off between the two looks, the process is ended by SIGBUS.
         """
@@ -119,7 +119,7 @@ def _write_records(files: Sequence[Path], output: BinaryIO) -> None:
 
 
 def _pieces(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the file's lines, about PIECE_BYTES at once, decompressed if the file is gzipped.
+    """Yield the file's lines, about PIECE_BYTES at a time, decompressed if the file is gzipped.
 
     Raises ValueError if the file does not give `size` bytes.
     """

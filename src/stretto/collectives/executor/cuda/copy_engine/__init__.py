@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a schedule by copy engines: they send the messages, and kernels reduce and store what arrives.
 
-- lowering.py: which messages can be copies, and what is left for kernels;
-- planner.py, direct.py: what a call of one size issues, in which order;
+- lowering.py: which messages can be copies, and which operations remain for kernels;
+- planner.py, direct.py: the operations of a call of one size, and their order;
 - executor.py: issues it, on the streams of streams.py;
 - flags.cu: the kernels that signal to peers and wait for them.
 """

@@ -168,7 +168,7 @@ class CopyEngineExecutor:
 
     def _abort(self, streams: CopyStreams) -> None:
         """Refuse all further calls: the next one would take for its own what peers have sent for this one."""
-        self.workspace.break_off(self._fixed["kernel"])
+        self.workspace.abort(self._fixed["kernel"])
         with suppress(RuntimeError):
             streams.join()  # the tensors may be freed once the caller's stream is done with them
 
@@ -185,7 +185,7 @@ class CopyEngineExecutor:
         """The peers' view of the tensor, if it is symmetric and there are zero-copy messages and kernels for them."""
         found = self.workspace.find_symmetric(written) if self._zero_copy else None
         if found is not None and self._zero_copy_planner is None:
-            if self.workspace.is_capturing:  # nothing can be compiled meanwhile
+            if self.workspace.is_capturing:  # nothing can be compiled during capture
                 return None
             self._zero_copy_planner = self._make_planner(self._zero_copy)
         return found

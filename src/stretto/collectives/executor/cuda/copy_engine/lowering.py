@@ -56,7 +56,7 @@ ZeroCopy = Mapping[tuple[int, int], ChunkPlace]
 def find_zero_copy(fused: FusedProgram) -> ZeroCopy:
     """Find the messages that the receiver only stores, in a place that it never reads: these can go without a mailbox.
 
-    A peer's copy may arrive as soon as both ranks have begun the call, so nobody may need what the place held before.
+    A peer's copy may arrive as soon as both ranks have begun the call, so the place's old contents must be unused.
     """
     found = {}
     for program in fused.ranks:
@@ -77,7 +77,7 @@ def find_zero_copy(fused: FusedProgram) -> ZeroCopy:
 
 
 class _ValuePlaces(NamedTuple):
-    """Where a program's values lie in memory.
+    """The memory locations of a program's values.
 
     loads: the place that each was loaded from; stored: where it was stored whole, and at which level; overwritten: the
     first level that stores to a place.
@@ -149,7 +149,7 @@ def _lower_send(places: _ValuePlaces, number: int, send: SendChunk, zero_copy: C
 
 
 def _lower_kernel(places: _ValuePlaces, number: int, level: Level, *, has_awaits: bool) -> Level | None:
-    """The level by itself: it loads from memory again what earlier levels had in registers."""
+    """The level as a separate program, which reloads from memory what earlier levels had in registers."""
     if not (level.receives or level.reduces or level.stores or has_awaits):
         return None
     loads, stored = places.loads, places.stored

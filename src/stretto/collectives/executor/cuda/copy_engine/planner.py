@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans what a call by copy engines issues, in which order: an immutable list of steps, made once for each size.
+"""Plans the operations of a call by copy engines and their order: an immutable list of steps, made once per size.
 
 Schedules that forward what they have received are pipelined: each chunk is split into pieces, and piece p + 1 is sent
 while piece p is reduced. A step is one level of one piece. Three pieces of two levels (two-shot all-reduce: level 0
@@ -20,13 +20,13 @@ sends inputs, level 1 reduces them and sends the sums; the list is read from lef
 - `wait_for_peers` (flags.cu; "wait" above) waits until peers have begun the call, and later until they have released
   the set of mailboxes that a piece uses again: pieces p and p + (number of sets) share a mailbox set.
 - A send is a copy into a peer's mailbox, then `signal_arrival` ("signal"), a kernel that puts the piece's number, its
-  epoch, into the receiver's flag. It has a stream of its own: a copy of 4 bytes would queue behind all copies that wait
+  epoch, into the receiver's flag. It has its own stream: a copy of 4 bytes would queue behind all copies that wait
   for the same engine.
 - A level's kernel waits for its messages' flags, reduces and stores.
 - `release_mailboxes` ("release") tells the peers that this rank is done with the piece's mailbox set.
 
 CUDA graphs: streams that are captured become the branches of a graph, which CUDA may execute in any order, one after
-another. A kernel that waits for peers must then not come before what the peers wait for meanwhile, or all ranks wait
+another. A kernel that waits for peers must then not precede the operations for which peers wait, or all ranks wait
 for each other. So a captured call has three more kinds of dependencies: a level's kernel goes after this rank's signals
 of the level before, a release after all signals that were issued before it, and a wait for released mailboxes after
 this rank's own release of them (docs/decisions/018-captured-copies.md).
@@ -239,7 +239,7 @@ class CopyPlanner(ABC):
         return KernelLaunch(self._flag_kernels.wait_for_peers, 1, 32, values)
 
     def _release_mailboxes(self, piece: int, last: int) -> KernelLaunch | None:
-        """The release of a piece's mailbox set; None where nobody waits for it."""
+        """The release of a piece's mailbox set; None if no rank waits for it."""
         if last - self._num_mailbox_sets < piece < last:
             return None
         values = (("index", piece), ("is_last", int(piece == last)))
@@ -262,9 +262,9 @@ class CopyPlanner(ABC):
             ("begin", part.begin),
             ("num_vectors", vectors),
         )
-        # Half of the multiprocessors at most: the kernels that signal what they wait for need a place, too.
+        # At most half of the multiprocessors: the signalling kernels for which they wait must be able to run, too.
         half = max(self._workspace.multiprocessors // 2, 1)
-        most = min(KERNEL_BLOCKS, half, self._workspace.most_blocks) if level.operations else 1
+        most = min(KERNEL_BLOCKS, half, self._workspace.max_blocks) if level.operations else 1
         blocks = min(-(-vectors // (MAX_THREADS * self._variant.unroll)), most)
         return KernelLaunch(kernel, blocks, MAX_THREADS, values)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the CUDA C++ of one rank's fused program: the whole program as one kernel, or one level of it by itself.
+"""Writes the CUDA C++ of one rank's fused program: the whole program as one kernel, or a single level of it.
 
 Each thread handles vectors of 16 bytes of a mailbox (8 of data by LL, 15 by LL128, 16 by Simple), `UNROLL` of them at a
-time, and executes the whole program on each. primitives.cu has what the written lines call: `take`, `put`, `load`,
-`store`, `combine`.
+time, and executes the whole program on each. primitives.cu defines the functions that the generated code calls: `take`,
+`put`, `load`, `store`, `combine`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -227,7 +227,7 @@ class _Writer:
                     f"await_flag({flag}, (u64)epoch << 32 | turn, wait, {number}, {receive.message});"
                 )
             yield "    wait.is_given_up = __syncthreads_or(wait.is_given_up);"
-        # All messages are read at once, so that the latencies of memory overlap.
+        # All messages are read together, so that memory latencies overlap.
         yield "    while (true) {"
         yield "      converge();"
         yield "      bool has_come = true; u32 missing = 0;"

@@ -16,7 +16,7 @@ from stretto.collectives.schedule import Schedule
 THREADS_STEP = LEAST_THREADS
 """A block's threads are a multiple of this."""
 MAX_PLANS = 4096
-# A large call by 48 blocks takes 4% to 8% longer than by 99 where nothing runs beside it, and delays products that do
+# A large call by 48 blocks takes 4% to 8% longer than by 99 when it runs alone, and delays concurrent products that do
 # by less: an all-gather of 64 MB two of 4096 x 4096 x 4096, which take 380 us alone, by 60 us, not by 110; NCCL's
 # delays them by 107 (4x H100, 2026-11-26).
 LARGE_CALL = 32 << 20  # bytes
@@ -51,7 +51,7 @@ class RecordedLaunch(NamedTuple):
 class FusedScheduleKernel:
     """Runs a schedule on one rank as one kernel. All ranks make and call it in the same order.
 
-    Waits: a block of the kernel waits for the blocks with its own index on other ranks, and for nothing else, since
+    Waits: a block of the kernel waits only for the blocks with its own index on other ranks, since
     elements of chunks depend only on elements at the same position. Together with the bound on the number of blocks
     (`bound_blocks`) this lets kernels of two groups, and NCCL's, end whatever the order in which each rank launches
     them.
@@ -90,7 +90,7 @@ class FusedScheduleKernel:
         self._current: _Launches | None = None
         self._most_threads = most_threads(self.fused, variant)
         self.threads: int | None = None
-        self.max_blocks = workspace.most_blocks
+        self.max_blocks = workspace.max_blocks
         self._is_tuned = False
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
@@ -137,7 +137,7 @@ class FusedScheduleKernel:
             raise ValueError(
                 f"a block has a multiple of {THREADS_STEP} threads, at most {self._most_threads}, not {threads}"
             )
-        most = self.workspace.most_blocks
+        most = self.workspace.max_blocks
         if not 1 <= max_blocks <= most:
             raise ValueError(
                 f"a kernel that waits for peers has 1 to {most} blocks, so that other kernels can run at the same "
@@ -162,7 +162,7 @@ class FusedScheduleKernel:
         bound = self._bound_blocks(chunk_bytes * self.collective.chunks_per_loop)
         threads = self.threads or self._choose_threads(min(num_vectors, most), bound)
         pieces = []
-        # Without data there is no launch: no rank would wait in it, and waiting is what keeps the ranks together.
+        # Without data there is no launch: no rank would wait in it, and only the waits keep the ranks in step.
         for start in range(0, num_vectors, most):
             here = min(most, num_vectors - start)
             blocks = min(-(-here // (threads * self.variant.unroll)), bound)
@@ -180,7 +180,7 @@ class FusedScheduleKernel:
         return plan
 
     def _bound_blocks(self, num_bytes: int) -> int:
-        """The most blocks for so large a buffer: as `tune` has said, or else fewer for large ones."""
+        """The maximum number of blocks for a buffer of this size: as set by `tune`, or else fewer for large ones."""
         is_large = num_bytes >= LARGE_CALL
         return min(self.max_blocks, BLOCKS_OF_LARGE) if is_large and not self._is_tuned else self.max_blocks
 

@@ -8,7 +8,7 @@ ranks have to be awaited.
 
 Operations fall into levels by the messages that they need: level 0 needs none, level n one that was sent in level
 n - 1. All ranks go through the levels in order, so a receive waits only for sends of an earlier level, and no wait can
-last for ever. Every message has a mailbox of its own, so no send has to wait. Two-shot all-reduce, 2 ranks:
+last for ever. Every message has its own mailbox, so no send has to wait. Two-shot all-reduce, 2 ranks:
 
                level 0             level 1                          level 2
              |                   |                                |
@@ -24,7 +24,7 @@ The passes are functions over one immutable list of operations, in an order in w
 
     schedule --_trace--> operations --_sum_inputs--> which input chunks each value is the sum of
                                     --_find_levels--> the level in which each value is there
-                                    --_has_implicit_barrier--> whether the messages alone keep calls apart
+                                    --_has_implicit_barrier--> whether the messages alone separate calls
                                     --_find_sent_sums, _replicas_agree--> which sums are rounded
                                     --_assemble--> one rank's program, level by level
 """
@@ -119,7 +119,7 @@ class FusedRankProgram:
     """What one rank's threads execute.
 
     mailboxes: the number of messages that it receives; rounded: the sums that are rounded to the dtype before they are
-    used again, either those that are sent or all; the others stay in fp32 until they are stored.
+    used again, either those that are sent or all; the others are kept in fp32 until they are stored.
     """
 
     rank: int
@@ -199,7 +199,7 @@ class _Trace(NamedTuple):
 
 
 def _trace(schedule: Schedule, collective: Collective) -> _Trace:
-    """Execute a schedule's steps on numbers of values: copies through scratch memory disappear."""
+    """Execute a schedule's steps on value ids: copies through scratch memory disappear."""
     errors: list[str] = []
     graph = build_graph(schedule, errors)
     order, left = linear_order(graph)
@@ -257,7 +257,7 @@ class _Tracer:
         return values
 
     def read(self, rank: int, buffer: Buffer, chunk: int) -> int:
-        """The value that a chunk holds: what it held before the collective if nothing was written yet."""
+        """The value of a chunk: its value before the collective if nothing was written yet."""
         place = self._place(rank, buffer, chunk)
         if place not in self._held[rank]:
             value = self._new_value(rank)
@@ -326,7 +326,7 @@ def _sum_inputs(trace: _Trace, collective: Collective) -> Inputs:
 
 
 def _find_levels(trace: _Trace) -> dict[Value, int]:
-    """The level in which each value is there: the most messages, one upon another, that it has come by."""
+    """The level in which each value is available: the length of the longest chain of messages to it."""
     found: dict[Value, int] = {}
     for rank, what in trace.operations:
         match what:
