@@ -68,6 +68,8 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
         return None
     if model.hidden % grid.y:
         return f"y={grid.y} does not divide the hidden size {model.hidden}"
+    if model.labels == 0 and grid.y > 1:
+        return f"y={grid.y} splits the hidden features, which a model without a head returns; y=1 would do"
     for linear in (linear for kind in model.kinds for linear in kind.model.linears):
         cut, by_input = linear.output_shards(grid), linear.input_shards(grid)
         if linear.units % cut:
