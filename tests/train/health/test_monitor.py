@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from stretto.train.health import flight_recorder, progress, stacks
 from stretto.train.health.beat import Beat, Save, list_ranks, process_space
 from stretto.train.health.failures import Failure
 from stretto.train.health.flight_recorder import OpenCollective
+from stretto.train.health.heartbeat import Heartbeat
 from stretto.train.health.monitor import START_LIMIT, Monitor
 from stretto.train.health.peers import PeerWatch
 from stretto.train.launch.watch import RankWatch
@@ -529,3 +531,14 @@ def test_a_process_that_was_stopped_is_stopped_again_when_its_stacks_have_been_r
             for timer in timers:
                 timer.join()
             process.kill()
+
+
+def test_a_rank_that_asks_for_a_verdict_reports_that_its_wait_has_failed(monkeypatch, tmp_path):
+    """Under torchrun it waits in no collective any more, and would be named beside the rank that it has waited for."""
+    heartbeat = Heartbeat(5.0, tmp_path)
+    heartbeat._store, heartbeat._peers, heartbeat.interval = mock.Mock(), mock.Mock(), 0.0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    monkeypatch.setattr("stretto.train.health.heartbeat.VERDICT_LIMIT", 0.0)
+    assert not heartbeat._beat(False).has_failed
+    heartbeat.wait_for_verdict()
+    assert heartbeat._beat(False).has_failed

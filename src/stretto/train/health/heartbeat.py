@@ -62,6 +62,7 @@ class Heartbeat:
         self._answered = ""
         self._store: dist.Store | None = None
         self._peers: PeerWatch | None = None
+        self._has_asked = False  # whom this rank has waited for, in vain
         self._thread = threading.Thread(target=self._run, name="stretto-heartbeat", daemon=True)
 
     @classmethod
@@ -114,6 +115,7 @@ class Heartbeat:
         """Ask the ranks that watch each other whom this one waited for; they end this process if they find out."""
         if self._peers is None or self._store is None or "TORCHELASTIC_RUN_ID" not in os.environ:
             return
+        self._has_asked = True  # so that this rank, which waits in no collective any more, is not taken for the culprit
         with suppress(RuntimeError):
             self._store.set(ASKED, str(self.rank))
         time.sleep(VERDICT_LIMIT + 4 * self.interval)
@@ -198,7 +200,7 @@ class Heartbeat:
             entered=tuple(entered.items()),
             peers=None if peer_wait is None else peer_wait.ranks,
             message="" if peer_wait is None else peer_wait.what,
-            has_failed=peer_wait is not None and peer_wait.has_failed,
+            has_failed=self._has_asked or (peer_wait is not None and peer_wait.has_failed),
             where=tuple(_describe_frame(frame) for frame in frames),
             line=line_of(frames[0]) if frames else "",
             cpu=time.process_time() - self._cpu_then,
