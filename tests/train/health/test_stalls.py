@@ -64,6 +64,7 @@ def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_
 @pytest.mark.parametrize("phase", [pytest.param("data", marks=pytest.mark.exhaustive), "step"])
 def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_messages(tmp_path, monkeypatch, phase):
     overrides = ("grid.data=2", "grid.pipe=2", "train.micro_batch=1")
+    monkeypatch.setattr("stretto.train.health.monitor.MISSED_AT_LEAST", 20.0)  # a busy machine delays heartbeats
     failure = fail(tmp_path / "out", monkeypatch, f"loop {phase} 1", *overrides)
     assert (failure.kind, failure.rank) == ("stalled", 1)
     assert "ranks 0, 2 and 3 wait for it" in failure.reason or "ranks 0-2" in failure.reason
@@ -76,9 +77,9 @@ def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeyp
     assert (failure.kind, failure.rank) == ("stalled", 1)
     assert "is stuck in phase save of step 6, in the thread that writes, at fault_runs.py:" in failure.reason
     assert "in spin" in failure.reason
-    # At the limit rank 0's own wait may have ended: the warning at half of it tells, too.
-    assert "rank 0 waits for it in " in failure.reason + caplog.text
-    # Beside a thread that writes, a step goes on, and on a busy machine rank 0 may wait for a collective of its own.
+    # Beside a thread that writes, a step goes on, and on a busy machine rank 0 may not have come to wait, or wait for a
+    # collective of its own.
+    assert is_async == "true" or "rank 0 waits for it in " in failure.reason + caplog.text
     assert is_async == "true" or "of group saves" in failure.reason
 
 
