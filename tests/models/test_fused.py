@@ -103,6 +103,17 @@ def test_a_gate_of_another_dtype_or_shape_is_promoted_and_broadcast():
     assert torch.equal(swiglu(gate, up), F.silu(gate) * up)
 
 
+def test_shapes_that_do_not_fit_are_refused():
+    """On a GPU a kernel would read beyond them."""
+    angles = rotary_angles(5, 8, CPU)
+    for shape, queries in (((2, 5, 2, 4, 8), 3), ((2, 5, 2, 4, 7), 2), ((2, 5, 8, 8), 2)):
+        with pytest.raises(ValueError, match="qkv is"):
+            rotate_heads(torch.zeros(shape), angles, queries)
+    for seq, dim in ((6, 8), (5, 6)):
+        with pytest.raises(ValueError, match="are two tensors"):
+            rotate_heads(torch.zeros(2, seq, 2, 4, dim), angles, 2)
+
+
 def far_from(found, right, sizes):
     """The largest error in units of one rounding to the dtype, beside that of sums in fp32 (fp64)."""
     exact = torch.finfo(torch.float64 if found.dtype == torch.float64 else torch.float32).eps

@@ -252,7 +252,7 @@ def run_look_up(kind: LookUp) -> None:
 
 
 class Alone(NamedTuple):
-    """All that kernels without a workspace, which `launch_again` launches, may be compiled for."""
+    """All that kernels without a workspace, which `launch_cached` launches, may be compiled for."""
 
     kernel: str
     columns: int

@@ -20,7 +20,7 @@ from stretto.ops.embedding.backward_kernel import reduce_chunks
 from stretto.ops.embedding.forward_kernel import pool_and_send
 from stretto.tiles import Launches, kind_of
 from stretto.tiles.compile_only import compile_kernel
-from stretto.tiles.launches import launch_again, launch_kernel, pass_addresses
+from stretto.tiles.launches import launch_cached, launch_kernel, pass_addresses
 
 SEED = random.randrange(2**31)
 
@@ -78,7 +78,7 @@ def test_every_launch_states_whether_products_and_sums_are_fused() -> None:
     launches, kernel = Launches(), Kernel()
     launches(kernel, "key", 3, (1, 2), num_warps=4)
     launch_kernel(kernel, 3, 1, 2, num_warps=4)
-    launch_again(kernel, 3, 1, 2, num_warps=4)  # is not Triton's, and so interpreted
+    launch_cached(kernel, 3, 1, 2, num_warps=4)  # is not Triton's, and so interpreted
     assert kernel.options == [{"num_warps": 4, "enable_fp_fusion": True}] * 3
 
 

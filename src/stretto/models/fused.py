@@ -36,7 +36,18 @@ def rotate_heads(qkv: Tensor, angles: Angles, queries_per_group: int) -> tuple[T
 
     On a GPU this is one kernel forward and one backward. It computes in fp32 for 16-bit dtypes and rounds once, so that
     its bits differ from those of PyTorch's operators, which round angles and products as well.
+
+    Raises ValueError if the shapes do not fit.
     """
+    if qkv.dim() != 5 or qkv.shape[3] != queries_per_group + 2 or qkv.shape[4] % 2:
+        raise ValueError(
+            f"qkv is [batch, seq, groups, {queries_per_group} + 2, head_dim], head_dim even, not {list(qkv.shape)}"
+        )
+    if not angles[0].shape == angles[1].shape == (qkv.shape[1], qkv.shape[4] // 2):
+        raise ValueError(
+            f"angles of {qkv.shape[1]} positions and heads of {qkv.shape[4]} features are two tensors "
+            f"{[qkv.shape[1], qkv.shape[4] // 2]}, not {list(angles[0].shape)} and {list(angles[1].shape)}"
+        )
     if _needs_operators(qkv):
         query, key, value = qkv.split((queries_per_group, 1, 1), dim=-2)
         query, key = _rotate(query, angles), _rotate(key, angles)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.tiles.launches import launch_again
+from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 4096
@@ -33,7 +33,7 @@ def read_statistics(logits: Tensor, targets: Tensor, columns: int) -> tuple[Tens
     if len(logits):
         arguments = logits, targets, greatest, sums, of_targets, columns, logits.shape[1]
         with torch.cuda.device_of(logits):
-            launch_again(reduce_rows, len(logits), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
+            launch_cached(reduce_rows, len(logits), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
     return greatest, sums, of_targets
 
 
@@ -48,7 +48,7 @@ def write_gradients(
     if logits.numel():
         arguments = logits, targets, greatest, sums, scale, columns, logits.shape[1]
         with torch.cuda.device_of(logits):
-            launch_again(differentiate_rows, len(logits), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
+            launch_cached(differentiate_rows, len(logits), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 @triton.jit

@@ -11,32 +11,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.tiles.launches import launch_again
+from stretto.tiles.launches import launch_cached
 
 _TILE = 2048  # elements of each half of heads in a program
 
 
 @triton.jit
-def _find_heads(groups, QUERIES: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(token, head, query, group, which of the heads are queries, keys and values) of this program's HEADS heads.
+def _find_heads(groups, QUERIES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the first halves of this program's HEADS heads lie, and of which token they are.
 
-    All but the token are [HEADS, 1]. head: its number among all heads of the token in all tokens' heads, and query and
-    group the same among queries and among groups, each of which has QUERIES queries, a key and a value.
+    Returns the token, and [HEADS, LANES] each: offsets in the linear's output, in queries, and in keys and values; and
+    which of the heads are queries, keys and values. A group has QUERIES queries, a key and a value.
     """
     heads = groups * (QUERIES + 2)
     parts = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // parts).to(tl.int64)
     head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
-    group, place = head // (QUERIES + 2), head % (QUERIES + 2)
-    is_query, is_key = (head < heads) & (place < QUERIES), (head < heads) & (place == QUERIES)
-    is_value = (head < heads) & (place > QUERIES)
-    group += token * groups
-    return token, head + token * heads, group * QUERIES + place, group, is_query, is_key, is_value
+    lane = tl.arange(0, LANES)[None, :]
+    there = (head < heads) & (lane < HALF)
+    group, place = token * groups + head // (QUERIES + 2), head % (QUERIES + 2)
+    at = (token * heads + head) * 2 * HALF + lane
+    of_query, of_group = (group * QUERIES + place) * 2 * HALF + lane, group * 2 * HALF + lane
+    return (
+        token,
+        at,
+        of_query,
+        of_group,
+        there & (place < QUERIES),
+        there & (place == QUERIES),
+        there & (place > QUERIES),
+    )
 
 
 @triton.jit
-def _load(query, key, value, is_query, is_key, is_value):  # type: ignore[no-untyped-def]
-    """What lies at one of three addresses each."""
+def _load_angles(cos, sin, token, seq_len, HALF: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosines and sines of a token's position, [1, LANES]."""
+    lane = tl.arange(0, LANES)[None, :]
+    at = token % seq_len * HALF + lane
+    return tl.load(cos + at, mask=lane < HALF, other=0.0), tl.load(sin + at, mask=lane < HALF, other=0.0)
+
+
+@triton.jit
+def _load_one(query, key, value, is_query, is_key, is_value):  # type: ignore[no-untyped-def]
+    """The element at one of three addresses each."""
     of_query, of_key = tl.load(query, mask=is_query, other=0.0), tl.load(key, mask=is_key, other=0.0)
     return tl.where(is_query, of_query, tl.where(is_key, of_key, tl.load(value, mask=is_value, other=0.0)))
 
@@ -52,15 +69,9 @@ def split_heads(  # type: ignore[no-untyped-def]
     written once. Synchronization: none: programs own their heads.
     """
     dtype = tl.float64 if qkv.dtype.element_ty == tl.float64 else tl.float32
-    token, head, query, group, is_query, is_key, is_value = _find_heads(groups, QUERIES, HEADS)
-    lane = tl.arange(0, LANES)[None, :]
-    inside = lane < HALF
-    angle = (token % seq_len) * HALF + lane
-    c = tl.load(cos + angle, mask=inside, other=0.0).to(dtype)
-    s = tl.load(sin + angle, mask=inside, other=0.0).to(dtype)
-    at = head * 2 * HALF + lane
-    of_query, of_group = query * 2 * HALF + lane, group * 2 * HALF + lane
-    is_query, is_key, is_value = is_query & inside, is_key & inside, is_value & inside
+    token, at, of_query, of_group, is_query, is_key, is_value = _find_heads(groups, QUERIES, HALF, LANES, HEADS)
+    c, s = _load_angles(cos, sin, token, seq_len, HALF, LANES)
+    c, s = c.to(dtype), s.to(dtype)
     first = tl.load(qkv + at, mask=is_query | is_key | is_value, other=0.0).to(dtype)
     second = tl.load(qkv + at + HALF, mask=is_query | is_key | is_value, other=0.0).to(dtype)
     rotated = (first * c - second * s).to(qkv.dtype.element_ty)
@@ -84,19 +95,12 @@ def join_heads(  # type: ignore[no-untyped-def]
     written once. Synchronization: none: programs own their heads.
     """
     dtype = tl.float64 if qkv.dtype.element_ty == tl.float64 else tl.float32
-    token, head, query, group, is_query, is_key, is_value = _find_heads(groups, QUERIES, HEADS)
-    lane = tl.arange(0, LANES)[None, :]
-    inside = lane < HALF
-    angle = (token % seq_len) * HALF + lane
-    c = tl.load(cos + angle, mask=inside, other=0.0).to(dtype)
-    s = tl.load(sin + angle, mask=inside, other=0.0).to(dtype)
-    at = head * 2 * HALF + lane
-    of_query, of_group = query * 2 * HALF + lane, group * 2 * HALF + lane
-    is_query, is_key, is_value = is_query & inside, is_key & inside, is_value & inside
-    first = _load(queries + of_query, keys + of_group, values + of_group, is_query, is_key, is_value).to(dtype)
-    second = _load(
-        queries + of_query + HALF, keys + of_group + HALF, values + of_group + HALF, is_query, is_key, is_value
-    ).to(dtype)
+    token, at, of_query, of_group, is_query, is_key, is_value = _find_heads(groups, QUERIES, HALF, LANES, HEADS)
+    c, s = _load_angles(cos, sin, token, seq_len, HALF, LANES)
+    c, s = c.to(dtype), s.to(dtype)
+    first = _load_one(queries + of_query, keys + of_group, values + of_group, is_query, is_key, is_value).to(dtype)
+    of_query, of_group = of_query + HALF, of_group + HALF
+    second = _load_one(queries + of_query, keys + of_group, values + of_group, is_query, is_key, is_value).to(dtype)
     rotated = tl.where(is_value, first, first * c + second * s)
     other = tl.where(is_value, second, second * c - first * s)
     tl.store(qkv + at, rotated.to(qkv.dtype.element_ty), mask=is_query | is_key | is_value)
@@ -131,7 +135,7 @@ def _launch(kernel: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[Ten
     lanes = triton.next_power_of_2(head_dim // 2)
     block = min(triton.next_power_of_2(groups * (queries + 2)), max(1, _TILE // lanes))
     with torch.cuda.device_of(qkv):
-        launch_again(
+        launch_cached(
             kernel, batch * seq_len * triton.cdiv(groups * (queries + 2), block),
             qkv, cos.contiguous(), sin.contiguous(), *heads, seq_len, groups,
             QUERIES=queries, HALF=head_dim // 2, LANES=lanes, HEADS=block,

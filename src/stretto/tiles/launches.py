@@ -88,7 +88,7 @@ class Launches:
         self._addresses.clear()
 
 
-def launch_again(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+def launch_cached(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """As `launch_kernel` on the current device, but fast where arguments of the same kinds were launched before.
 
     For kernels whose arguments are tensors, numbers and None, and which a training step launches often: a launch by

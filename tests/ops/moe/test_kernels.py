@@ -297,8 +297,8 @@ def launches(dtype, columns, k=8):
         found.append((kernel, arguments, options))
 
     with (
-        mock.patch.object(copies_kernels, "launch_again", record),
-        mock.patch.object(activation, "launch_again", record),
+        mock.patch.object(copies_kernels, "launch_cached", record),
+        mock.patch.object(activation, "launch_cached", record),
     ):
         copies_kernels._run_sum(rows, positions, wide, is_valid)
         copies_kernels._run_sum(rows, positions, None, None)

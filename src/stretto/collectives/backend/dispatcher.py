@@ -284,13 +284,13 @@ class Dispatcher:
         return None, "; ".join(f"schedule {name}: {obstacle}" for name, obstacle in obstacles.items())
 
 
-_SENT_AS_THEY_LIE = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "scatter")
+_IGNORE_STRIDES = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "scatter")
 """The operations of which gloo sends and writes as many consecutive elements as a tensor has, whatever its strides."""
 
 
 def _refuse_gaps(call: BackendCall, reason: str) -> None:
     """Raise ValueError for tensors with gaps between their elements, of which gloo would send or write other bytes."""
-    for tensor in (*call.inputs, *call.outputs) if call.operation in _SENT_AS_THEY_LIE else ():
+    for tensor in (*call.inputs, *call.outputs) if call.operation in _IGNORE_STRIDES else ():
         is_strided = tensor.layout == torch.strided  # gloo has another implementation for sparse tensors
         if is_strided and not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             raise ValueError(

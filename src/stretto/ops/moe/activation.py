@@ -13,7 +13,7 @@ from torch.nn import functional
 from stretto.ops.dispatch import Autograd, define_operator, needs_gradients
 from stretto.ops.mlp import ACTIVATIONS
 from stretto.ops.moe.copies_kernels import DTYPES, choose_block, find_block
-from stretto.tiles.launches import launch_again
+from stretto.tiles.launches import launch_cached
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -144,7 +144,7 @@ def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int) -> None:
     if result.numel():
         block, warps = choose_block(columns)
         with torch.cuda.device_of(result):
-            launch_again(kernel, n * triton.cdiv(columns, block), *arguments, columns, BLOCK=block, num_warps=warps)
+            launch_cached(kernel, n * triton.cdiv(columns, block), *arguments, columns, BLOCK=block, num_warps=warps)
 
 
 def _fake(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.dispatch import define_operator, needs_gradients
-from stretto.tiles.launches import launch_again
+from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _UNROLLED = 8  # copies whose loads are in flight at once
@@ -200,7 +200,7 @@ def _launch_products(
 def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on the device of its first argument, with products that are rounded as torch rounds them."""
     with torch.cuda.device_of(arguments[0]):
-        launch_again(kernel, programs, *arguments, enable_fp_fusion=False, **options)
+        launch_cached(kernel, programs, *arguments, enable_fp_fusion=False, **options)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

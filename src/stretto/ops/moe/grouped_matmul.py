@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto.ops.dispatch import Autograd, define_operator
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
 from stretto.ops.moe.copies_kernels import DTYPES
-from stretto.tiles.launches import launch_again
+from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 _ALIGNMENT = 16  # bytes, of addresses and of strides
@@ -209,13 +209,13 @@ def _require_alike(operator: str, first: tuple[str, Tensor], second: tuple[str, 
 def clear_padding(out: Tensor, offsets: Tensor) -> None:
     """Write zeros to the rows of out [n, .] from offsets[-1] on; both contiguous, on a GPU."""
     programs = triton.cdiv(out.shape[0], _ROWS)
-    launch_again(clear_padding_rows, programs, out, offsets, len(offsets) - 1, *out.shape, ROWS=_ROWS, BLOCK=_BLOCK)
+    launch_cached(clear_padding_rows, programs, out, offsets, len(offsets) - 1, *out.shape, ROWS=_ROWS, BLOCK=_BLOCK)
 
 
 def clear_empty(out: Tensor, offsets: Tensor) -> None:
     """Write zeros to out[expert], of out [e, b, a], for each expert without rows; both contiguous, on a GPU."""
     programs, numbers = len(out) * _PARTS, out.shape[1] * out.shape[2]
-    launch_again(clear_empty_experts, programs, out, offsets, numbers, PARTS=_PARTS, BLOCK=_BLOCK)
+    launch_cached(clear_empty_experts, programs, out, offsets, numbers, PARTS=_PARTS, BLOCK=_BLOCK)
 
 
 @triton.jit
