@@ -69,6 +69,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _needs_operators(*tensors: Tensor) -> bool:
+    """Whether PyTorch must see operators. As `stretto.ops.dispatch`, whose import takes Triton, has it for kernels."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
