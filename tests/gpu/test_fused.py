@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.models import GPT, GPTConfig, fused
+from stretto.parallel.comm.autograd import SelectiveMode
 from tests.gpu.test_moe import no_host_waits, poison
 from tests.models.test_fused import expect_heads, far_from
 
@@ -56,7 +57,7 @@ def test_kernels_round_once(run_ranks: Callable[..., list[Any]], world: int, dty
 
 
 def train() -> list[list[float]]:
-    """Losses of five steps in bf16, twice by kernels and once by PyTorch's operators."""
+    """Losses of five steps in bf16, twice by kernels, once of them counted, and once by PyTorch's operators."""
     config = GPTConfig(
         layers=2, hidden=512, heads=8, kv_heads=2, vocab=500, max_seq_len=128, positions="rotary",
         activation="swiglu", norm="rmsnorm",
@@ -80,7 +81,9 @@ def train() -> list[list[float]]:
             losses.append(loss.item())
         return losses
 
-    twice = [run(), run()]
+    with SelectiveMode():  # as a step that is counted
+        counted = run()
+    twice = [run(), counted]
     with mock.patch.object(fused, "_needs_operators", return_value=True):
         return [*twice, run()]
 

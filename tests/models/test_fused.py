@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding and SwiGLU: beside complex numbers and formulas in fp64, and their kernels interpreted."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from tests.tiles.machine_code import compile_to_ptx, find_spills
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.models import GPT, GPTConfig
 from stretto.models.fused import _rotate, rotary_angles, rotate_heads, swiglu
+from stretto.parallel import Grid, count_collectives, recomputation_contexts
 
 SEED = 3
 SHAPES = [(2, 5, 2, 3, 8), (1, 7, 3, 1, 6), (1, 1, 1, 4, 2), (3, 4, 1, 1, 130), (2, 0, 2, 1, 4)]
@@ -182,6 +186,36 @@ def test_a_model_trains_as_with_the_operators(monkeypatch):
     monkeypatch.setattr("stretto.models.fused._needs_operators", lambda *tensors: True)
     for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+class WatchingMode(TorchDispatchMode):
+    """A user's mode, which has to see all operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def note_functions():
+    """Whether rotated heads and SwiGLU come from one function each: plainly, under Stretto's modes, under a user's."""
+    qkv, angles = draw(SEED, 1, 5, 2, 4, 8).requires_grad_(), rotary_angles(5, 8, CPU)
+    modes = {
+        "none": nullcontext(),
+        "counted": count_collectives(Grid()),
+        **dict(zip(("kept", "recomputed"), recomputation_contexts("products"), strict=True)),
+        "user's": WatchingMode(),
+    }
+    found = {}
+    for name, mode in modes.items():
+        with mode:
+            functions = rotate_heads(qkv, angles, 2)[0].grad_fn.name(), swiglu(qkv, qkv).grad_fn.name()
+        found[name] = functions == ("_RotateHeadsBackward", "_SwiGLUBackward")
+    return found
+
+
+def test_steps_that_are_counted_or_recomputed_use_the_kernels(ranks):
+    """A resumed run counts another step than the whole one, and has to have its bits."""
+    expected = {"none": True, "counted": True, "kept": True, "recomputed": True, "user's": False}
+    assert ranks(1).run(note_functions) == [expected]
 
 
 @pytest.mark.long

@@ -3,7 +3,7 @@
 
 The same by PyTorch's operators takes some forty kernels a block, most of them on strided halves of heads, and saves
 activations that a backward pass can do without. Where PyTorch has to see the operators (`torch.compile`, `torch.func`,
-forward-mode derivatives, dispatch modes, tensor subclasses), they are used.
+forward-mode derivatives, dispatch modes other than Stretto's own, tensor subclasses), they are used.
 """
 
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
+
+from stretto.parallel.comm.autograd import SelectiveMode
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines, fp32 [seq_len, head_dim / 2]."""
@@ -73,11 +75,15 @@ def _needs_operators(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
-        or is_in_torch_dispatch_mode()
+        or (is_in_torch_dispatch_mode() and not _are_selective(_get_current_dispatch_mode_stack()))
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or any(type(tensor) is not Tensor for tensor in tensors)
     )
+
+
+def _are_selective(modes: list[Any]) -> bool:
+    return all(isinstance(mode, SelectiveMode) for mode in modes)
 
 
 def _suits_kernel(tensor: Tensor) -> bool:

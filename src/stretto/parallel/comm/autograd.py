@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether a backward pass is running and which gradients it asks for, calls back at its end, sums gradients."""
+"""Tells whether a backward pass is running and which gradients it asks for, calls back at its end, sums gradients.
+
+Also the base class of this package's dispatch modes.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.parallel.comm.collectives import all_reduce
 
@@ -15,6 +19,17 @@ from stretto.parallel.comm.collectives import all_reduce
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass, also in a forward pass that is recomputed for it."""
     return torch._C._current_graph_task_id() != -1
+
+
+class SelectiveMode(TorchDispatchMode):
+    """Base class of dispatch modes that look for some operators only, and call all others unchanged.
+
+    Under other modes `stretto.models.fused` uses PyTorch's operators in place of its kernels, whose results have other
+    last bits on GPUs. Under these it keeps its kernels, so that a step that is counted has the bits of all others.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

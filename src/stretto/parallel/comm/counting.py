@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.axes import DERIVED_GROUPS, EXPERT, EXPERT_AXES, NAMES, STAGE
+from stretto.parallel.comm.autograd import SelectiveMode
 from stretto.parallel.grid import Grid
 
 
@@ -73,7 +73,7 @@ _RINGS = {
 }
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(SelectiveMode):
     def __init__(
         self, grid: Grid, counts: CollectiveCounts, before: Callable[[CollectiveCall], None] | None = None
     ) -> None:

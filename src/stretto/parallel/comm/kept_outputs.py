@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stretto.execution import Recomputation
+from stretto.parallel.comm.autograd import SelectiveMode
 
 _COMMUNICATION, _PRODUCTS = frozenset({"communication"}), frozenset({"products"})
 # What may be kept, and the modes of recomputation that keep it. A layer that sends something new within blocks adds a
@@ -149,7 +149,7 @@ class _Pass(AbstractContextManager["_Pass"]):
             _running.current = self
 
 
-class _KeepProducts(TorchDispatchMode):
+class _KeepProducts(SelectiveMode):
     """Keeps the outputs of plain products with weights."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
