@@ -266,9 +266,8 @@ class MlpLayer(BlockLayer):
         return (self.ffn * (2 if self.is_gated else 1)) / grid.x
 
     def growth(self, grid: GridSizes) -> float:
-        # Each linear that takes the block's activations makes a gradient by these; a quarter more is measured
-        # (results/memory).
-        return self.widest(grid) + 1.25 * (2 if self.is_gated else 1) * self.hidden / grid.y
+        # And the gradient by the block's output; a quarter more is measured (results/memory).
+        return self.widest(grid) + 1.25 * self.hidden / grid.y
 
 
 @dataclass(frozen=True)

@@ -177,12 +177,12 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             "logits": _logits(workload, grid, tokens, keeps_head_weight=keeps_head_weight),
             "temporary": ring,
         },
-        {  # the last block's backward pass; the head's gradient is there in dtype, too, while it is reduced
+        {  # the last block's backward pass; while the head's gradient is reduced, it is there in dtype, too
             "gradients": max(earlier, of_head),
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": activations * element,
             "logits": (head * element if keeps_head_weight else 0.0)
-            + (2 * head * element if model.has_own_head else 0.0),
+            + (2 * head * element if model.has_own_head and grid.replicas * grid.z > 1 else 0.0),
             "temporary": (growth + of_products) * element + ring,
         },
         {  # the end of the backward pass
