@@ -482,9 +482,12 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
         pipe.recv()  # all ranks have an outcome
     if dist.is_initialized():
         dist.destroy_process_group()
-    for clear in caches:
-        clear()
-    gc.collect()
+    # Twice: what the first collection frees holds, in C++, other objects that only the second one finds. They would be
+    # frozen otherwise, never be freed, and nor would their process groups.
+    for _ in range(2):
+        for clear in caches:
+            clear()
+        gc.collect()
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.freeze()  # modules and torch's caches, so that collecting stays cheap
     pipe.send("left")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes of recomputation with experts: the same gradients to the bit, with losses, capacity and frozen experts."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from stretto.models import GPT
 from stretto.parallel import Grid, no_sync, parallelize
+from stretto.parallel.comm.gradient_reducer import GradientReducer
 from tests.parallel.experts.training import gpt
 from tests.parallel.test_recomputation import MODES, differences, gradients
 from tests.parallel.training import SEED, my_rows
@@ -47,6 +49,18 @@ def test_recomputation_gives_bitwise_equal_gradients_and_counts(ranks):
     print(f"seed {SEED}")
     found = ranks(2).run(compare_modes, {"z": 2, "expert": 2}, {}, ("full", "communication"))
     assert found == [[]] * 2
+
+
+def count_models_in_memory(sizes: dict[str, Any]) -> int:
+    """How many trained models are there after one was dropped, whose routers' sums began within computed blocks."""
+    train(sizes, "full", {})
+    for _ in range(3):  # what one collection frees may hold, in C++, what the next one finds
+        gc.collect()
+    return sum(type(each) is GradientReducer for each in gc.get_objects())
+
+
+def test_a_model_whose_blocks_are_recomputed_is_freed(ranks):
+    assert ranks(2).run(count_models_in_memory, {"data": 2}) == [0, 0]
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.axes import LOSS, STAGE
 from stretto.parallel.comm.autograd import sum_gradient
-from stretto.parallel.comm.collectives import gather_rows, start_all_reduce
+from stretto.parallel.comm.collectives import Pending, gather_rows, start_all_reduce
 from stretto.parallel.comm.kept_outputs import keep_output, run_once
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.plain_parts import tensors_in
@@ -101,10 +101,26 @@ def _keep(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 def _start_sum(group: dist.ProcessGroup, tensor: Tensor, *, is_counted: bool, overlaps: bool) -> Callable[[], Tensor]:
     """Begin to sum a tensor over the ranks of a group that are counted, and return what waits for the sum."""
     tensor = tensor.detach()
-    pending = start_all_reduce(tensor.clone() if is_counted else torch.zeros_like(tensor), group)
+    started = _StartedSum(start_all_reduce(tensor.clone() if is_counted else torch.zeros_like(tensor), group))
     if not overlaps:
-        pending.wait()
-    return pending.wait
+        started()
+    return started
+
+
+class _StartedSum:
+    """Waits for a sum, and returns it; may be called again."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def __call__(self) -> Tensor:
+        total = self._pending.wait()
+        if total.device.type == "cpu":
+            # gloo's Work holds the state of the thread that started it, with the hooks of saved tensors in it. Of a
+            # block that is computed again these hold what the block has kept, this object too: a cycle in C++, by which
+            # the whole model would never be freed.
+            self._pending = Pending(total)
+        return total
 
 
 def _sum_of_earlier(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
