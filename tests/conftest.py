@@ -39,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux" and "stretto" not in sys.modules:
         shared_server("torch").fork()
     torch._import_device_backends()
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes, or is drawn, says something of the machine's other load alone.
+    settings.register_profile("stretto", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("stretto")
 
 
 def _only_waits(config: pytest.Config) -> bool:
