@@ -60,7 +60,7 @@ COLUMNS = (
     Column("memory_ratio", "predicted / measured", "{:.2f}"),
     Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
     Column("loss", "first loss", "{:.3f}"),
-    Column("fits", "said to fit"),
+    Column("fits", "predicted to fit"),
     Column("reason", "why not"),
 )
 PREDICTED_COLUMNS = (
@@ -79,7 +79,7 @@ SUMMARY_COLUMNS = (
     Column("loss_by_choice", "slower by", "{:.1%}"),
     Column("largest_time_error", "largest time error", "{:.1%}"),
     Column("largest_memory_error", "largest memory error", "{:.1%}"),
-    Column("failed", "said to fit, but failed"),
+    Column("failed", "predicted to fit, but failed"),
 )
 
 

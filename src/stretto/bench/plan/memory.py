@@ -40,7 +40,7 @@ COLUMNS = (
     Column("reserved_ratio", "ratio", "{:.3f}"),
     Column("outside_gib", "outside of the allocator (GiB)", "{:.2f}"),
     Column("predicted_share", "predicted, of the GPU", "{:.1%}"),
-    Column("is_said_to_fit", "said to fit"),
+    Column("is_predicted_to_fit", "predicted to fit"),
     Column("reason", "why not"),
 )
 
@@ -174,7 +174,7 @@ def _compare(run: PlannedRun, measured: dict[str, Any], memory: float) -> dict[s
         "predicted_allocated_gib": run.allocated / 2**30,
         "predicted_reserved_gib": reserved(run.allocated) / 2**30,
         "predicted_share": run.predicted / memory,
-        "is_said_to_fit": "yes" if run.fits else "no",
+        "is_predicted_to_fit": "yes" if run.fits else "no",
     }
     row |= {"allocated_gib": None, "reserved_gib": None, "outside_gib": None, "reason": None} | measured
     for kind in ("allocated", "reserved"):
