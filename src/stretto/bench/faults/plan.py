@@ -84,7 +84,7 @@ def draw_jobs(setting: FaultsSetting) -> tuple[Job, ...]:
             Job(
                 number=number,
                 grid=grids[(number - 1) % len(grids)],
-                steps=count_steps(setting.faults_a_job),  # the same for all, so that one undisturbed run a grid will do
+                steps=count_steps(setting.faults_a_job),  # the same for all: one undisturbed run a grid suffices
                 faults=faults,
                 asynchronous=(number - 1) // len(grids) % 4 != 3,  # a quarter of the jobs waits for its saves
             )

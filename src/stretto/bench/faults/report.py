@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stretto bench faults` says of its faults: a line each, a table by kind, and a picture drawn from its JSON."""
+"""Reports of `stretto bench faults`: a line for each fault, a table by kind, and a picture drawn from its JSON."""
 
 import json
 import statistics
@@ -32,7 +32,7 @@ _SPREAD = 0.6  # of a kind's row: the height over which its points lie
 
 
 def print_job(rows: Sequence[Mapping[str, Any]], end: Mapping[str, Any]) -> None:
-    """Print what came of a job's faults, a line each."""
+    """Print the outcome of a job's faults, a line each."""
     for row in rows:
         named, again = (
             "-" if row.get(name) is None else f"{row[name]:.1f} s" for name in ("seconds_named", "seconds_again")

@@ -8,7 +8,7 @@ from stretto.bench.settings import Option, Repeats, require_least
 
 LARGEST_MB = 4096
 LIBRARY = "torch's send and recv"
-"""What messages are compared with."""
+"""The baseline for messages."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Ledger:
             self._read(path)
 
     def of(self, ranks: int, name: str) -> Account:
-        """The account of a configuration with so many ranks."""
+        """The account of a configuration with `ranks` ranks."""
         return self.accounts.setdefault(ranks, {}).setdefault(name, Account())
 
     def begin(self, ranks: int, seed: int) -> None:

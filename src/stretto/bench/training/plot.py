@@ -42,7 +42,7 @@ _TERMS = {
     "compiled": "Compiled: by torch.compile.",
     "captured": "Captured: a step is one CUDA graph.",
 }
-"""What words of a run's name mean, by patterns."""
+"""Explanations of words in runs' names, by pattern."""
 
 
 def plot_train(result: Path, picture: Path) -> None:
@@ -168,7 +168,7 @@ def plot_ddp(result: Path, picture: Path) -> None:
             for place, (times, label, look) in enumerate(
                 ((work, "computation", STRETTO), (subtract(communication, alone), "all-reduces beside it", PEER))
             ):
-                if times:  # the legend names what is drawn
+                if times:  # the legend only has drawn bars
                     panel.broken_barh(_bars(times), (place - 0.4, 0.8), color=look.colour, label=label)
             if alone:
                 panel.broken_barh(
@@ -308,7 +308,7 @@ def plot_moe_demo(result: Path, picture: Path) -> None:
 
 
 def plot_experts(result: Path, picture: Path) -> None:
-    """Draw a step of each run as a bar of its parts, and beside them what is saved of the baseline's times."""
+    """Draw a step of each run as a bar of its parts, and next to it the savings relative to the baseline."""
     data = json.loads(result.read_text())
     rows = {(row["name"], row["part"]): row for row in data["rows"]}
     names = list(dict.fromkeys(row["name"] for row in data["rows"]))[::-1]

@@ -47,7 +47,7 @@ BLOCK_MODELS = ("translator", "vision-transformer", "u-net")
 
 @dataclass(frozen=True)
 class TrainingWorkload:
-    """What is trained: model, global batch in sequences, and how it is timed. ValueError for impossible sizes."""
+    """A training workload: model, global batch in sequences, and how it is timed. ValueError for impossible sizes."""
 
     model: GPTConfig
     batch: int
@@ -91,7 +91,7 @@ def grids_of(ranks: int) -> list[dict[str, int]]:
 
 
 def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
-    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for what is no grid of that many ranks."""
+    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for an invalid grid of that many ranks."""
     grids = []
     for part in text.split(","):
         fields = re.split(r"[\s]+", part.strip())
