@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _read_commands() -> "queue.Queue[dict[str, Any]]":
-    """Read commands from stdin. Its end, when the parent is gone, ends this process even in the middle of a case."""
+    """Read commands from stdin. At its end, when the parent has exited, exit even in the middle of a case."""
     found: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:

@@ -86,7 +86,7 @@ class _Groups:
 
 
 def bench_backend(ranks: int, out: Path, setting: BackendSetting) -> list[dict[str, Any]]:
-    """Measure with so many ranks, print the tables, write backend.json and .md. Returns the rows of all tables.
+    """Measure with `ranks` ranks, print the tables, write backend.json and .md. Returns the rows of all tables.
 
     Raises ValueError on a machine without a GPU.
     """

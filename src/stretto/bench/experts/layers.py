@@ -47,7 +47,7 @@ COLUMNS = (
 def bench_moe_layers(setting: MoeLayersSetting, out: Path) -> dict[str, Any]:
     """Measure all runs, print the table, and write moe-layers.json and .md to `out`; returns {"rows": ...}.
 
-    Raises ValueError where there is no GPU, or no transformers and peer asks for it.
+    Raises ValueError where there is no GPU, or where peer is transformers, which is not installed.
     """
     if not setting.on_cpu and not torch.cuda.is_available():
         raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")

@@ -197,7 +197,7 @@ class Ballast:
         status = os.statvfs(self._disk)
         surplus = status.f_bavail * status.f_frsize - self._room
         if surplus > 0:
-            with suppress(OSError):  # somebody else has written meanwhile
+            with suppress(OSError):  # another process has written meanwhile
                 os.posix_fallocate(self._file.fileno(), os.fstat(self._file.fileno()).st_size, surplus)
 
     def keep_full(self) -> None:

@@ -143,7 +143,7 @@ def _draw_place(kind: str, generator: random.Random, *, is_last: bool, before: s
             places = STARTING | STEPPING
         case _:
             places = {place: weight for place, weight in (STARTING | STEPPING).items() if place != "import"}
-    if before == "connection":  # should nobody notice it, no further attempt is made
+    if before == "connection":  # if it goes unnoticed, no further attempt is made
         places = {place: weight for place, weight in places.items() if place not in STARTING}
     if is_last and kind not in ("disk", "connection"):
         places |= {"exit": 10}

@@ -95,7 +95,7 @@ def plot_faults(result: Path, picture: Path) -> None:
 
 
 def _draw_points(panel: Any, place: int, rows: list[dict[str, Any]], key: str) -> None:
-    """Draw a kind's faults, those that did not go as they should as crosses, and the median as a line."""
+    """Draw a kind's faults, those that did not pass as crosses, and the median as a line."""
     if not rows:
         return
     from stretto.report.style import INK, SERIES

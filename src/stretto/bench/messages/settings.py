@@ -27,6 +27,6 @@ class MessagesSetting:
 
 
 def require_two_ranks(ranks: int) -> None:
-    """ValueError for a single rank, which has nobody to send to."""
+    """Raise ValueError for a single rank, which has no peer."""
     if ranks < 2:
         raise ValueError(f"messages go between 2 ranks at least, and --ranks is {ranks}: 2 would do")

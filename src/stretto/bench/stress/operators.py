@@ -172,7 +172,7 @@ class OperatorCase(StressCase):
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         check_workspaces(self._team)
 
 
@@ -228,7 +228,7 @@ class MlpCase(StressCase):
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         check_workspaces(self._team)
 
 

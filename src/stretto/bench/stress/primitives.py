@@ -91,7 +91,7 @@ class TileCase(StressCase):
         self.buffer(2 * self.numbers).fill_(-1)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         self.channel.check()
 
 
@@ -228,7 +228,7 @@ class ExchangeCase(TileCase):
 
 
 class PacketCase(TileCase):
-    """Every rank's rows go to all as packets."""
+    """Every rank sends its rows to all as packets."""
 
     def __init__(self, team: Team, *, packet_rows: int) -> None:
         self._packet_rows = packet_rows

@@ -30,7 +30,7 @@ def push_tiles(channel, producer, x, buffer, BLOCK: tl.constexpr):  # type: igno
 
 @triton.jit
 def copy_tiles(channel, consumer, gathered, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out = gathered, each tile as soon as it is there; a program a tile, the last one first."""
+    """out = gathered, each tile as soon as it has arrived; a program a tile, the last one first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     ready = tiles.consumer_tile_wait(channel, consumer, tile)
     low, _ = tiles.tile_rows(consumer, tile)
@@ -210,7 +210,7 @@ def pull_when_ready(channel, consumer, buffer, out, BLOCK: tl.constexpr):  # typ
 
 @triton.jit
 def load_by_descriptor(channel, consumer, source, target, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each tile from one descriptor's memory to another's as soon as it is there; a program a tile."""
+    """Copy each tile between two descriptors' memory as soon as it has arrived; a program a tile."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     ready = tiles.consumer_tile_wait(channel, consumer, tile, before_tma=True)
     target.store([tile * ROWS, 0], source.load([tile * ROWS + ready, 0]))

@@ -101,7 +101,7 @@ class _State:
 
 
 def main() -> None:
-    """Serve requests until the parent is gone."""
+    """Serve requests until the parent exits."""
     pipe = Connection(int(sys.argv[1]))
     setting: WorkerSetting = pipe.recv()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -120,11 +120,11 @@ def main() -> None:
             except Exception:  # noqa: BLE001
                 outcome = BatchOutcome(raised=_trace())
             pipe.send(outcome)
-    os._exit(0)  # no teardown, whose barrier would wait for ranks that may be gone
+    os._exit(0)  # no teardown, whose barrier would wait for ranks that may have exited
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process, whatever it is doing, when its parent is gone."""
+    """Exit this process, even during a request, when its parent has exited."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

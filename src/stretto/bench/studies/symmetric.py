@@ -46,7 +46,7 @@ class NodeRows:
         return node * self.shape.ranks + place
 
     def receiver(self, node: int, distance: int) -> int:
-        """The node that a message to the one `distance` before this one goes to."""
+        """The simulated receiver of a message to the node `distance` before this one."""
         return (node - distance) % self.nodes if self.whole else 1
 
     def sender(self, node: int, distance: int) -> int:

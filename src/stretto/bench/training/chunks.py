@@ -4,8 +4,8 @@
 Singh, figure 3.6: with k buckets an all-reduce, steps of a chunk's buckets run while later chunks travel. Ranks are
 processes of one machine, over a link that is made by waiting: a thread of its own waits for each message's latency and
 bytes, and then sums it. Relative to a step of all buckets, the link has the dissertation's proportions: an all-reduce
-of everything takes 2.5 times as long (figure 3.4), and of a message's fixed cost that of one bucket's bytes is
-`latency`.
+of all gradients takes 2.5 times as long (figure 3.4), and `latency` is a message's fixed cost over the time of one
+bucket's bytes.
 """
 
 import os

@@ -256,7 +256,7 @@ def _name_sets(count: int) -> str:
 
 
 def plot_pipeline(result: Path, picture: Path) -> None:
-    """Draw a panel for each pipeline and latency: measured makespan beside the timing model's, by schedule."""
+    """Draw a panel for each pipeline and latency: measured makespan and the timing model's, by schedule."""
     data = json.loads(result.read_text())
     keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))
     most = max(sum(_panel_of(row) == key for row in data["rows"]) for key in keys)

@@ -123,7 +123,7 @@ class ThroughputSetting:
     has_peers: Annotated[bool, Option("Measure FSDP2 too.", "--peers/--no-peers")] = True
 
     def workload(self, ranks: int) -> TrainingWorkload:
-        """The workload of so many ranks. Raises ValueError for an unknown model."""
+        """The workload of `ranks` ranks. Raises ValueError for an unknown model."""
         overrides = {} if self.layers is None else {"layers": self.layers}
         return TrainingWorkload(
             GPTConfig.preset(self.model, max_seq_len=self.seq_len, vocab=self.vocab, **overrides),
@@ -161,9 +161,9 @@ class PeersSetting:
     rounds: Rounds = 2
 
     def workloads(self, ranks: int) -> dict[str, list[TrainingWorkload]]:
-        """The workloads of so many ranks: for each model, one a batch size.
+        """The workloads of `ranks` ranks: for each model, one a batch size.
 
-        ValueError for unknown models, and for what is no grid of so many ranks.
+        ValueError for unknown models, and for an invalid grid.
         """
         if self.grids is not None:
             parse_grids(self.grids, ranks)
@@ -188,7 +188,7 @@ class OverlapSetting:
     rounds: Rounds = 3
 
     def workload(self, ranks: int) -> TrainingWorkload:
-        """The workload of so many ranks. Raises ValueError for an unknown model or wrong grids."""
+        """The workload of `ranks` ranks. Raises ValueError for an unknown model or wrong grids."""
         parse_grids(self.grids, ranks)
         config = model_config(self.model, self.layers, self.seq_len)
         batch = 2 * ranks if self.batch is None else self.batch

@@ -126,7 +126,7 @@ def _summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def _end_with_parent() -> None:
-    """End this process, whatever it is doing, when the process that holds its stdin is gone."""
+    """Exit this process at any time when the process that holds its stdin has exited."""
     while os.read(0, 4096):  # not sys.stdin, whose lock this thread would hold at exit
         pass
     os._exit(1)
