@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench peers`: one model under Stretto, FSDP2, DTensor tensor parallelism, and the latter two together.
 
-All train `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clipping: first loss,
-gradient norm and last loss show it. FSDP2 is measured with its weights kept and freed, with gradients reduced in
+All train `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clipping, as first
+and last loss and gradient norm show. FSDP2 is measured with its weights kept and freed, with gradients reduced in
 fp32 (its usual setting) and in bf16 (as Stretto's travel), compiled and not. Compiled ones are also measured as one
 CUDA graph a step ("captured"): with a small batch the host is the limit otherwise. Tensor parallelism is
 also run as torch's async-TP ("async"), which is compiled, and not captured: torch does not support that.
