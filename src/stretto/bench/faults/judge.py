@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges a job with faults by its records: was each failure reported correctly, what was lost, what was left behind.
 
-`judge` returns a row for each fault. A row's `problems` are sentences; a fault without any went as it should.
+`judge` returns a row for each fault. A row's `problems` are sentences; a fault without any has passed.
 """
 
 import json

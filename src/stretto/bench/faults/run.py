@@ -112,7 +112,7 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
     if wrong or bad_ends:
         failure = (
             f"{len(wrong)} of {len(campaign.rows)} faults and {len(bad_ends)} of {len(campaign.ends)} ends of jobs did "
-            f"not go as they should; the jobs' records are in {work}"
+            f"not pass; the jobs' records are in {work}"
         )
     else:
         shutil.rmtree(work)
