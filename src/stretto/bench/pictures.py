@@ -88,8 +88,8 @@ def redraw(folder: Path) -> list[Path]:
         if (out / "metrics.jsonl").is_file() and out.name != "one-rank":
             from stretto.report.run import draw_experts, draw_loss, read_run
 
-            run, beside = read_run(out), out / "one-rank"
-            pictures.append(draw_loss(run, read_run(beside) if beside.is_dir() else None))
+            run, single = read_run(out), out / "one-rank"
+            pictures.append(draw_loss(run, read_run(single) if single.is_dir() else None))
             if (picture := draw_experts(run)) is not None:
                 pictures.append(picture)
     if not pictures:

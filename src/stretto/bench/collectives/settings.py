@@ -107,7 +107,7 @@ class BackendSetting:
     largest: LargestBytes = 256 << 20
     step: Step = 4
     work: Annotated[
-        float, Option("Time of the products that run beside a collective, in times of the collective by NCCL.")
+        float, Option("Time of the products that overlap a collective, in multiples of the collective's by NCCL.")
     ] = 1.5
     width: Annotated[int, Option("Width of DDP's linear layers.")] = 4096
     layers: Annotated[int, Option("Number of DDP's linear layers.")] = 8

@@ -78,9 +78,9 @@ def measure_layers(setting: MoeLayersSetting) -> list[dict[str, Any]]:
     rows = measure(runs, setting, grid.device, extra=partial(_count_host_waits, grid.device))
     speeds = {row["name"]: row["tokens_per_second_per_gpu"] for row in rows if "error" not in row}
     for row in rows:
-        beside = row["name"].replace("Stretto", peer)
-        if row["name"] in speeds and not row["is_peer"] and beside in speeds:
-            row["speed"] = speeds[row["name"]] / speeds[beside]
+        counterpart = row["name"].replace("Stretto", peer)
+        if row["name"] in speeds and not row["is_peer"] and counterpart in speeds:
+            row["speed"] = speeds[row["name"]] / speeds[counterpart]
         if row["name"].endswith("fp32 weights") and "error" not in row:
             row |= _predict_memory(setting, make, row["peak_memory_gib"])
     return rows

@@ -145,7 +145,7 @@ def list_configurations() -> list[Configuration]:
             partial(CopyEngineScatterCase, dtype=fp32, result=fp32, starts=1),
         ),
         Configuration(
-            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients on their way as there are slots, bf16",
+            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients in flight as there are slots, bf16",
             partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
         ),
     ]  # fmt: skip

@@ -63,9 +63,9 @@ class Ledger:
         if self.path is None:
             return
         text = json.dumps({"version": _VERSION, "ranks": self.encode()}, indent=1)
-        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        beside.write_text(text)
-        beside.replace(self.path)
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        partial.write_text(text)
+        partial.replace(self.path)
 
     def encode(self) -> dict[str, Any]:
         """All accounts, as JSON has them."""

@@ -355,7 +355,9 @@ class RecomputeSetting:
     """What `stretto bench recompute` trains, over which links. Raises ValueError for settings that cannot work."""
 
     ranks: Annotated[int, Option("Processes of the CPU, along x.")] = 2
-    modes: Annotated[tuple[str, ...], Option("Modes of recomputation beside full, with commas.")] = ("communication",)
+    modes: Annotated[tuple[str, ...], Option("Modes of recomputation in addition to full, with commas.")] = (
+        "communication",
+    )
     links: Annotated[tuple[int, ...], Option("Bandwidths of links in MB/s, with commas.")] = (10, 3)
     layers: Annotated[int, Option("Transformer blocks.")] = 4
     hidden: Annotated[int, Option("Width of a token's vector; heads are of 64.")] = 128
