@@ -91,8 +91,8 @@ def test_model_configurations_are_planned_or_refused(count, tmp_path):
     def from_hugging_face(rng):
         kind = rng.choice(list(FAMILIES))
         ending = rng.choice(("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", ""))
-        said = {"model_type": kind} | ({"architectures": [FAMILIES[kind].prefix + ending]} if ending else {})
-        config = mutate(rng, HUGGING_FACE | said, (*ODD_VALUES, None))
+        named = {"model_type": kind} | ({"architectures": [FAMILIES[kind].prefix + ending]} if ending else {})
+        config = mutate(rng, HUGGING_FACE | named, (*ODD_VALUES, None))
         if rng.random() < 0.5:
             return config
         return write_file(tmp_path / "config.json", rng, json.dumps(config))

@@ -17,7 +17,7 @@ def similar_names(given: str, known: Iterable[str]) -> list[str]:
     "gpt3" is not "gpt-320b". A longer form of the given name is similar: "gpt2" and "gpt2-small".
     """
     by_letters = {_letters(name): name for name in known if _digits(name) == _digits(given)}
-    by_letters.pop("", None)  # a model is a submodule of its own, named "", and nobody means that by a name
+    by_letters.pop("", None)  # a model is a submodule of its own, named "", which no misspelt name means
     wanted = _letters(given)
     close = get_close_matches(wanted, by_letters, n=MOST, cutoff=0.6)
     if not close and len(wanted) >= _SHORTEST_PART:

@@ -42,7 +42,7 @@ import json, os, sys, time
 settings = json.loads(sys.argv[1])
 source, rank = os.environ["PYTHONPATH"].split(os.pathsep)[0], settings["rank"]
 name = settings["store"].rsplit("-", 1)[1]
-def answer(**said): print(json.dumps(said), flush=True)
+def answer(**reply): print(json.dumps(reply), flush=True)
 answer(stretto=source + "/stretto/__init__.py", torch="", processors=7)
 for line in sys.stdin:
     command = json.loads(line)
@@ -258,8 +258,8 @@ def test_the_mps_daemon_is_ended_and_its_folder_removed_after_an_error_too(tmp_p
         tmp_path,
         "import os, sys\n"
         f"with open({str(log)!r}, 'a') as log:\n"
-        "    said = '' if sys.argv[1:] else sys.stdin.read().strip()\n"
-        "    print(*sys.argv[1:], said, os.environ['CUDA_MPS_PIPE_DIRECTORY'], file=log)\n",
+        "    command = '' if sys.argv[1:] else sys.stdin.read().strip()\n"
+        "    print(*sys.argv[1:], command, os.environ['CUDA_MPS_PIPE_DIRECTORY'], file=log)\n",
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     given: dict[str, str] = {}

@@ -147,6 +147,6 @@ def test_memory_is_compared_run_by_run_with_what_was_measured_or_why_it_was_not(
     first, second = bench_memory(MemorySetting(on_cpu=True), tmp_path)["rows"]
     assert first["reserved_ratio"] == pytest.approx(first["predicted_reserved_gib"] / 0.04)
     assert first["allocated_ratio"] == pytest.approx(first["predicted_allocated_gib"] / 0.03)
-    assert (first["is_said_to_fit"], second["is_said_to_fit"]) == ("yes", "no")
+    assert (first["is_predicted_to_fit"], second["is_predicted_to_fit"]) == ("yes", "no")
     assert (second["reason"], second["allocated_ratio"]) == ("out of memory", None)
     assert json.loads((tmp_path / "memory.json").read_text())["rows"] == [first, second]

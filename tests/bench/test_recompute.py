@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench recompute`: modes train the same, and what is saved is told beside what the planner predicts."""
+"""`stretto bench recompute`: modes train the same, and savings are reported with the planner's predictions."""
 
 import json
 

@@ -43,10 +43,10 @@ def call(*arguments: object) -> tuple[int, str]:
 
 
 def run_fakes(only: str, **options: Any) -> tuple[stress_run.StressReport, list[str]]:
-    said: list[str] = []
+    printed: list[str] = []
     # The fakes' third call of a batch is broken, so each rank's batch has four.
     setting = StressSetting(2, 2.0, only, seed=5, results=8, catalogues=FAKES, calls=4, **options)
-    return stress(setting, said.append), said
+    return stress(setting, printed.append), printed
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_a_configurations_first_batches_have_every_mode_beginning_with_any():
 
 
 def test_wrong_results_are_counted_and_the_others_go_on():
-    report, said = run_fakes("fake/[rw]*")
+    report, printed = run_fakes("fake/[rw]*")
     accounts = report.accounts
     assert (accounts["fake/right"].results, accounts["fake/right"].wrong) == (8, 0)
     assert (accounts["fake/wrong"].results, accounts["fake/wrong"].wrong) == (8, 1)
@@ -194,7 +194,7 @@ def test_wrong_results_are_counted_and_the_others_go_on():
         "seed 5, batch 0, eager: wrong results by rank {1: 1}, the first in call 2" in accounts["fake/wrong"].findings
     )
     assert not report.is_clean
-    assert any(line.startswith("FOUND fake/wrong") for line in said)
+    assert any(line.startswith("FOUND fake/wrong") for line in printed)
 
 
 @pytest.mark.long

@@ -59,8 +59,8 @@ def test_nodes_reach_each_other_over_shaped_links_and_nothing_is_left(network):
         ["ip", "netns", "exec", namespace_of(1), "python3", "-c", server], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout.readline()
-        said = subprocess.run([*in_node, "python3", "-c", client], capture_output=True, text=True, check=True).stdout
-    assert said == "b'x'\n"
+        output = subprocess.run([*in_node, "python3", "-c", client], capture_output=True, text=True, check=True).stdout
+    assert output == "b'x'\n"
     assert len(list_leftovers()) == 2 + 2 + 2 + 2  # namespaces, switches, ports, both ends of the trunk
 
 

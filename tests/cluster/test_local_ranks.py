@@ -52,7 +52,7 @@ def test_a_variable_that_is_no_number_is_named():
 
 
 def make_grids(port: int | None) -> list[Any]:
-    """The GPU of two grids on ranks whose launcher told nothing; ranks 0 and 3, and ranks 1 and 2, share a machine."""
+    """The GPU of two grids without variables of a launcher; ranks 0 and 3, and ranks 1 and 2, share a machine."""
     from stretto.memory import shared_gpus
     from stretto.parallel import grid
 

@@ -501,13 +501,13 @@ def _find_problem(state: _State, first: int, are_wrong: dict[str, Tensor]) -> "t
 def _raise(setting: Setting, pair: tuple[str, str], problems: Sequence["tuple[int, bool, str] | None"]) -> None:
     found = [(rank, problem) for rank, problem in enumerate(problems) if problem]
     number = min((problem[0] for _, problem in found if 0 <= problem[0] < _NEVER), default=-1)
-    said = "; ".join(f"rank {rank}, round {at}: {text}" for rank, (at, _, text) in found)
+    failed = "; ".join(f"rank {rank}, round {at}: {text}" for rank, (at, _, text) in found)
     orders = " | ".join(
         f"rank {rank}: {', '.join(order)}" for rank, order in enumerate(_find_orders(setting.seed, max(number, 0)))
     )
     text = (
         f"seed {setting.seed}, {pair[0]!r} in rows beside {pair[1]!r} in columns, round {number}, launched in the "
-        f"orders {orders}. {said}"
+        f"orders {orders}. {failed}"
     )
     raise PeerError(text) if any(problem[1] for _, problem in found) else AssertionError(text)
 
@@ -516,7 +516,7 @@ def _leave(state: _State) -> None:
     """Free all memory and groups, including failed ones: later tests run in these processes."""
     torch.cuda.synchronize(state.device)
     with contextlib.suppress(PeerError):
-        failures.check()  # so that nobody is told again at the groups' end
+        failures.check()  # so that the end of the groups does not raise it again
     state.cases.clear()
     for team in state.teams.values():
         if "collectives" in team.kept:

@@ -267,7 +267,7 @@ def lose_peers(folder: Path) -> None:
         kernel(x)
         kernel(x)
         torch.cuda.synchronize()
-        said = ""
+        message = ""
         if rank != world - 1:
             began = time.monotonic()
             kernel(x)
@@ -276,8 +276,8 @@ def lose_peers(folder: Path) -> None:
             try:
                 kernel(x)
             except PeerError as error:
-                said = f"{waited:.1f} s: {error}"
-        (folder / f"lost-{protocol}-{rank}.txt").write_text(said)
+                message = f"{waited:.1f} s: {error}"
+        (folder / f"lost-{protocol}-{rank}.txt").write_text(message)
         dist.barrier()
     dist.destroy_process_group()
 
@@ -328,9 +328,9 @@ def lost(run_ranks: Run, tmp_path_factory: pytest.TempPathFactory, world: int) -
 @pytest.mark.parametrize("protocol", [*PROTOCOLS, "Copy"])
 def test_a_missing_peer_is_named_after_the_time_limit(lost: Path, protocol: str, world: int) -> None:
     for rank in range(world - 1):
-        said = (lost / f"lost-{protocol}-{rank}.txt").read_text()
-        assert f"rank {rank} of {world}: two-shot-all-reduce, call 3, thread block" in said
+        message = (lost / f"lost-{protocol}-{rank}.txt").read_text()
+        assert f"rank {rank} of {world}: two-shot-all-reduce, call 3, thread block" in message
         # By copy engines calls begin with a barrier, before they send.
         what = "to begin" if protocol == "Copy" else "message"
-        assert re.search(f"waited in vain for rank {world - 1}('s)? {what}", said)
-        assert float(said.split(" s:")[0]) < 10
+        assert re.search(f"waited in vain for rank {world - 1}('s)? {what}", message)
+        assert float(message.split(" s:")[0]) < 10

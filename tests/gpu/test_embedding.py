@@ -212,11 +212,11 @@ def look_up_with_faults(folder: Path) -> None:
     ops.embedding_all_to_all(indices, offsets, tables)
     try:
         ops.check_indices()
-        said = ""
+        message = ""
     except ValueError as error:
-        said = str(error)
-    if (f"rank {rank}: indices[3] is 10, but table 0" in said) != (rank == world - 1):
-        wrong.append(said)
+        message = str(error)
+    if (f"rank {rank}: indices[3] is 10, but table 0" in message) != (rank == world - 1):
+        wrong.append(message)
     indices.zero_()
     if not torch.equal(ops.embedding_all_to_all(indices, offsets, tables), torch.ones(8, 32 * world, device=device)):
         wrong.append("after")

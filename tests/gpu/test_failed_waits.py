@@ -84,7 +84,7 @@ def groups(count: int) -> Iterator[list[dist.ProcessGroup]]:
         torch.cuda.synchronize()
         dist.barrier()
     finally:
-        with contextlib.suppress(PeerError):  # nobody is to be told again
+        with contextlib.suppress(PeerError):  # it must not be raised again
             failures.check()
         while made:
             dist.destroy_process_group(made.pop())
@@ -286,7 +286,7 @@ def waited_for(way: str, rank: int) -> str:
 
 
 def fail_in_one_and_replay_the_other(name: str, fail: Callable[[], Any], call: Callable[[], Any]) -> None:
-    """Rank 1 makes no call of the first group, and is told by its call of the second that rank 0 has sent nothing."""
+    """Rank 1 makes no call of the first group; its call of the second raises that rank 0 has sent nothing."""
     rank = dist.get_rank()
     graph = capture(call) if rank == 0 else None
     failures.synchronize(torch.device("cuda", torch.cuda.current_device()))
@@ -319,9 +319,9 @@ def test_after_a_failed_wait_operators_of_other_groups_publish_nothing(run_ranks
 
 
 def come_late(way: str) -> str:
-    """Rank 1 calls when rank 0 has given up: "right" where its result is, else whom it is told of."""
+    """Rank 1 calls when rank 0 has given up: "right" where its result is, else its error."""
     warm_up(way)
-    rank, said = dist.get_rank(), ""
+    rank, outcome = dist.get_rank(), ""
     x, weight = operands_of(rank)
     with groups(1) as made:
         for _ in range(2):
@@ -334,11 +334,11 @@ def come_late(way: str) -> str:
         torch.cuda.synchronize()
         try:
             failures.check()
-            said = "right" if torch.equal(out, expect_of(way)) else "wrong, and nothing was raised"
+            outcome = "right" if torch.equal(out, expect_of(way)) else "wrong, and nothing was raised"
         except PeerError as error:
-            said = str(error)
+            outcome = str(error)
     require_no_failure()
-    return said
+    return outcome
 
 
 @pytest.mark.parametrize("way", sampled(["two shots"], list(OPERATORS)))
@@ -420,14 +420,14 @@ def come_late_to_a_collective(kind: str) -> str:
             torch.cuda.synchronize()
             try:
                 failures.check()
-                said = "right" if out.eq(3).all() else "wrong, and nothing was raised"
+                outcome = "right" if out.eq(3).all() else "wrong, and nothing was raised"
             except PeerError as error:
-                said = str(error)
+                outcome = str(error)
             dist.barrier()
         finally:
             found.close()
     require_no_failure()
-    return said
+    return outcome
 
 
 @pytest.mark.parametrize("kind", sampled(["LL"], COLLECTIVES))
@@ -475,16 +475,16 @@ def test_the_watchdog_ends_a_process_that_does_not_look_and_names_the_ranks(tmp_
         for rank in range(2)
     ]
     try:
-        _, said = processes[0].communicate(timeout=100)
+        _, output = processes[0].communicate(timeout=100)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    assert (tmp_path / "launched").exists(), said
-    assert processes[0].returncode == -signal.SIGABRT, said
-    assert "Stretto's watchdog ends this process" in said
-    assert "rank 0 of 2: matmul_all_reduce" in said
-    assert "waited in vain for rank 1" in said
+    assert (tmp_path / "launched").exists(), output
+    assert processes[0].returncode == -signal.SIGABRT, output
+    assert "Stretto's watchdog ends this process" in output
+    assert "rank 0 of 2: matmul_all_reduce" in output
+    assert "waited in vain for rank 1" in output
 
 
 # The backend.

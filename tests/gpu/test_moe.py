@@ -134,7 +134,7 @@ def test_a_layer_is_that_of_every_expert_on_every_token(gpu_pool: GpuRanks, worl
 
 
 def exceed() -> str:
-    """The message of the error for too many rows, which the host is told of later."""
+    """The message of the error for too many rows, which the host gets later."""
     group, world = dist.group.WORLD, dist.get_world_size()
     x, ids = draw(1, TOKENS, HIDDEN), torch.zeros(TOKENS, 1, dtype=torch.int64, device="cuda")
     sent = moe.dispatch(x, ids, EXPERTS, group, max_rows=TOKENS * world - 1)

@@ -396,7 +396,7 @@ def differentiate(folder: Path) -> None:
 
 
 def lose_a_rank(folder: Path, name: str) -> None:
-    """Rank 1 makes no second call of an operator; what the others are told."""
+    """Rank 1 makes no second call of an operator; the errors of the others."""
     world = dist.get_world_size()
     Grid(data=world, device="cuda")
     rank, wrong = dist.get_rank(), []
@@ -423,10 +423,10 @@ def lose_a_rank(folder: Path, name: str) -> None:
         torch.cuda.synchronize()
         # By whichever operator is called next: failures are the process's.
         for later in runs.values():
-            with pytest.raises(PeerError) as said:
+            with pytest.raises(PeerError) as caught:
                 later()
-            if not re.search(rf"{name}, call 2: waited in vain for rank 1, (tile|packets)", str(said.value)):
-                wrong.append(str(said.value))
+            if not re.search(rf"{name}, call 2: waited in vain for rank 1, (tile|packets)", str(caught.value)):
+                wrong.append(str(caught.value))
     dist.barrier()
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
 

@@ -140,12 +140,12 @@ def refuse(device: torch.device, seed: int) -> list[object]:
     call(case, way, None)
     try:
         ops.check_indices()
-        said = ""
+        reported = ""
     except ValueError as error:
-        said = str(error)
+        reported = str(error)
     # Which table the index is of depends on how many the bags before it have.
-    if bool(re.search(rf"rank {rank}: indices\[3\] is 1000, but table \d of", said)) != (rank == RANKS - 1):
-        wrong.append(said)
+    if bool(re.search(rf"rank {rank}: indices\[3\] is 1000, but table \d of", reported)) != (rank == RANKS - 1):
+        wrong.append(reported)
     own.indices[3] = kept
     for attempt, message, needs_gradients in (
         (lambda: call(case, way, None), "has no gradients", True),

@@ -166,7 +166,7 @@ def lose_a_peer(folder: Path) -> None:
     wrong = []
     try:
         channel.begin("next", producer, consumer, "broadcast")
-        wrong.append("nothing was said")
+        wrong.append("nothing was raised")
     except PeerError as error:
         if not str(error).startswith(f"rank {rank} of {world}: lost, call 1: waited in vain for rank 1, tile "):
             wrong.append(str(error))

@@ -9,7 +9,7 @@ from stretto.memory import cuda
 
 
 def allocate_where(refusals, sizes):
-    """Rank r has no memory for the reason refusals[r], and asks for sizes[r] bytes; returns what it is told."""
+    """Rank r has no memory for the reason refusals[r], and allocates sizes[r] bytes; returns its error."""
     rank = dist.get_rank()
 
     def allocate(total, device):
@@ -27,10 +27,10 @@ def allocate_where(refusals, sizes):
 
 
 def test_all_ranks_raise_where_one_has_no_memory(ranks):
-    told = ranks(3).run(allocate_where, ["", "CUDA error: out of memory", ""], [64] * 3, timeout=30)
-    assert told == ["rank 1 has no symmetric memory to give: CUDA error: out of memory"] * 3
+    errors = ranks(3).run(allocate_where, ["", "CUDA error: out of memory", ""], [64] * 3, timeout=30)
+    assert errors == ["rank 1 has no symmetric memory to give: CUDA error: out of memory"] * 3
 
 
 def test_sizes_that_differ_raise_even_if_one_has_no_memory(ranks):
-    told = ranks(2).run(allocate_where, ["CUDA error: out of memory", ""], [64, 128], timeout=30)
-    assert all("64" in message and "128" in message for message in told)
+    errors = ranks(2).run(allocate_where, ["CUDA error: out of memory", ""], [64, 128], timeout=30)
+    assert all("64" in message and "128" in message for message in errors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process's record of failed waits: who is told of a failure, for how long, and what happens if nobody looks."""
+"""The process's record of failed waits: which calls raise a failure, for how long, and what happens without a check."""
 
 import ctypes
 import gc

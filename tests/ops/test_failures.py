@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of ranks that lose each other, by interpreted kernels: who is told, and what the next call finds."""
+"""Operators whose ranks lose each other, by interpreted kernels: which calls raise, and the state of the next one."""
 
 import contextlib
 import gc
@@ -60,49 +60,49 @@ def leave(group):
 
 
 def miss_a_call(way):
-    """Rank 1 misses a call. What rank 0 is told by that call, and by calls of other sizes, operators and groups."""
+    """Rank 1 misses a call. Rank 0's errors of that call, and of calls of other sizes, operators and groups."""
     limit = 1.5
     group, other = make_group(limit), make_group(4)
     rank = dist.get_rank()
     assert run_call(way, group)
-    said = []
+    messages = []
     if rank == 0:
-        with pytest.raises(PeerError) as told:
+        with pytest.raises(PeerError) as error:
             run_call(way, group)
-        said.append(str(told.value))
+        messages.append(str(error.value))
         # Before anything is agreed with a rank that does not come.
         for call in ((way, group, 600), ("copies" if way != "copies" else "one shot", group), (way, other)):
-            with pytest.raises(PeerError) as told:
+            with pytest.raises(PeerError) as error:
                 run_call(*call)
-            said.append(str(told.value))
-        with pytest.raises(PeerError) as told:
+            messages.append(str(error.value))
+        with pytest.raises(PeerError) as error:
             ops.check()
-        said.append(str(told.value))
+        messages.append(str(error.value))
         with pytest.raises(PeerError):
             ops.free_workspaces(group)
     dist.barrier()
     leave(group)
-    call = told = group = None  # the last references to the group
+    call = error = group = None  # the last references to the group
     gc.collect()
     ops.check()  # the failure has gone with its group
     assert run_call(way, make_group(60)), "a group that was made afterwards is not harmed"
     leave(other)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("way", [pytest.param("two shots", marks=pytest.mark.long), "pushes"])
 def test_a_missed_call_is_raised_by_every_later_call_of_the_process_until_its_group_has_ended(interpret, way):
-    said, nothing = interpret(2, miss_a_call, way)
+    messages, nothing = interpret(2, miss_a_call, way)
     assert nothing == []
-    assert len(said) == 5
-    for text in said:
-        assert "waited in vain for rank 1" in text, said
+    assert len(messages) == 5
+    for text in messages:
+        assert "waited in vain for rank 1" in text, messages
         assert "rank 0 of 2" in text
         assert "1.5 s" in text  # the limit of the group that failed
 
 
 def come_late(limit, pause):
-    """Rank 1 comes so many seconds late to a group's call: whether the results are right, or what ranks are told."""
+    """Rank 1 is the given seconds late for a group's call: whether the results are right, or the ranks' errors."""
     group = make_group(limit)
     assert run_call("two shots", group)
     if dist.get_rank() == 1:
@@ -122,7 +122,7 @@ def test_a_rank_may_be_as_late_as_its_group_allows_and_no_later(interpret):
     first, second = interpret(2, come_late, 1.0, 2.5)
     assert "waited in vain for rank 1" in first
     assert ", 1 s" in first
-    assert second is not True  # what rank 0 gave up is not sent: rank 1 is told, and gets no sum
+    assert second is not True  # rank 0 sends nothing after it gave up: rank 1 raises, and gets no sum
 
 
 # What the host does of a call, step by step: each may raise, and what came before it is done.

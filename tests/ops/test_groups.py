@@ -78,17 +78,17 @@ def test_destroyed_groups_are_forgotten(interpret):
 
 
 def disagree_about_nothing():
-    """Rank 1 has no rows, or no columns; what each rank is told."""
-    rank, told = dist.get_rank(), []
+    """Rank 1 has no rows, or no columns; whether each rank's errors name that."""
+    rank, are_named = dist.get_rank(), []
     for place, operator in enumerate(OPERATORS):
         x, weight, _ = make_leaves("", n=6 + place)  # so that each call is the first of its kind
         for operands in ((x[: 0 if rank else 4], weight), (x, weight[: 0 if rank else 6 + place])):
             with pytest.raises(ValueError, match="ranks of a group make the same calls") as error:
                 operator(*operands)
-            told.append("=0 " in str(error.value))
+            are_named.append("=0 " in str(error.value))
         assert multiply(operator, x[:0], weight).shape == (0, 6 + place)  # as on all ranks
         assert len(multiply(operator, x, weight)) > 0
-    return all(told)
+    return all(are_named)
 
 
 def test_a_rank_with_nothing_to_multiply_has_the_shapes_of_the_others(interpret):

@@ -380,7 +380,7 @@ def test_threads_count_a_tile_after_their_stores_and_without_a_barrier(target, b
     stores = [number for number, line in enumerate(lines) if re.search(store, line)]
     loop = [number for number in stores if counts[0] < number < counts[1]]
     assert loop  # one count before the loop's stores, the other after
-    assert not any(re.search(RELEASE, line) for line in lines)  # nobody else is told
+    assert not any(re.search(RELEASE, line) for line in lines)  # no other signal is sent
 
 
 def test_sums_go_by_16_bytes_and_leave_a_place_beside_the_product(tmp_path):

@@ -104,8 +104,8 @@ def test_missing_packages_are_named(monkeypatch):
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_operators_come_without_nvshmems_bindings():
     code = "import sys, stretto.ops; print(any('nvshmem' in name for name in sys.modules))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert said.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "False"
 
 
 def test_a_rank_stores_to_ranks_with_peer_access_unless_puts_are_requested():

@@ -74,7 +74,7 @@ def test_calls_of_any_shape_and_subgroup_follow_each_other(interpret, calls):
 
 
 def disagree(debugs):
-    """What each rank is told where rank 1 calls with another shape, or, if it `debugs`, in another order."""
+    """Each rank's error where rank 1 calls with another shape, or, if it `debugs`, in another order."""
     rank = dist.get_rank()
     weight, calls = random_of(0, 16, 16), [random_of(1, rows, 16) for rows in (4, 8)]
     if debugs:
@@ -95,12 +95,12 @@ def disagree(debugs):
 @pytest.mark.parametrize(("debugs", "rows"), [(False, (18, 15)), (True, (12, 24))])
 def test_ranks_that_make_different_calls_raise_before_a_launch(interpret, debugs, rows):
     """Always at calls of a new kind; of known ones with STRETTO_DEBUG=1. The group is as good as before."""
-    said = interpret(3, disagree, debugs)
-    for rank, (message, shape, left) in enumerate(said):
+    found = interpret(3, disagree, debugs)
+    for rank, (message, shape, left) in enumerate(found):
         assert f"rank {rank} calls all_gather_matmul m={rows[rank == 1]} " in message
         assert f"rank {0 if rank == 1 else 1} calls all_gather_matmul m={rows[rank != 1]} " in message
         assert shape == [12, 16]
-        assert left == 1  # of what this rank has said, in the store
+        assert left == 1  # of this rank's keys in the store
 
 
 def fall_behind(name, plan, calls):

@@ -63,7 +63,7 @@ def test_workspaces_are_reported_freed_and_made_again(interpret):
 
 
 def free_alone():
-    """Rank 1 does not free: rank 0 is told so and frees nothing; then both do."""
+    """Rank 1 does not free: rank 0 raises and frees nothing; then both do."""
     group = dist.new_group([0, 1])
     call_all(group)
     count = len(ops.workspaces(group))

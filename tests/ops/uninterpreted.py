@@ -11,9 +11,9 @@ from stretto import ops
 
 def run_without_kernels():
     """(what ran as what, what was warned of)."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("stretto.ops").addHandler(handler)
     try:
         x, weight = torch.ones(4, 8), torch.ones(6, 8)
@@ -22,6 +22,6 @@ def run_without_kernels():
         assert torch.equal(ops.matmul_all_reduce(x, weight), torch.full((4, 6), 16.0))
         with pytest.raises(ValueError, match="no kernel can run: on CPUs kernels are interpreted"):
             ops.all_gather_matmul(x, weight, implementation="kernel")
-        return dict(ops.counts()), "\n".join(said)
+        return dict(ops.counts()), "\n".join(messages)
     finally:
         logging.getLogger("stretto.ops").removeHandler(handler)

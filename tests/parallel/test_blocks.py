@@ -419,11 +419,11 @@ def test_blocks_are_the_children_of_lists_or_what_is_named():
 
 
 def refuse() -> list[str]:
-    grid, said = Grid(x=2), []
+    grid, messages = Grid(x=2), []
     for options in ({"blocks": ["stages.*"], "roles": {"stem": "replicated"}}, {"shard_sequence": True}):
         with pytest.raises(ValueError) as error:
             parallelize(make("convolutional"), grid, **options)
-        said.append(str(error.value))
+        messages.append(str(error.value))
     with (
         pytest.warns(UserWarning, match=r"2 times the work") if grid.coordinate("x") == 0 else warnings.catch_warnings()
     ):
@@ -432,7 +432,7 @@ def refuse() -> list[str]:
     validate(make("convolutional"), {"x": 2}, blocks=["stages.*"])
     with pytest.raises(ValueError, match="gradients is 'average', but must be 'sum' or 'mean'"):
         parallelize(make("convolutional"), grid, gradients="average")
-    return said
+    return messages
 
 
 def test_impossible_options_raise_and_costly_ones_warn(ranks):

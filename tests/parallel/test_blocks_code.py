@@ -158,13 +158,13 @@ def test_code_that_reads_parameters_in_other_ways_trains_as_in_one_process(ranks
 
 
 def refusals(kinds: list[tuple[Any, ...]]) -> list[str]:
-    """What is said of each model, by `parallelize` or by its first forward pass."""
-    said = []
+    """The error for each model, of `parallelize` or of its first forward pass."""
+    messages = []
     for kind, *arguments in kinds:
         with pytest.raises((ValueError, RuntimeError)) as error:
             parallelize(kind(*arguments) if arguments else make(kind), Grid(z=2))(batch())
-        said.append("\n".join([str(error.value), *getattr(error.value, "__notes__", [])]))
-    return said
+        messages.append("\n".join([str(error.value), *getattr(error.value, "__notes__", [])]))
+    return messages
 
 
 def test_code_that_would_be_silently_wrong_is_refused(ranks):
@@ -178,16 +178,16 @@ def test_code_that_would_be_silently_wrong_is_refused(ranks):
         (embedding_with, "scale_grad_by_freq"),
         (complex_scale,),
     ]
-    for said in ranks(2).run(refusals, kinds):
+    for messages in ranks(2).run(refusals, kinds):
         written = "writes to its parameter 'weight' in place, which would be lost"
-        assert written in said[0]
-        assert written in said[1]
-        assert "replaces its parameter 'weight', which would be lost" in said[2]
-        assert "or pass blocks=[], which gathers all parameters" in said[3]
-        assert "0: an embedding with max_norm is not supported" in said[4]
-        assert "0: an embedding with sparse is not supported" in said[5]
-        assert "0: an embedding with scale_grad_by_freq is not supported" in said[6]
-        assert "scale is torch.complex64, but parameters must be real" in said[7]
+        assert written in messages[0]
+        assert written in messages[1]
+        assert "replaces its parameter 'weight', which would be lost" in messages[2]
+        assert "or pass blocks=[], which gathers all parameters" in messages[3]
+        assert "0: an embedding with max_norm is not supported" in messages[4]
+        assert "0: an embedding with sparse is not supported" in messages[5]
+        assert "0: an embedding with scale_grad_by_freq is not supported" in messages[6]
+        assert "scale is torch.complex64, but parameters must be real" in messages[7]
 
 
 def bits_in_bf16() -> float:
@@ -222,7 +222,7 @@ class Chooses(Chain):
 
 
 def go_different_ways(sizes: dict[str, int]) -> str:
-    """What is said where ranks went through different layers of one size."""
+    """The error where ranks use different layers of one size."""
     grid = Grid(**sizes)
     model = parallelize(make(Chooses), grid)
     with pytest.raises(RuntimeError) as error:
@@ -231,7 +231,7 @@ def go_different_ways(sizes: dict[str, int]) -> str:
 
 
 @pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
-def test_ranks_that_go_through_different_layers_are_told(ranks, sizes):
+def test_ranks_that_use_different_layers_raise(ranks, sizes):
     for message in ranks(2).run(go_different_ways, sizes):
         assert "every rank must go through the same submodules in the same order" in message
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of a captured step without a GPU; tests/gpu/test_trainer.py runs them."""
+"""What can be tested of a captured step without a GPU; tests/gpu/test_trainer.py runs them."""
 
 import pytest
 import torch

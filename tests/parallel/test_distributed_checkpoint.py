@@ -153,12 +153,12 @@ def test_a_run_on_a_grid_is_continued_by_fsdp2(kind: str, sizes: Sizes, ranks: M
 def messages_of_default_planners(folder: Path) -> list[str]:
     """What torch's own planners say to a model whose fused weights x cuts."""
     model, _, _ = by_stretto("gpt2", {"x": 2})
-    said = []
+    messages = []
     for call in (dcp.save, dcp.load):
         with pytest.raises(dcp.CheckpointException) as caught:
             call({"model": model.state_dict()}, checkpoint_id=folder)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_torchs_own_planners_are_refused_where_they_would_mix_up_numbers(ranks: MakeRanks, tmp_path: Path) -> None:

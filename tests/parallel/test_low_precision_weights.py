@@ -27,7 +27,7 @@ def write(parameter: Tensor) -> None:
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """Streams are said to be captured; unlike then, what is called is done."""
+    """Streams are reported as captured, although calls are executed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(low_precision_weights, "_is_captured", lambda _: True)
         yield
@@ -236,7 +236,7 @@ def test_a_graph_and_its_copies_stay_together(ranks, check):
 
 
 def train(sizes: Sizes, writes: bool, keeps: bool) -> tuple[list[float], int, str]:
-    """(losses of some steps, how many weights have copies, what a backward pass across a step is told)."""
+    """(losses of some steps, how many weights have copies, the error of a backward pass across a step)."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     roles = {"up": "colwise", "down": "rowwise"}
     model = parallelize(Block(), grid, dtype=torch.bfloat16, roles=roles, keep_gathered=keeps)
@@ -257,14 +257,14 @@ def train(sizes: Sizes, writes: bool, keeps: bool) -> tuple[list[float], int, st
                     weight.mul_(0.9)
         if step == 1:
             model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-    loss, said = model(x).float().square().mean(), ""
+    loss, message = model(x).float().square().mean(), ""
     if writes and weights:
         for weight in weights:
             write(weight)
         with pytest.raises(RuntimeError) as caught:
             loss.backward()
-        said = str(caught.value)
-    return losses, len(weights), said
+        message = str(caught.value)
+    return losses, len(weights), message
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)])
@@ -272,10 +272,10 @@ def test_training_has_the_same_bits_with_and_without(ranks, sizes):
     count = sizes[1] * sizes[2]
     plain = ranks(count).run(train, sizes, writes=False, keeps=True)
     written = ranks(count).run(train, sizes, writes=True, keeps=True)
-    for (losses, number, said), (expected, *_) in zip(written, plain, strict=True):
+    for (losses, number, message), (expected, *_) in zip(written, plain, strict=True):
         assert losses == expected
         assert number == 2
-        assert "modified by an inplace operation" in said
+        assert "modified by an inplace operation" in message
 
 
 @pytest.mark.parametrize(("sizes", "keeps"), [((1, 1, 1, 2), True), ((1, 2, 1, 1), False)])

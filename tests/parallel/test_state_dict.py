@@ -43,7 +43,7 @@ ROLES = {
 
 
 def loaded(sizes: Sizes) -> tuple[bool, bool, list[str]]:
-    """Whether a plain model's state dict, and its own, arrive whole; and what is said to one of another shape."""
+    """Whether a plain model's state dict, and its own, arrive whole; and the error for one of another shape."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     plain, model = Fused(1), parallelize(Fused(2), grid, roles=ROLES)
 
@@ -76,7 +76,7 @@ def test_a_plain_models_state_dict_is_loaded_part_by_part(ranks, sizes):
 
 
 def load_another_grids() -> tuple[str, bool]:
-    """What is said to shards of another grid, and whether whole tensors that were gathered from them arrive."""
+    """The error for shards of another grid, and whether whole tensors that were gathered from them arrive."""
     first, second = parallelize(Fused(1), Grid(x=2), roles=ROLES), parallelize(Fused(2), Grid(z=2), roles=ROLES)
     shards = first.state_dict()
     with pytest.raises(ValueError) as caught:
@@ -113,12 +113,12 @@ def test_a_parameter_that_a_module_without_a_role_holds_too_stays_one(ranks):
 
 
 def whole_sizes(sizes: Sizes) -> dict[str, tuple[int, int]]:
-    """What a model that reads its modules' sizes is told."""
+    """The sizes that a model reads from its modules."""
     model = parallelize(Fused(1), Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True))), roles=ROLES)
     linears = {name: getattr(model, name) for name in ("qkv", "out", "head")}
     embeddings = {name: getattr(model, name) for name in ("lookup", "places")}
-    told = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
-    return told | {name: (one.num_embeddings, one.embedding_dim) for name, one in embeddings.items()}
+    found = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
+    return found | {name: (one.num_embeddings, one.embedding_dim) for name, one in embeddings.items()}
 
 
 def sizes_of_transposed() -> tuple[int, int]:

@@ -218,14 +218,14 @@ def test_a_dtype_that_was_not_measured_is_named_with_those_that_were():
 
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-TOLD = re.compile(r"([\d.,e+-]+) (s|ms|us) (more|less) for ([a-z ]+?)(?=,|$)")
+TERMS = re.compile(r"([\d.,e+-]+) (s|ms|us) (more|less) for ([a-z ]+?)(?=,|$)")
 
 
 @pytest.mark.parametrize("cost_model", ["paper", "full"])
 def test_a_steps_terms_add_up_to_its_time_and_the_explanation_to_the_difference(cost_model):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    rng, told = random.Random(seed), 0
+    rng, explained = random.Random(seed), 0
     for _ in range(12):
         heads = rng.choice([4, 8, 12])
         model = GPTConfig(
@@ -249,15 +249,15 @@ def test_a_steps_terms_add_up_to_its_time_and_the_explanation_to_the_difference(
                 continue
             parts = {
                 name: SECONDS[unit] * float(number.replace(",", "")) * (1 if sign == "more" else -1)
-                for number, unit, sign, name in TOLD.findall(plan.why)
+                for number, unit, sign, name in TERMS.findall(plan.why)
             }
-            rounding = 0.006 * sum(map(abs, parts.values()))  # three digits are told
+            rounding = 0.006 * sum(map(abs, parts.values()))  # printed with three digits
             assert sum(parts.values()) == pytest.approx(plan.step_time - plans[0].step_time, abs=rounding), plan.why
             for name, time in parts.items():
                 if name != "the rest":
                     assert time == pytest.approx(plan.terms[name] - plans[0].terms[name], rel=0.006), plan.why
-            told += 1
-    assert told > 20
+            explained += 1
+    assert explained > 20
 
 
 def test_whole_steps_are_ranked_unless_the_papers_communication_is_asked_for():

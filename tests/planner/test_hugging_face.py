@@ -77,10 +77,10 @@ ALL = pytest.mark.parametrize(("kind", "head"), [(kind, head) for head in HEADS 
 def test_parameters_are_those_of_transformers_model_with_its_head(tmp_path, kind, head):
     config, model = family(kind, head)
     expected = sum(parameter.numel() for parameter in model.parameters())
-    said = {**config.to_dict(), "architectures": [type(model).__name__]}
+    exported = {**config.to_dict(), "architectures": [type(model).__name__]}
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(said, default=str))
-    for source in (model, said, file):
+    file.write_text(json.dumps(exported, default=str))
+    for source in (model, exported, file):
         architecture = read_architecture(source, 16)
         assert architecture.parameters == expected
         assert local_parameters(architecture, GridSizes(1, 1, 1, 1)) == expected

@@ -41,7 +41,7 @@ def test_a_run_is_reported_without_pictures(tmp_path: Path, capsys: pytest.Captu
     assert "Each step's is in [metrics.jsonl](metrics.jsonl)." in summary
     assert ".png" not in summary
     write_report(tmp_path / "run")
-    assert capsys.readouterr().err.count(HINT) == 1  # said once
+    assert capsys.readouterr().err.count(HINT) == 1  # printed once
 
 
 @pytest.mark.usefixtures("without_matplotlib")

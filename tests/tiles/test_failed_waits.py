@@ -16,7 +16,7 @@ from stretto.tiles.waits import OF_HOST
 
 
 def give_up_a_poll():
-    """What is said after the loop where a poll of tile 2 has given up, although all is there by now."""
+    """The error after the loop where a poll of tile 2 has given up, although all tiles have arrived by now."""
     world = dist.get_world_size()
     producer, consumer = map_gather(24, world)
     with make_channel() as channel:
@@ -27,19 +27,19 @@ def give_up_a_poll():
             tiles.rank_wait(channel, index, index // 2)
         tiles.finish_polls[(1,)](device, consumer)
         channel._state[LATE.value] = 3
-        with pytest.raises(PeerError) as said:
+        with pytest.raises(PeerError) as error:
             tiles.finish_polls[(1,)](device, consumer)
         dist.barrier()
-    return str(said.value)
+    return str(error.value)
 
 
 def test_a_poll_that_gave_up_is_reported_even_if_its_signal_has_come(interpret):
-    for rank, said in enumerate(interpret(2, give_up_a_poll)):
-        assert said.startswith(f"rank {rank} of 2: late, call 1: waited in vain for rank 1, tile 2 (channel 2)")
+    for rank, message in enumerate(interpret(2, give_up_a_poll)):
+        assert message.startswith(f"rank {rank} of 2: late, call 1: waited in vain for rank 1, tile 2 (channel 2)")
 
 
 def lose(what, loser):
-    """Rank `loser` leaves one thing out; what each of the others is told, twice: by the call and by the next one."""
+    """Rank `loser` leaves one thing out; two errors of each of the others: of the call and of the next one."""
     rank, world = dist.get_rank(), dist.get_world_size()
     producer, consumer = map_gather(24, world)
     count = tiles.count_tiles(consumer)
@@ -104,17 +104,17 @@ def follow_another_failure():
         with pytest.raises(PeerError, match="another operator, call 1: waited in vain"):
             kernels.wait_for_tile[(1,)](device, shards, 2 * (1 - rank), 1 - rank, None)
         other.close()
-        with pytest.raises(PeerError) as told:
+        with pytest.raises(PeerError) as error:
             channel.begin("second", shards, shards, "broadcast")
         dist.barrier()
     failures.check()  # nothing is left
-    return str(told.value)
+    return str(error.value)
 
 
 def test_a_channel_whose_wait_ended_with_another_groups_failure_stays_broken_when_that_is_over(interpret):
-    for rank, said in enumerate(interpret(2, follow_another_failure)):
+    for rank, message in enumerate(interpret(2, follow_another_failure)):
         awaited = f"ended without what it waited for from rank {1 - rank}, since a wait of another group had failed"
-        assert said.startswith(f"rank {rank} of 2: first, call 1: {awaited}")
+        assert message.startswith(f"rank {rank} of 2: first, call 1: {awaited}")
 
 
 def give_up_beside_another_program():
@@ -124,13 +124,13 @@ def give_up_beside_another_program():
     with make_channel(timeout=1.0) as channel:
         device = channel.begin("first", shards, shards, "broadcast")
         for _ in range(2):
-            with pytest.raises(PeerError) as told:
+            with pytest.raises(PeerError) as error:
                 kernels.wait_for_tile[(1,)](device, shards, 2 * (1 - rank), 1 - rank, None)
             assert int(channel._record.failed) != 0
             device.state[RECORDED.value] = 0
             channel._record.words[0] = 0
         dist.barrier()
-    return str(told.value)
+    return str(error.value)
 
 
 def test_programs_of_a_channel_that_give_up_together_do_not_take_each_other_for_another_group(interpret):

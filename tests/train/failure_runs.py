@@ -24,7 +24,7 @@ class Workspace:
 
 
 def save_after_failure(out: Path, failing: int) -> str | None:
-    """Save two checkpoints, the second after a wait of rank `failing` has failed; what this rank is told."""
+    """Save two checkpoints, the second after a wait of rank `failing` has failed; this rank's error."""
     model, optimizer, _ = runs.sharded(runs.make_gpt, {"data": dist.get_world_size()}, seed=1)
     runs.save(model, optimizer, out, 1)
     workspace = Workspace()

@@ -68,18 +68,18 @@ def train_quietly(config: TrainConfig) -> None:
 
 def train_and_listen(config: TrainConfig) -> list[str]:
     """Train; returns what this rank has logged of checkpoints, and its error, if there was one, at the end."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("stretto.train.checkpoint")
     logger.addHandler(handler)
     try:
         train(config, display="none")
     except Exception as error:  # noqa: BLE001  (it is returned)
-        said.append(f"{type(error).__name__}: {error}")
+        messages.append(f"{type(error).__name__}: {error}")
     finally:
         logger.removeHandler(handler)
-    return said
+    return messages
 
 
 def flip_bit(file: Path, bit: int) -> None:
@@ -192,7 +192,7 @@ def as_format_1(checkpoint: Path) -> None:
 
 
 def save_with_a_small_index(out: Path, max_bytes: int) -> str:
-    """Save a model where an index may have so many bytes. Returns what is said of it."""
+    """Save a model where an index may have the given bytes. Returns the error."""
     with mock.patch.object(checkpoint_storage, "MAX_METADATA_BYTES", max_bytes):
         try:
             save_steps(out, [1], keep=1)

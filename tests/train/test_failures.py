@@ -102,15 +102,15 @@ def test_a_wait_that_fails_in_a_replay_is_raised_at_the_next_look(failed):
 
 def test_no_rank_writes_a_checkpoint_after_a_failed_wait_of_one_of_them(ranks, tmp_path):
     out = tmp_path / "run"
-    told = ranks(2).run(failure_runs.save_after_failure, out, 1)
-    assert "waited in vain for rank 3" in told[1]
-    assert told[0] is not None, "the other rank neither hangs nor writes"
+    messages = ranks(2).run(failure_runs.save_after_failure, out, 1)
+    assert "waited in vain for rank 3" in messages[1]
+    assert messages[0] is not None, "the other rank neither hangs nor writes"
     assert names(out / "checkpoints") == ["step-00000001"]  # of the step before
 
 
 def test_a_run_in_which_a_wait_fails_ends_with_its_name_and_the_weights_of_an_earlier_step(ranks, tmp_path):
     out = tmp_path / "run"
-    (told,) = ranks(1).run(failure_runs.train_until_failure, out, 4)
-    assert "waited in vain for rank 3" in told
+    (message,) = ranks(1).run(failure_runs.train_until_failure, out, 4)
+    assert "waited in vain for rank 3" in message
     assert names(out / "checkpoints") == ["step-00000002"]
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3

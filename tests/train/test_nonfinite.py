@@ -155,16 +155,16 @@ def test_the_batch_is_saved_as_every_rank_had_it(ranks: MakeRanks, tmp_path: Pat
 
 def record(skips: bool, losses: Sequence[float], norms: Sequence[float], **options: Any) -> list[str]:
     """Record steps. Returns what is printed."""
-    said: list[str] = []
+    messages: list[str] = []
 
     class Screen(ProgressReporter):
         def print_message(self, message: str) -> None:
-            said.append(message)
+            messages.append(message)
 
     recorder = StepRecorder(1, None, Screen(), skips_nonfinite=skips, on_nonfinite=lambda step: f" ({step})", **options)
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         recorder.add(step, 0.1, torch.tensor(loss), torch.tensor(norm))
-    return said
+    return messages
 
 
 def test_steps_are_skipped_with_a_line_and_only_so_many_in_a_row() -> None:

@@ -3,7 +3,7 @@
 
 A flip counts as found by `stretto checkpoint verify` if that names the file, the tensor (or the file's header or index)
 and a range of bytes with the flip in it; and as found in use if a resumed run, or the import of weights, is refused
-with the names of file and tensor. What a run does not read (torch's own index) it cannot find.
+with the names of file and tensor. A run cannot detect damage to a file that it does not read (torch's own index).
 """
 
 import random
@@ -33,7 +33,7 @@ class FlipsSetting:
 
 @dataclass(frozen=True)
 class _Target:
-    """Files of one kind in one format. path: what is verified and used; pattern: of the files that are damaged.
+    """Files of one kind in one format. path: is verified and used; pattern: of the files that are damaged.
 
     use: loads it, and raises ValueError if it is damaged; None if nothing but `verify` reads these files.
     """
@@ -98,7 +98,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def _share(places: list[_Target], flips: int) -> Iterator[tuple[_Target, int]]:
-    """Share the flips out, as evenly as whole numbers allow."""
+    """Distribute the flips over the targets, as evenly as whole numbers allow."""
     for number, place in enumerate(places):
         yield place, flips * (number + 1) // len(places) - flips * number // len(places)
 
@@ -160,7 +160,7 @@ def _flipped(file: Path, bit: int) -> Iterator[None]:
 
 
 def _parts_of(place: _Target, file: Path) -> list[_Bytes]:
-    """What the bytes of a file are, while it is whole."""
+    """The meaning of an undamaged file's bytes, by range."""
     from stretto.train.checkpoint.safetensors_checksums import read_header
     from stretto.train.checkpoint.torch_format import read_index, read_pieces
 

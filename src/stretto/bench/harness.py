@@ -31,7 +31,7 @@ from stretto.train.launch import allocator_environment, changed_environment
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Errors that fail one run but not the bench: refused options, memory, and what a compiler does not support.
+# Errors that fail one run but not the bench: invalid options, out of memory, and unsupported compilation.
 FAILURES = (ValueError, RuntimeError, AssertionError, AttributeError, TypeError, NotImplementedError)
 
 
@@ -63,7 +63,7 @@ ANY_CPU = {"devices": "any CPU"}
 def write_result(
     out: Path, name: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **about: Any
 ) -> Path:
-    """Write `out`/`name`.json (command, date, machine kind, `about`, rows), and the table beside it as .md.
+    """Write `out`/`name`.json (command, date, machine kind, `about`, rows), and the table next to it as .md.
 
     A `machine` in `about` replaces this machine's kind. Returns the JSON's path.
     """
@@ -88,7 +88,7 @@ TitledTable = tuple[str, Sequence[Column], Sequence[Mapping[str, Any]]]
 
 
 def write_tables(result: Path, tables: Sequence[TitledTable]) -> None:
-    """Write several tables, each with its title, into the Markdown beside a result, in place of the one that it has."""
+    """Write several tables, each with its title, into the Markdown next to a result, replacing its single table."""
     table = result.with_suffix(".md")
     head = table.read_text().partition("\n\n")[0]
     parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, rows)) for title, columns, rows in tables]
@@ -136,8 +136,8 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def shared_where_few(ranks: int) -> Iterator[None]:
-    """Let processes that are started meanwhile share the machine's GPUs, if it has fewer than `ranks`, by MPS if it is
-    there; does nothing on a machine without GPUs."""
+    """Processes started within the block share the machine's GPUs if it has fewer than `ranks`, by MPS where it is
+    available. Does nothing on a machine without GPUs."""
     gpus = count_gpus()
     with ExitStack() as stack:
         if gpus and ranks > gpus:
@@ -189,7 +189,7 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
 
 
 def time_each_step(step: Callable[[], Any], *, warm_up: int, repeats: int) -> list[float]:
-    """Seconds of every step after the first `warm_up`, of the rank whose median is the largest: as `time_steps`."""
+    """Seconds of every step after the first `warm_up`, of the rank with the largest median, as `time_steps`."""
     for _ in range(warm_up):
         step()
     if not torch.cuda.is_available():

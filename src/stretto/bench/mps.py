@@ -30,11 +30,11 @@ def has_mps() -> bool:
 
 
 def share_for(ranks: int) -> int:
-    """The MPS percentage with which each of so many ranks on a GPU has multiprocessors of its own.
+    """The MPS percentage with which each of `ranks` ranks on a GPU has multiprocessors of its own.
 
     With percentages that add up to 100, some ranks share multiprocessors: on an H100, each of 4 ranks with 25% may use
     32, but when 3 of them fill theirs, 20 are left for the last. A kernel that holds its multiprocessors while it waits
-    for another rank may then keep that rank from running. Up to 8 ranks, the percentages were measured to keep ranks
+    for another rank may then prevent that rank from running. Up to 8 ranks, the percentages were measured to keep ranks
     apart on an H100, with correct cuBLAS products. For more ranks they add up to 80 at most.
     """
     return _SHARES.get(ranks) or max(1, 80 // ranks)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the results of benches: which function draws which file, after a measurement and for `stretto bench redraw`.
 
-A picture lies beside the JSON that it is drawn from, and has its name.
+A picture has the path of the JSON that it is drawn from, with another suffix.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ _PLOTS = {
 
 
 def draw_result(result: Path) -> Path | None:
-    """Draw a bench's JSON. Returns the picture's path, or None without matplotlib, and then says how to get pictures.
+    """Draw a bench's JSON. Returns the picture's path; without matplotlib, prints how to install it and returns None.
 
     Raises ValueError for a file that has no picture.
     """
@@ -75,7 +75,7 @@ def redraw(folder: Path) -> list[Path]:
 
     Returns the pictures' paths.
 
-    A run (a folder with config.toml and metrics.jsonl) is drawn beside the run in its subfolder `one-rank`, as the
+    A run (a folder with config.toml and metrics.jsonl) is drawn with the run in its subfolder `one-rank`, as the
     demo's is. Raises ValueError if there is no such folder, nothing in it to draw, or nothing to draw with.
     """
     if not folder.is_dir():
@@ -88,8 +88,8 @@ def redraw(folder: Path) -> list[Path]:
         if (out / "metrics.jsonl").is_file() and out.name != "one-rank":
             from stretto.report.run import draw_experts, draw_loss, read_run
 
-            run, beside = read_run(out), out / "one-rank"
-            pictures.append(draw_loss(run, read_run(beside) if beside.is_dir() else None))
+            run, single = read_run(out), out / "one-rank"
+            pictures.append(draw_loss(run, read_run(single) if single.is_dir() else None))
             if (picture := draw_experts(run)) is not None:
                 pictures.append(picture)
     if not pictures:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto probe`: measures this machine's links and kernels into a cluster file for the planner.
 
-All ranks measure at the same time, since in training they share the links, and a chip's power.
+All ranks measure at the same time, since in training they share the links and the power budget of a chip.
 """
 
 import itertools
@@ -84,7 +84,7 @@ def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def members(ranks: int, preceding: int, size: int) -> list[list[int]]:
-    """The ranks of all such groups: `preceding` apart, groups side by side; ranks left over are in none."""
+    """The ranks of each group: `size` ranks with stride `preceding`; left-over ranks are in no group."""
     return [
         [block + inner + outer * preceding for outer in range(size)]
         for block in range(0, ranks - preceding * size + 1, preceding * size)
@@ -228,7 +228,7 @@ def _attention(
 
 
 def _slowdown(effort: ProbeEffort, dtype: str, device: torch.device) -> float:
-    """Seconds that computation loses for each second of a collective beside it."""
+    """Seconds that computation loses for each second of a collective that overlaps it."""
     group = dist.group.WORLD
     assert group is not None
     side = effort.sides[-2]

@@ -51,7 +51,7 @@ Step = Annotated[int, Option("A size is this many times the one before it.")]
 
 
 def require_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """ValueError for a name that is not known."""
+    """Raise ValueError for an unknown name."""
     for name in given:
         if name not in known:
             raise ValueError(f"there is no {what} {name!r}{name_known(name, known)}")
@@ -87,7 +87,7 @@ def split_words(text: str) -> list[str]:
 
 
 def parse_number(text: str, what: str) -> int:
-    """A whole number, at least 1. ValueError otherwise; what: says where it was written."""
+    """Parse a whole number, at least 1. Raises ValueError otherwise; what: names the source in the message."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{what} has {text!r}, but takes whole numbers, at least 1")
     return int(text)

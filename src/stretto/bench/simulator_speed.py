@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench simulator-speed`: how long simulations take, and how that grows with the number of ranks.
 
-Times are of this process on one core (CPU time, so that what else the machine does adds little): of finding the routes
-and adding the messages, and of executing them.
+Times are CPU times of this process on one core, which other load affects little: of finding the routes and adding the
+messages, and of executing them.
 """
 
 import json
@@ -57,7 +57,7 @@ def bench_simulator_speed(out: Path, setting: SimulatorSpeedSetting) -> list[dic
         Column("events_per_second", "events a second", "{:,.0f}"),
         Column("simulated_milliseconds", "simulated (ms)", "{:.3f}"),
     )
-    _time_all_gather(SMALLEST, "ring", False, setting.megabytes)  # what it imports does not count
+    _time_all_gather(SMALLEST, "ring", False, setting.megabytes)  # imports are not timed
     rows = list(_measure(setting))
     print_table("How long simulations take, on one core", columns, rows)
     draw_result(write_result(out, "simulator-speed", columns, rows, megabytes=setting.megabytes, cluster=CLUSTER))

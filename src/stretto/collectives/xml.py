@@ -326,8 +326,8 @@ class _Reader:
 
     def _add_step(self, attributes: dict[str, str]) -> None:
         at = len(self._steps)
-        if (said := self._number(attributes, "s", 0, MAX_CHUNKS)) != at:
-            self._refuse(f"{self._here()}: s is {said}, but this is its step {at}")
+        if (number := self._number(attributes, "s", 0, MAX_CHUNKS)) != at:
+            self._refuse(f"{self._here()}: s is {number}, but this is its step {at}")
         type = _TYPES.get(self._word(attributes, "type"))
         if type is None:
             self._refuse(f"{self._here()}: type is one of {', '.join(_TYPES)}, not {attributes['type'][:40]!r}")

@@ -11,7 +11,7 @@ description; the code is `stretto.tiles.waits.report_timeout` and, for collectiv
        (fence at system scope between the words)
     4. sets the summary word ----------------------------> `check`, called wherever a result may be used, reads it in
                                                            about 50 ns and raises `PeerError` with the record's message
-                                                           the watchdog ends the process if nobody calls `check`
+                                                           the watchdog ends the process if `check` is not called
 
 - *Mark*: a word in the GPU's memory, of each workspace (of a channel: RECORDED in `stretto.tiles.call_state`). The wait
   that sets it first writes the record; it does so before other waits can see the flag and follow.

@@ -50,7 +50,7 @@ def allocate_pinned(num_bytes: int, device: torch.device) -> Tensor:
 
     device: a CUDA device, or the CPU, for which it is ordinary memory. Raises ValueError for a size that is negative or
     exceeds this machine's available memory, RuntimeError if CUDA does not register it. What other ranks
-    allocate at the same time is not known here: whoever calls it on all ranks checks the sum.
+    allocate at the same time is not known here: a caller on all ranks checks the sum.
     """
     if num_bytes < 0:
         raise ValueError(f"pinned memory of {num_bytes} bytes: must be 0 or more")

@@ -237,7 +237,7 @@ def _run(
     if config == LIBRARY:
         product, gathered = unfused.all_gather_matmul(x, weight, bias, group)
         return copy_to(out, product), gathered
-    if returns_gathered:  # a program cannot tell the host which slot it has gathered into
+    if returns_gathered:  # the host does not know the slot that programs gather into
         config = config._replace(transfer="copies", direction="push")
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None

@@ -125,7 +125,7 @@ def restore_dims(rows: Tensor, x: Tensor, first: int) -> Tensor:
 def require_out(operator: str, out: object, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor | None) -> None:
     """ValueError unless a call can write its output to `out`.
 
-    others: the call's operands and other outputs, of which the first tells the device; none may share memory with it.
+    others: the call's operands and other outputs, whose first determines the device; none may share memory with it.
     """
     if not isinstance(out, Tensor):
         raise ValueError(f"{operator}: out is a tensor, not {out!r}")

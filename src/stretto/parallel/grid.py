@@ -214,7 +214,7 @@ class Grid:
 
 
 def mismatch(sizes: Mapping[str, Any], ranks: int) -> str:
-    """What to tell a user whose grid is not the size of the job."""
+    """The error message for a grid that is not the size of the job."""
     product = check_sizes(sizes).ranks
     shape = " x ".join(f"{axis}={size}" for axis, size in shown_sizes(sizes).items() if axis in NAMES)
     rest = product // sizes["data"]

@@ -415,7 +415,7 @@ class _InputsOnHost:
             return function(*args, **kwargs)
 
         versions = [tensor._version for tensor in tensors]
-        for place in moved:  # an empty tensor tells `checkpoint` on which device random numbers are drawn
+        for place in moved:  # an empty tensor shows `checkpoint` on which device random numbers are drawn
             leaves[place] = leaves[place].new_empty(0)
         output = self._checkpoint(call, *leaves)
         inputs.wait()

@@ -33,7 +33,7 @@ def read_csv(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> PipelineSched
     """Read a schedule in either of torch's formats; its name is the file's.
 
     A stage's rank is the row in which its actions are, and the number of micro-batches that of the largest. `verify`
-    tells whether the schedule can be run. Raises ScheduleError with the row and cell, and OSError.
+    checks whether the schedule can be run. Raises ScheduleError with the row and cell, and OSError.
     """
     file = Path(path)
     with file.open("rb") as stream:

@@ -64,7 +64,7 @@ class PipelineSchedule:
     """The actions of all ranks of a pipeline, for one step.
 
     stage_ranks: the rank that has each stage. micro_batches: of the step. ranks: for each rank, its actions in order.
-    `verify` tells whether a schedule can be run.
+    `verify` checks whether a schedule can be run.
     """
 
     name: str

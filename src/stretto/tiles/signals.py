@@ -32,7 +32,7 @@ from stretto.tiles.waits import OF_CONSUMER, OF_HOST, OF_PEER, await_slot, repor
 # Triton 3.6 takes no plain string as a default.
 P2P = tl.constexpr("p2p")
 
-# Multiplying a wait's zero by this tells Triton that it is a multiple of 16: loads through it stay 16 bytes wide.
+# Multiplying a wait's zero by this lets Triton infer that it is a multiple of 16: loads through it stay 16 bytes wide.
 _ALIGNED = tl.constexpr(16)
 
 

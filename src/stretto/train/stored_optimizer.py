@@ -158,7 +158,7 @@ class StoredOptimizer:
                     "update the old numbers: make the optimizer afterwards"
                 )
         norm = self.store.step(lr, loss)
-        # Kernels of the store do not count versions, which tell that gathered weights are stale.
+        # Kernels of the store do not count versions, which show that gathered weights are stale.
         torch.autograd.graph.increment_version(list(self.parameters.values()))
         return norm
 

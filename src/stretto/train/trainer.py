@@ -236,8 +236,8 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
 
 def _slow_rank() -> dict[str, Any]:
     """The rank that was last reported as slow, for `summary.json`; empty if none was."""
-    told = None if Heartbeat.running is None else Heartbeat.running.slow_rank()
-    return {} if told is None else {"slow_rank": told}
+    reported = None if Heartbeat.running is None else Heartbeat.running.slow_rank()
+    return {} if reported is None else {"slow_rank": reported}
 
 
 def _train_steps(

@@ -202,9 +202,9 @@ def barrier_and_objects(group, dtype, n):
     group.monitored_barrier(timedelta(seconds=30))  # torch.distributed allows its own function to gloo by name only
     objects = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, ("rank", dist.get_rank(group)), group)
-    said = [n if dist.get_rank(group) == 0 else None]
-    dist.broadcast_object_list(said, first(group), group)
-    return [torch.tensor([rank for _, rank in objects]), torch.tensor(said)]
+    objects_sent = [n if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(objects_sent, first(group), group)
+    return [torch.tensor([rank for _, rank in objects]), torch.tensor(objects_sent)]
 
 
 SCHEDULED: tuple[tuple[Operation, str, int], ...] = (

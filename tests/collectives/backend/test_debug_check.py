@@ -22,7 +22,7 @@ def make_group(debug="1", **options):
 
 
 def call_different_things(by_schedule):
-    """What a rank is told, call by call; the call after each is right. by_schedule: small all-reduces run by one."""
+    """A rank's errors, call by call; the call after each is right. by_schedule: small all-reduces run by one."""
     rank = dist.get_rank()
     group = make_group()
     if by_schedule:
@@ -41,24 +41,24 @@ def call_different_things(by_schedule):
             lambda: dist.all_to_all_single(torch.empty(4, 1), torch.ones(4, 1), [2, 2], [2, 2], group),
         ),
     )
-    told = []
+    messages = []
     for calls in cases:
         with pytest.raises(ValueError, match="same calls, with the same shapes and in the same order") as error:
             calls[rank]()
         assert four.tolist() == [1.0] * 4
-        told.append(str(error.value).partition("differs: ")[2])
+        messages.append(str(error.value).partition("differs: ")[2])
         right = torch.full((3,), 1.0 + rank)
         dist.all_reduce(right, group=group)
         assert right.tolist() == [3.0] * 3
-    return told
+    return messages
 
 
 @pytest.mark.parametrize("by_schedule", [False, True])
 def test_ranks_that_make_different_calls_all_raise_with_the_call_of_each(ranks, by_schedule):
-    told, other = ranks(2).run(call_different_things, by_schedule)
-    assert told == other
+    messages, other = ranks(2).run(call_different_things, by_schedule)
+    assert messages == other
     mine = "allreduce sum of [4] float32 on cpu on rank 0; "
-    assert told == [
+    assert messages == [
         mine + "broadcast with root 0 of [4] float32 on cpu on rank 1",
         mine + "allreduce sum of [6] float32 on cpu on rank 1",
         mine + "allreduce sum of [2, 2] float32 on cpu on rank 1",
@@ -71,7 +71,7 @@ def test_ranks_that_make_different_calls_all_raise_with_the_call_of_each(ranks, 
 
 
 def call_in_another_order():
-    """What a rank is told where rank 2 makes the second call first."""
+    """A rank's error where rank 2 makes the second call first."""
     group = make_group()
     calls = [lambda: dist.all_reduce(torch.ones(4), group=group), lambda: dist.barrier(group)]
     with pytest.raises(ValueError, match="differs: ") as error:
@@ -80,12 +80,12 @@ def call_in_another_order():
 
 
 def test_ranks_with_equal_calls_are_named_together(ranks):
-    told = "allreduce sum of [4] float32 on cpu on rank 0, 1; barrier on cpu on rank 2"
-    assert ranks(3).run(call_in_another_order) == [told] * 3
+    message = "allreduce sum of [4] float32 on cpu on rank 0, 1; barrier on cpu on rank 2"
+    assert ranks(3).run(call_in_another_order) == [message] * 3
 
 
 def stay_away():
-    """What rank 0 is told of a rank that calls nothing; rank 1 only waits."""
+    """Rank 0's error where a rank calls nothing; rank 1 only waits."""
     group = make_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
         with pytest.raises(PeerError, match=r"calls allreduce sum of \[4\] .* rank 1 has called nothing .* within 1 s"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend after a wait on a device has failed: whoever uses a result of the process is told."""
+"""The backend after a wait on a device has failed: every use of a result of the process raises."""
 
 import contextlib
 import time
@@ -25,7 +25,7 @@ class Workspace:
 
 
 def use_after_failure(use):
-    """A collective ends well, then a wait of the process fails. What this rank is told by what it does next."""
+    """A collective ends well, then a wait of the process fails. Returns the error that this rank's next use raises."""
     group = dist.new_group(backend="stretto")
     install(find("ring-all-reduce").compile(ranks=2), group)
     work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
@@ -41,9 +41,9 @@ def use_after_failure(use):
             "call": lambda: dist.all_reduce(torch.ones(4), group=group),
             "destroy": lambda: dist.destroy_process_group(group),
         }
-        with pytest.raises(PeerError) as told:
+        with pytest.raises(PeerError) as error:
             uses[use]()
-        return str(told.value)
+        return str(error.value)
     finally:
         dist.barrier()
         workspace.record.close()
@@ -57,5 +57,5 @@ def use_after_failure(use):
 
 @pytest.mark.parametrize("use", ["wait", "is_completed", "call", "destroy"])
 def test_after_a_failed_wait_of_the_process_every_use_of_the_backend_raises(ranks, use):
-    for told in ranks(2).run(use_after_failure, use):
-        assert WORDS in told
+    for message in ranks(2).run(use_after_failure, use):
+        assert WORDS in message

@@ -134,7 +134,7 @@ def test_a_missing_rank_is_named_within_the_limit(ranks):
 
 
 def give_up_in_a_row():
-    """Whoever hears that others gave up is told why the first did, and not what each heard from the next."""
+    """A rank whose peers gave up reports why the first one did, and not the errors that each passed on."""
     group = dist.new_group(backend="stretto", timeout=timedelta(seconds=1))
     install(ring(4), group)
     for rank in (0, 1, 2):

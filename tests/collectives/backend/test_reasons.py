@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call ran as what it ran as, of the device's own choice too: said once for calls that are alike."""
+"""The reason for a call's plan, of the device's own choice too: logged once for equal calls."""
 
 import logging
 

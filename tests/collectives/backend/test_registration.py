@@ -166,7 +166,7 @@ def test_aborting_a_group_ends_its_calls(ranks):
 
 
 class Collected(logging.Handler):
-    """Keeps what was said."""
+    """Keeps logged messages."""
 
     def __init__(self):
         super().__init__()
@@ -179,16 +179,16 @@ class Collected(logging.Handler):
 def say_why():
     group = dist.new_group(backend="stretto")
     install(find("ring-all-reduce").compile(ranks=2), group, min_bytes=100)
-    logger, said = logging.getLogger("stretto.collectives"), Collected()
-    logger.addHandler(said)
+    logger, collected = logging.getLogger("stretto.collectives"), Collected()
+    logger.addHandler(collected)
     logger.setLevel(logging.DEBUG)
-    for tensor in 2 * (torch.ones(50), torch.ones(3, dtype=torch.bfloat16)):  # calls that are alike are said once
+    for tensor in 2 * (torch.ones(50), torch.ones(3, dtype=torch.bfloat16)):  # equal calls are logged once
         dist.all_reduce(tensor, group=group)
     dist.broadcast(torch.ones(2, dtype=torch.int64), 0, group)
     dist.barrier(group)
-    logger.removeHandler(said)
+    logger.removeHandler(collected)
     logger.setLevel(logging.NOTSET)
-    ends = [line.partition(": ")[2] for line in said.lines]
+    ends = [line.partition(": ")[2] for line in collected.lines]
     assert ends == [
         "allreduce sum of 50 float32 (200 bytes) on cpu runs as schedule ring-all-reduce: it is installed for such "
         "calls",

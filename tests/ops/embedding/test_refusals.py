@@ -23,24 +23,24 @@ def look_up_with_faults():
     offsets = torch.tensor([0, 2, 3, 4, 5, 6, 7, 7, 8])  # two tables, a global batch of 4
     bad_index, negative, falling, beyond = indices.clone(), indices.clone(), offsets.clone(), offsets.clone()
     bad_index[5], negative[1], falling[3], beyond[8] = 3, -7, 9, 12
-    said = []
+    messages = []
     for wrong, bounds in ((bad_index, offsets), (negative, offsets), (indices, falling), (indices, beyond)):
         try:
             ops.embedding_all_to_all(wrong if rank == 1 else indices, bounds if rank == 1 else offsets, tables)
-            said.append("")
+            messages.append("")
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     out = ops.embedding_all_to_all(indices, offsets, tables)
     ops.check_indices()
-    return said, out[:, ::4].tolist()
+    return messages, out[:, ::4].tolist()
 
 
 def test_a_bad_index_or_offset_is_named_by_its_rank_and_does_not_affect_others(interpret):
-    (silent, out), (said, other) = interpret(2, look_up_with_faults)
+    (silent, out), (messages, other) = interpret(2, look_up_with_faults)
     assert silent == [""] * 4
     assert out == [[2.0, 1.0] * 2, [1.0, 1.0] * 2]
     assert other == [[1.0, 0.0] * 2, [1.0, 1.0] * 2]
-    index, negative, falling, beyond = said
+    index, negative, falling, beyond = messages
     assert "rank 1: indices[5] is 3, but table 1 of this rank has 3 rows: 0 to 2 will do" in index
     assert "rank 1: indices[1] is -7, but table 0 of this rank has 5 rows" in negative
     assert "rank 1: the offsets of bag" in falling
@@ -64,7 +64,7 @@ def test_an_index_out_of_range_is_read_as_zeros_and_gets_no_gradient(interpret):
 
 
 def look_up_other_tables_under_one_name():
-    """Two sets of tables under one name, of which one rank has the same part; what each rank is told."""
+    """Two sets of tables under one name, of which one rank has the same part; each rank's error."""
     rank = dist.get_rank()
     indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
     for dims in ((4, 8), (8, 4)):  # of rank 0's table and rank 1's

@@ -158,7 +158,7 @@ def test_a_table_of_several_features_gets_one_step_of_all_its_lookups(interpret,
 def freeze_and_train():
     """Tables that are frozen, trained, frozen again, and two look-ups of which one trains; rank 1 has no tables.
 
-    Returns the gradients of each step, and what ranks are told of which one alone trains its tables.
+    Returns the gradients of each step, and the errors of ranks of which only one trains its tables.
     """
     rank, count = dist.get_rank(), 3
     tables = [torch.ones(2, 4)] * (rank != 1)

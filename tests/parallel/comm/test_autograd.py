@@ -72,8 +72,8 @@ def test_weights_that_autograd_was_not_asked_for_get_no_gradient(ranks, sizes, s
 
 
 def gradient_penalty(sizes: Sizes) -> str:
-    """What is said to a penalty on the gradient by the input of two linears, and of a norm."""
-    grid, said = on_grid(sizes), []
+    """The errors of a penalty on the gradient by the input of two linears, and of a norm."""
+    grid, messages = on_grid(sizes), []
     x = torch.ones(4, 8 // grid.size("y"))
     for roles in ({"0": "colwise", "2": "rowwise"}, {"0": "norm"}):
         torch.manual_seed(5)
@@ -83,12 +83,12 @@ def gradient_penalty(sizes: Sizes) -> str:
         (gradient,) = torch.autograd.grad(model(again).square().sum(), again, create_graph=True)
         with pytest.raises(RuntimeError) as caught:
             gradient.square().sum().backward()
-        said.append(str(caught.value))
-    return " ".join(said)
+        messages.append(str(caught.value))
+    return " ".join(messages)
 
 
 def test_gradients_of_gradients_are_refused_for_parts_of_them_would_be_missing(ranks):
-    assert all(said.count("differentiate twice") == 2 for said in ranks(4).run(gradient_penalty, (1, 2, 2, 1)))
+    assert all(message.count("differentiate twice") == 2 for message in ranks(4).run(gradient_penalty, (1, 2, 2, 1)))
 
 
 def keep_products(context: object, operator: object, *args: object, **options: object) -> CheckpointPolicy:

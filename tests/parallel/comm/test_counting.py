@@ -116,7 +116,7 @@ def equations(config: GPTConfig, sizes: Sizes, gathers: int = 1) -> dict[str, fl
 def observe(sizes: Sizes, config: GPTConfig, options: Options) -> Observed:
     """Two training steps on this rank, each counted twice: by Stretto and by this test.
 
-    Unless told otherwise, each gradient has a bucket of its own, so that it can be told from others on the wire.
+    By default each gradient has a bucket of its own, so that it can be distinguished from others on the wire.
     """
     bucket_bytes = gradient_reducer.BUCKET_BYTES if options.fills_buckets else 1
     with mock.patch.object(gradient_reducer, "BUCKET_BYTES", bucket_bytes):

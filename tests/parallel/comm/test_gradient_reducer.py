@@ -89,7 +89,7 @@ def test_the_factor_is_not_rounded_to_the_first_gradients_dtype(ranks, sizes):
 
 
 def refusal_of_branches() -> str:
-    """What is said where one rank goes through other linears than the other, of the same sizes."""
+    """The error where one rank uses other linears than the other, of the same sizes."""
     grid = Grid(data=2)
     model = parallelize(MLP(), grid, roles=ROLES)
     with pytest.raises(RuntimeError) as caught:
@@ -98,28 +98,28 @@ def refusal_of_branches() -> str:
 
 
 def test_gradients_of_different_layers_are_never_added_up(ranks):
-    assert all("the same submodules in the same order" in said for said in ranks(2).run(refusal_of_branches))
+    assert all("the same submodules in the same order" in message for message in ranks(2).run(refusal_of_branches))
 
 
 def refusals_of_hooks() -> tuple[list[str], bool]:
-    """What is said to hooks on a weight, by kind of hook; and whether hooks on a bias, and none, are fine."""
+    """The errors for hooks on a weight, by kind of hook; and whether hooks on a bias, and none, are fine."""
     model = parallelize(MLP(), Grid(x=2), roles=ROLES)
-    weight, bias, said = model.up[0].weight, model.up[0].bias, []
+    weight, bias, messages = model.up[0].weight, model.up[0].bias, []
     for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
         with pytest.raises(ValueError, match="has a hook") as caught:
             model(torch.ones(1, 8))
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
         handle.remove()
     seen: list[bool] = []
     bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
     model(torch.ones(1, 8)).sum().backward()
-    return said, seen == [True]
+    return messages, seen == [True]
 
 
 def test_a_hook_on_a_weight_is_refused_for_it_would_see_no_gradient(ranks):
-    for said, has_seen in ranks(2).run(refusals_of_hooks):
-        assert ["up.0.weight has a hook" in words for words in said] == [True, True]
+    for messages, has_seen in ranks(2).run(refusals_of_hooks):
+        assert ["up.0.weight has a hook" in words for words in messages] == [True, True]
         assert has_seen
 
 

@@ -90,30 +90,30 @@ def tagger(loss: nn.Module) -> Tagger:
 
 
 def own_losses(sizes: Sizes) -> tuple[list[str], float]:
-    """What is said to means over a rank's own rows, and how far gradients of one over the batch are from the plain."""
+    """The errors for means over a rank's own rows, and how far gradients of one over the batch are from the plain."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     mine = TOKENS[my_rows(grid, len(TOKENS))]
     model = parallelize(tagger(nn.CrossEntropyLoss()), grid, roles=ROLES)
-    said = []
+    messages = []
     plain_forward = model.forward
     for make_output in (lambda loss: loss, lambda loss: (None, loss), lambda loss: {"loss": loss}):
         model.forward = lambda *args, make_output=make_output: make_output(plain_forward(*args))
         try:
             model(mine, mine)
-            said.append("")
+            messages.append("")
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     plain, model = tagger(OverBatch(None)), parallelize(tagger(OverBatch(grid)), grid, roles=ROLES)
     plain(TOKENS, TOKENS).backward()
     model(mine, mine).backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return said, max(distance(gather(ours.grad, layout_of(ours)), theirs.grad) for ours, theirs in pairs)
+    return messages, max(distance(gather(ours.grad, layout_of(ours)), theirs.grad) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1)], ids=str)
 def test_a_mean_over_one_ranks_rows_is_refused_where_ranks_have_parts_of_the_batch(ranks, sizes):
-    for said, far in ranks(2).run(own_losses, sizes):
-        assert ["mean_over_batch" in words for words in said] == [sizes[1] == 1] * 3
+    for messages, far in ranks(2).run(own_losses, sizes):
+        assert ["mean_over_batch" in words for words in messages] == [sizes[1] == 1] * 3
         assert far < 1e-12
 
 
@@ -135,27 +135,27 @@ def test_an_evaluation_computes_no_gradients(ranks):
 
 
 def loss_of_other_targets(shards_sequence: bool) -> tuple[list[str], float]:
-    """What is said of more targets than there are tokens, and of fewer; then, how far a right loss is from one rank's.
+    """The errors for more targets than there are tokens, and fewer; then, how far a right loss is from one rank's.
 
     A slice of the loss takes all of the tokens, so that targets that are too many lie beyond the last one.
     """
     model = GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=VOCAB, max_seq_len=6)).double()
     expected = model(TOKENS, TOKENS).detach()
     model = parallelize(model, Grid(x=2), shard_sequence=shards_sequence)
-    said = []
+    messages = []
     with mock.patch("stretto.parallel.layers.loss.LOGITS_SLICE", TOKENS.numel() * (VOCAB + 1) // 2):
         for targets in (torch.cat((TOKENS, TOKENS)), TOKENS[:1]):
             with pytest.raises(ValueError, match="targets") as error:
                 model(TOKENS, targets)
-            said.append(str(error.value))
-        return said, distance(model(TOKENS, TOKENS).detach(), expected)
+            messages.append(str(error.value))
+        return messages, distance(model(TOKENS, TOKENS).detach(), expected)
 
 
 @pytest.mark.parametrize("shards_sequence", [False, True])
 def test_each_token_has_one_target(ranks, shards_sequence):
-    for said, far in ranks(2).run(loss_of_other_targets, shards_sequence):
+    for messages, far in ranks(2).run(loss_of_other_targets, shards_sequence):
         rest = "there are logits for 24 tokens: give each token a target, -100 where it has none"
-        assert said == [f"targets [8, 6] are 48, but {rest}", f"targets [1, 6] are 6, but {rest}"]
+        assert messages == [f"targets [8, 6] are 48, but {rest}", f"targets [1, 6] are 6, but {rest}"]
         assert far < 1e-12
 
 

@@ -284,7 +284,7 @@ class Sums(TakesKeywords):
         return (x * self.scale).sum(-1)
 
 
-def said_of_features(kind: type[nn.Module]) -> str:
+def refusal_of_features(kind: type[nn.Module]) -> str:
     model = parallelize(kind(), Grid(y=2), roles={"": "gathered"})
     with pytest.raises(ValueError) as caught:
         model(torch.ones(2, 4)) if kind is Sums else model(x=torch.ones(2, 4))
@@ -293,7 +293,7 @@ def said_of_features(kind: type[nn.Module]) -> str:
 
 @pytest.mark.parametrize(("kind", "message"), [(TakesKeywords, "first argument is not a tensor"), (Sums, "choose y=1")])
 def test_a_gathered_module_of_other_than_hidden_features_is_refused_where_y_splits_them(ranks, kind, message):
-    assert all(message in said for said in ranks(2).run(said_of_features, kind))
+    assert all(message in refusal for refusal in ranks(2).run(refusal_of_features, kind))
 
 
 def tied_distance(sizes: Sizes) -> float:
@@ -429,7 +429,7 @@ def test_a_parameter_of_two_such_roles_is_refused() -> None:
         validate(model, {"z": 2}, roles={"0": "gathered", "1": "replicated"})
 
 
-def said_within_a_block() -> str:
+def refusal_within_a_block() -> str:
     modules = nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 8))
     model = parallelize(modules, Grid(x=2), roles={"0": "colwise", "1": "replicated", "2": "rowwise"})
     with pytest.raises(ValueError, match="its input's are split over x") as caught:
@@ -439,7 +439,7 @@ def said_within_a_block() -> str:
 
 def test_a_replicated_module_within_a_block_is_refused_where_it_shows(ranks):
     torch.manual_seed(0)
-    assert all(said.startswith("1 takes features") for said in ranks(2).run(said_within_a_block))
+    assert all(message.startswith("1 takes features") for message in ranks(2).run(refusal_within_a_block))
 
 
 class Pictures(nn.Module):

@@ -152,10 +152,10 @@ def test_an_output_without_a_gradient_has_zeros(ranks):
 
 
 def refusals() -> list[str]:
-    """What is said of a model that does not take it, of tokens that cannot be shared, and of a block by itself."""
+    """The errors for a model that does not support it, for tokens that cannot be split, and for a block by itself."""
     grid = Grid(x=2)
     torch.manual_seed(SEED)
-    said = []
+    messages = []
     model = parallelize(GPT(gpt()), grid, shard_sequence=True)
     tokens = torch.zeros(1, 5, dtype=torch.long)
     for call in (
@@ -165,10 +165,10 @@ def refusals() -> list[str]:
     ):
         try:
             call()
-            said.append("nothing")
+            messages.append("nothing")
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_modules_that_cannot_be_sharded_raise(ranks):

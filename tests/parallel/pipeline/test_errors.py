@@ -30,7 +30,7 @@ def tokens(rows: int = ROWS) -> dict[str, Tensor]:
     return {"tokens": text, "targets": text}
 
 
-def said(call: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...] = ValueError) -> str:
+def refusal_of(call: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...] = ValueError) -> str:
     """The error's text, which is one line."""
     with pytest.raises(kind) as caught:
         call()
@@ -81,47 +81,49 @@ def refusals() -> dict[str, str]:
         return parallelize(gpt(), grid, stages=stages)
 
     with pipeline(micro_batch_size=3) as uneven:
-        rows = said(lambda: uneven.step(**tokens()))
-        none = said(lambda: uneven.step(tokens="text"))
+        rows = refusal_of(lambda: uneven.step(**tokens()))
+        none = refusal_of(lambda: uneven.step(tokens="text"))
     with pipeline(of(StageOptions(2)), schedule="interleaved", micro_batch_size=1) as rounds:
-        numbers = said(lambda: rounds.step(**tokens(5)))
+        numbers = refusal_of(lambda: rounds.step(**tokens(5)))
     with pipeline(of(StageOptions(2, "v")), schedule="dualpipe-v") as few:
-        fewer = said(lambda: few.step(**tokens(2)))
+        fewer = refusal_of(lambda: few.step(**tokens(2)))
     with pipeline(schedule=build_schedule("1f1b", 2, 8)) as fixed:
-        other = said(lambda: fixed.step(**tokens(4)))
+        other = refusal_of(lambda: fixed.step(**tokens(4)))
     return {
-        "more stages than blocks": said(lambda: parallelize(gpt(1), grid)),
-        "more virtual stages than blocks": said(lambda: of(StageOptions(4))),
-        "cuts that are none": said(lambda: of(StageOptions(cuts=(4,)))),
+        "more stages than blocks": refusal_of(lambda: parallelize(gpt(1), grid)),
+        "more virtual stages than blocks": refusal_of(lambda: of(StageOptions(4))),
+        "cuts that are none": refusal_of(lambda: of(StageOptions(cuts=(4,)))),
         "rows that micro-batches do not divide": rows,
         "no rows at all": none,
-        "a schedule that takes other stages": said(lambda: pipeline(schedule="interleaved")),
-        "a schedule in a v": said(lambda: pipeline(of(StageOptions(2)), schedule="zb-v")),
-        "messages that drive two stages a rank": said(lambda: pipeline(of(StageOptions(2)), schedule="message-driven")),
+        "a schedule that takes other stages": refusal_of(lambda: pipeline(schedule="interleaved")),
+        "a schedule in a v": refusal_of(lambda: pipeline(of(StageOptions(2)), schedule="zb-v")),
+        "messages that drive two stages a rank": refusal_of(
+            lambda: pipeline(of(StageOptions(2)), schedule="message-driven")
+        ),
         "micro-batches that fill no rounds": numbers,
         "fewer micro-batches than the schedule takes": fewer,
         "a schedule of another number of micro-batches": other,
-        "a schedule that is not known": said(lambda: pipeline(schedule="1f2b")),
-        "a schedule for more ranks": said(lambda: pipeline(schedule=build_schedule("1f1b", 4, 8))),
-        "a limit without messages that drive": said(lambda: pipeline(limit=3)),
-        "a limit of nothing": said(lambda: pipeline(schedule="message-driven", limit=0)),
-        "an order that is not known": said(lambda: pipeline(schedule="message-driven", serve_first="last")),
-        "a warm-up of another schedule": said(lambda: pipeline(schedule="gpipe", extra_warm_up=1)),
-        "micro-batches of no rows": said(lambda: pipeline(micro_batch_size=0)),
-        "a model that is on no grid": said(lambda: pipeline(gpt())),
-        "a call of the model itself": said(lambda: parallelize(gpt(), grid)(**tokens())),
-        "parameters beside blocks": said(lambda: parallelize(OwnParameters(), grid, blocks=["inner.layers.*"])),
-        "a weight that inner stages share": said(
+        "a schedule that is not known": refusal_of(lambda: pipeline(schedule="1f2b")),
+        "a schedule for more ranks": refusal_of(lambda: pipeline(schedule=build_schedule("1f1b", 4, 8))),
+        "a limit without messages that drive": refusal_of(lambda: pipeline(limit=3)),
+        "a limit of nothing": refusal_of(lambda: pipeline(schedule="message-driven", limit=0)),
+        "an order that is not known": refusal_of(lambda: pipeline(schedule="message-driven", serve_first="last")),
+        "a warm-up of another schedule": refusal_of(lambda: pipeline(schedule="gpipe", extra_warm_up=1)),
+        "micro-batches of no rows": refusal_of(lambda: pipeline(micro_batch_size=0)),
+        "a model that is on no grid": refusal_of(lambda: pipeline(gpt())),
+        "a call of the model itself": refusal_of(lambda: parallelize(gpt(), grid)(**tokens())),
+        "parameters beside blocks": refusal_of(lambda: parallelize(OwnParameters(), grid, blocks=["inner.layers.*"])),
+        "a weight that inner stages share": refusal_of(
             lambda: parallelize(SharedInside(), grid, blocks=blocks, stages=StageOptions(2))
         ),
-        "a split backward pass without roles": said(
+        "a split backward pass without roles": refusal_of(
             lambda: pipeline(parallelize(Classifier(4), grid, blocks=blocks), schedule="zb-h1")
         ),
-        "parts that are not there": said(lambda: of(StageOptions(last=("hat",)))),
+        "parts that are not there": refusal_of(lambda: of(StageOptions(last=("hat",)))),
     }
 
 
-TOLD = {
+EXPECTED = {
     "more stages than blocks": r"2 stages, but the model has 1 blocks.*pipe=1 would do",
     "more virtual stages than blocks": r"8 stages, but the model has 4 blocks.*pipe=1 would do",
     "cuts that are none": r"cuts is \[4\], but must be 1 ascending numbers between 1 and 3",
@@ -150,9 +152,9 @@ TOLD = {
 
 
 def test_each_misuse_is_answered_on_all_ranks_with_what_would_do(ranks):
-    for told in ranks(2).run(refusals):
-        assert told.keys() == TOLD.keys()
-        assert {name: text for name, text in told.items() if not re.search(TOLD[name], text)} == {}
+    for messages in ranks(2).run(refusals):
+        assert messages.keys() == EXPECTED.keys()
+        assert {name: text for name, text in messages.items() if not re.search(EXPECTED[name], text)} == {}
 
 
 # Connections that skip a cut. The rank that finds one tells the others.
@@ -211,7 +213,7 @@ def refusal_of_skip(way: str, is_evaluated: bool) -> str:
     model = parallelize(Skipping(way).double(), grid, blocks=["layers.*"])
     with Pipeline(model, grid, micro_batch_size=2) as pipeline:
         run = pipeline.evaluate if is_evaluated else pipeline.step
-        return said(lambda: run(**examples(4)), (ValueError, PeerError))
+        return refusal_of(lambda: run(**examples(4)), (ValueError, PeerError))
 
 
 @pytest.mark.sampled(2)
@@ -230,15 +232,15 @@ def rows_of_one_rank(axis: str, schedule: str) -> str:
     model = parallelize(gpt(), grid)
     is_other = grid.coordinate(axis) == 1
     with Pipeline(model, grid, schedule=schedule, micro_batch_size=1) as pipeline:
-        return said(lambda: pipeline.step(**tokens(2 if is_other else 4)), (ValueError, PeerError))
+        return refusal_of(lambda: pipeline.step(**tokens(2 if is_other else 4)), (ValueError, PeerError))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", ["pipe", "data", "z"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "message-driven"])
 def test_ranks_with_different_numbers_of_rows_raise(ranks, axis, schedule):
-    told = ranks(2 if axis == "pipe" else 4).run(rows_of_one_rank, axis, schedule, timeout=60)
-    assert any("micro-batches in this step" in text for text in told), told
+    messages = ranks(2 if axis == "pipe" else 4).run(rows_of_one_rank, axis, schedule, timeout=60)
+    assert any("micro-batches in this step" in text for text in messages), messages
 
 
 class Stumbling(Classifier):
@@ -266,8 +268,8 @@ def stumble(schedule: str, block: int, when: str) -> str:
         except (ArithmeticError, PeerError) as error:
             text = str(error)
         else:  # a rank that had done its part before
-            text = said(lambda: pipeline.step(**examples(4)), PeerError)
-    again = said(lambda: pipeline.step(**examples(4)), RuntimeError)
+            text = refusal_of(lambda: pipeline.step(**examples(4)), PeerError)
+    again = refusal_of(lambda: pipeline.step(**examples(4)), RuntimeError)
     assert "an earlier step of this pipeline has failed here" in again
     return text
 
@@ -291,7 +293,7 @@ def capture() -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            return said(lambda: pipeline.step(**tokens()))
+            return refusal_of(lambda: pipeline.step(**tokens()))
 
 
 def test_no_graph_captures_a_step_that_messages_drive(ranks):

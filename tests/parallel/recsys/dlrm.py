@@ -117,7 +117,7 @@ def exchange(dtype: torch.dtype) -> Any:
 
 
 def exchange_batches_of(samples: tuple[int, ...]) -> tuple[str, int]:
-    """What a rank is told where rank r has samples[r] of them; then, of a batch of 2 each, the global one's size."""
+    """A rank's error where rank r has samples[r] of them; then, of a batch of 2 each, the global one's size."""
     model = meta_dlrm()
     distribute_tables(model, Grid(data=len(samples), device="cpu"))
     assert isinstance(model.tables, ShardedTables)
@@ -132,7 +132,7 @@ def exchange_batches_of(samples: tuple[int, ...]) -> tuple[str, int]:
 
 
 def exchange_bad_index(index: int) -> tuple[str, int]:
-    """Rank 1's second sample asks table 3 for a row that is not there: what a rank is told. Then, as above."""
+    """Rank 1's second sample has an index that table 3 does not have: a rank's error. Then, as above."""
     rank = torch.distributed.get_rank()
     model = meta_dlrm()
     distribute_tables(model, Grid(data=2, device="cpu"))

@@ -104,8 +104,8 @@ def test_an_index_outside_of_its_table_is_named_and_no_rank_waits(ranks: MakeRan
 
 
 def test_batches_of_different_sizes_are_refused_on_every_rank(ranks: MakeRanks) -> None:
-    for said, batch in ranks(3).run(dlrm.exchange_batches_of, (4, 4, 3)):
-        assert said.startswith("the ranks' batches have 4, 4, 3 samples, but must all have as many")
+    for message, batch in ranks(3).run(dlrm.exchange_batches_of, (4, 4, 3)):
+        assert message.startswith("the ranks' batches have 4, 4, 3 samples, but must all have as many")
         assert batch == 6
 
 

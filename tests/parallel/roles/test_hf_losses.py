@@ -127,7 +127,7 @@ def test_a_loss_that_stretto_does_not_know_is_refused_in_a_tuple_too(ranks):
 
 
 def means() -> tuple[float, float, list[str]]:
-    """A mean over this rank's rows, the one that it becomes, and what is said to cross-entropies of other kinds."""
+    """A mean over this rank's rows, the one that it becomes, and the errors for cross-entropies of other kinds."""
     grid, generator = Grid(z=2), torch.Generator().manual_seed(SEED)
     logits, labels = torch.randn(4, 6, generator=generator), torch.tensor([1, -100, 5, 0])
     rows = my_rows(grid, 4)

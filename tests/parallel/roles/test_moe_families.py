@@ -185,23 +185,23 @@ def refused_calls(sizes: dict[str, Any]) -> list[str]:
 
 
 def refused_steps() -> list[str]:
-    """What is said of models that are split by roles and by blocks, whose stages have some of the routers."""
-    grid, said = Grid(pipe=2), []
+    """The errors for models that are split by roles and by blocks, whose stages have some of the routers."""
+    grid, messages = Grid(pipe=2), []
     for options in ({}, {"blocks": ["model.layers.*"]}):
         model = parallelize(balanced("mixtral"), grid, **options)
         tokens, labels = batch()
         with Pipeline(model, grid, micro_batch_size=1) as pipeline, pytest.raises(Exception) as caught:
             pipeline.step(input_ids=tokens, labels=labels, use_cache=False)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_a_load_balancing_loss_of_masked_tokens_and_of_a_pipeline_is_refused(ranks):
-    for (said,) in ranks(2).run(refused_calls, {"data": 2}):
-        assert said.startswith("output_router_logits is set, and attention_mask is of this rank's rows")
-    for said in ranks(2).run(refused_steps):
-        assert len(said) == 2
-        for each in said:
+    for (messages,) in ranks(2).run(refused_calls, {"data": 2}):
+        assert messages.startswith("output_router_logits is set, and attention_mask is of this rank's rows")
+    for messages in ranks(2).run(refused_steps):
+        assert len(messages) == 2
+        for each in messages:
             assert "output_router_logits is set, and pipe=2: the load-balancing loss takes the logits of all" in each
 
 

@@ -267,9 +267,9 @@ def test_an_index_larger_than_any_is_refused_before_it_is_read(copy: Path, monke
 
 
 def test_an_index_that_could_not_be_read_again_is_not_written(ranks: MakeRanks, tmp_path: Path) -> None:
-    said = ranks(1).run(runs.save_with_a_small_index, tmp_path, 100)[0]
-    assert "could not be written" in said
-    assert "one of more than 100 is not read" in said
+    message = ranks(1).run(runs.save_with_a_small_index, tmp_path, 100)[0]
+    assert "could not be written" in message
+    assert "one of more than 100 is not read" in message
     assert find_checkpoint(tmp_path, "latest") is None
 
 

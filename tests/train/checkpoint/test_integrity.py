@@ -372,10 +372,12 @@ def test_a_damaged_index_that_one_rank_reads_is_passed_over_by_all(
     ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     out = shutil.copytree(trained[0], tmp_path / "run")
-    said = ranks(2).run(runs.train_with_a_bad_index, resumed(out, "latest"), checkpoint_path(out, 6), 1, timeout=120)
-    assert said[1] == []
-    assert f"taking {checkpoint_path(out, 4)}" in said[0][0]
-    assert "on rank 1, " in said[0][0]
+    messages = ranks(2).run(
+        runs.train_with_a_bad_index, resumed(out, "latest"), checkpoint_path(out, 6), 1, timeout=120
+    )
+    assert messages[1] == []
+    assert f"taking {checkpoint_path(out, 4)}" in messages[0][0]
+    assert "on rank 1, " in messages[0][0]
     assert [line["step"] for line in runs.metrics_of(out)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -386,8 +388,8 @@ def test_a_checkpoint_that_is_named_is_refused_and_the_one_before_is_named(
     newest, before = checkpoint_path(out, 6), checkpoint_path(out, 4)
     damage(newest)
     config = resumed(tmp_path / "other", newest)
-    for said in ranks(2).run(runs.train_and_listen, config, timeout=120):
-        (error,) = said
+    for messages in ranks(2).run(runs.train_and_listen, config, timeout=120):
+        (error,) = messages
         assert error.startswith(f"DamagedCheckpointError: the checkpoint {newest} cannot be read: on rank ")
         assert "model.norm.weight" in error
         assert error.endswith(f"; the checkpoint before it is {before}: continue with --set train.resume={before}")
@@ -402,22 +404,24 @@ def test_latest_is_refused_if_all_checkpoints_are_damaged(
     out = shutil.copytree(trained[0], tmp_path / "run")
     for step in (2, 4, 6):
         damage(checkpoint_path(out, step))
-    for said in ranks(2).run(runs.train_and_listen, resumed(out, "latest"), timeout=120):
-        assert "step-00000002 cannot be read" in said[-1]
-        assert said[-1].endswith("there is no checkpoint before it; train.resume='none' starts anew, and sets it aside")
+    for messages in ranks(2).run(runs.train_and_listen, resumed(out, "latest"), timeout=120):
+        assert "step-00000002 cannot be read" in messages[-1]
+        assert messages[-1].endswith(
+            "there is no checkpoint before it; train.resume='none' starts anew, and sets it aside"
+        )
     assert len(list((out / "checkpoints").iterdir())) == 3
 
 
 def test_a_damaged_checkpoint_is_mentioned_once(
     copy: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("STRETTO_SAID_OF_CHECKPOINTS", raising=False)
+    monkeypatch.delenv("STRETTO_PRINTED_CHECKPOINTS", raising=False)
     (checkpoint_path(copy, 2) / "__0_0.distcp").unlink()
     for _ in range(3):
         assert newest_checkpoint(copy) == checkpoint_path(copy, 1)
     assert caplog.text.count("passing over") == 1
-    monkeypatch.setenv("RANK", "1")  # a rank of torchrun's, which has not inherited what rank 0 has said
-    monkeypatch.delenv("STRETTO_SAID_OF_CHECKPOINTS")
+    monkeypatch.setenv("RANK", "1")  # a rank of torchrun's, which has not inherited rank 0's state
+    monkeypatch.delenv("STRETTO_PRINTED_CHECKPOINTS")
     newest_checkpoint(copy)
     assert caplog.text.count("passing over") == 1
 

@@ -130,9 +130,9 @@ def test_a_state_that_grows_is_saved_whole(ranks: MakeRanks, tmp_path: Path) -> 
 
 def test_too_little_memory_on_one_machine_turns_asynchronous_saves_off_on_all(ranks: MakeRanks, tmp_path: Path) -> None:
     found = ranks(2).run(saver_runs.prepare_with_memory, tmp_path, 1000, "auto")
-    for is_async, said, error in found:
+    for is_async, messages, error in found:
         assert (is_async, error) == (False, "")
-        (line,) = said
+        (line,) = messages
         assert re.search(r"between two steps: copies of the state take .* on node1, of which 1e-06 GB are left", line)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -144,10 +144,10 @@ def test_asynchronous_saves_that_were_asked_for_and_do_not_fit_are_refused(ranks
 
 
 def test_enough_memory_turns_them_on_and_is_logged_once(ranks: MakeRanks, tmp_path: Path) -> None:
-    for is_async, said, error in ranks(2).run(saver_runs.prepare_with_memory, tmp_path, 1 << 40, "auto"):
+    for is_async, messages, error in ranks(2).run(saver_runs.prepare_with_memory, tmp_path, 1 << 40, "auto"):
         assert (is_async, error) == (True, "")
-        assert len(said) == 1
-        assert said[0].startswith("checkpoints are written asynchronously, from a copy of ")
+        assert len(messages) == 1
+        assert messages[0].startswith("checkpoints are written asynchronously, from a copy of ")
 
 
 # --- a full disk
@@ -274,8 +274,10 @@ def refused(out: Path, *overrides: str) -> Any:
 
 
 def test_rules_of_what_is_kept_name_what_would_do(tmp_path: Path) -> None:
-    said = refused(tmp_path / "run", "train.checkpoint_every=4", "train.keep_every=10")
-    assert "train.keep_every is 10, but must be a multiple of train.checkpoint_every, which is 4; 8 would do" in said
+    message = refused(tmp_path / "run", "train.checkpoint_every=4", "train.keep_every=10")
+    assert "train.keep_every is 10, but must be a multiple of train.checkpoint_every, which is 4; 8 would do" in message
     assert "which is none; set train.checkpoint_every" in refused(tmp_path / "run", "train.keep_every=10")
-    said = refused(tmp_path / "run", "train.checkpoint_every=4", "train.evaluate_every=3", "train.keep_best=1")
-    assert "train.checkpoint_every (4) must be a multiple of train.evaluate_every (3); train.evaluate_every=4" in said
+    message = refused(tmp_path / "run", "train.checkpoint_every=4", "train.evaluate_every=3", "train.keep_best=1")
+    assert (
+        "train.checkpoint_every (4) must be a multiple of train.evaluate_every (3); train.evaluate_every=4" in message
+    )

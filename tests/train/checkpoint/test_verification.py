@@ -236,8 +236,8 @@ def test_the_damaged_tensor_and_its_block_are_named(copy: Path) -> None:
 def test_a_rank_checks_what_it_reads(copy: Path, ranks: MakeRanks) -> None:
     file = copy / "one.safetensors"
     runs.flip_bit(file, 8 * read_header(file)["embedding.weight"].start)
-    said = ranks(2).run(runs.import_and_listen, {"x": 2}, file)
-    assert any("embedding.weight, bytes" in text for text in said)
+    messages = ranks(2).run(runs.import_and_listen, {"x": 2}, file)
+    assert any("embedding.weight, bytes" in text for text in messages)
 
 
 def write(file: Path, tensors: dict[str, torch.Tensor], checksums: dict[str, str] | None = None) -> None:

@@ -151,9 +151,9 @@ def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str)
 
 def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> None:
     options = ["grid.x=3", "ranks=3", "train.batch=4", "train.seq_len=8"]
-    said = refusal("train.shard_sequence=true", *options)
-    assert "grid.x = 3 must divide a rank's 32 tokens at once" in said
-    assert "train.seq_len=9 would do" in said
+    message = refusal("train.shard_sequence=true", *options)
+    assert "grid.x = 3 must divide a rank's 32 tokens at once" in message
+    assert "train.seq_len=9 would do" in message
     make_config(SMALLEST, [*options, "train.shard_sequence=true", "train.micro_batch=none", "train.seq_len=9"])
 
 

@@ -20,9 +20,11 @@ MS = 1_000_000  # nanoseconds
 def entry(created_ms: float, duration_ms: float | None) -> dict[str, Any]:
     """An entry as torch 2.13 writes it, of a collective that has finished if it has a duration."""
     finished = duration_ms is not None
-    said = {"time_created_ns": int(created_ms * MS), "retired": finished, "profiling_name": "nccl:all_reduce"}
+    common = {"time_created_ns": int(created_ms * MS), "retired": finished, "profiling_name": "nccl:all_reduce"}
     return (
-        said | {"state": "completed" if finished else "scheduled"} | ({"duration_ms": duration_ms} if finished else {})
+        common
+        | {"state": "completed" if finished else "scheduled"}
+        | ({"duration_ms": duration_ms} if finished else {})
     )
 
 

@@ -54,10 +54,10 @@ def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_
     report = (folder / "report.txt").read_text()
     assert "stopped by a signal" in report
     assert re.search(r"\n1 .* waiting .* all_reduce \d+ of ", report)
-    # On a busy machine another rank may be told as silent before, and go on.
+    # On a busy machine another rank may be reported as silent before, and go on.
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    told = [text for text in warnings if text.startswith("rank 0 ") and "reaches the limit" in text]
-    assert len(told) == 1, warnings
+    reports = [text for text in warnings if text.startswith("rank 0 ") and "reaches the limit" in text]
+    assert len(reports) == 1, warnings
 
 
 @pytest.mark.long

@@ -65,7 +65,7 @@ def journal(out: Path) -> list[dict[str, Any]]:
 
 
 def attempts(out: Path) -> list[dict[int, dict[str, Any]]]:
-    """What each rank was told, by attempt and rank."""
+    """Each rank's start options, by attempt and rank."""
     found: dict[int, dict[int, dict[str, Any]]] = {}
     for file in out.parent.glob("attempt-*"):
         _, attempt, _, rank = file.name.split("-")
@@ -104,7 +104,7 @@ def test_a_restart_gives_the_bits_of_an_undisturbed_run(out: Path) -> None:
     calm = configure(out.parent / "calm" / "out", 2, "train.dtype=fp32")
     assert launch(runs.train_quietly, calm, QUICK) is None
     assert losses(out) == losses(calm.out)
-    assert [told[0]["resume"] for told in attempts(out)] == [None, "latest"]
+    assert [attempt[0]["resume"] for attempt in attempts(out)] == [None, "latest"]
     assert_nothing_left(out)
 
 
@@ -124,10 +124,10 @@ def test_a_run_goes_from_4_to_2_ranks_and_back_to_4_automatically(
     assert launch(restart_entries.train_with_faults, config, QUICK) is None
     assert count_listening_sockets() == sockets
     assert losses(out) == pytest.approx(undisturbed(out), abs=1e-6)
-    told = attempts(out)
-    assert [len(ranks) for ranks in told] == [4, 4, 2, 4]
-    assert [ranks[1]["slot"] for ranks in told] == [1, 1, 2, 1]
-    assert [ranks[0]["resume"] for ranks in told] == [None, "latest", "latest", "latest"]
+    started = attempts(out)
+    assert [len(ranks) for ranks in started] == [4, 4, 2, 4]
+    assert [ranks[1]["slot"] for ranks in started] == [1, 1, 2, 1]
+    assert [ranks[0]["resume"] for ranks in started] == [None, "latest", "latest", "latest"]
     first, second = journal(out)
     assert (first["kind"], first["rank"], first["slot"]) == ("killed", 1, 1)
     assert (second["kind"], second["rank"], second["reason"]) == ("raised", 1, "RuntimeError: no luck")

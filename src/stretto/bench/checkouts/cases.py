@@ -49,14 +49,14 @@ class CheckoutCase:
     is_bounded: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """The command's fields that tell a rank how to build the case."""
+        """The fields of the command from which a rank builds the case."""
         return {"kind": self.kind, "mode": self.mode, "options": self.options}
 
 
 def list_cases(ranks: int = 4) -> list[CheckoutCase]:
-    """All cases of so many ranks; those that compile fast come first, so that a short run measures them too.
+    """All cases for a number of ranks. Those that compile fast come first, so that a short run measures them too.
 
-    One rank has nobody to exchange anything with: it trains.
+    A single rank has no peer to communicate with: its only case is a training step.
     """
     if ranks == 1:
         return [_make_training_case("training step", layers=8, hidden=512, seq_len=256)]
@@ -112,7 +112,7 @@ def _list_operators() -> Iterator[CheckoutCase]:
 
 
 def _make_training_case(name: str, **sizes: int) -> CheckoutCase:
-    """A step of a small GPT by itself, which takes the host longer to launch than a GPU to run."""
+    """A step of a small GPT by itself, limited by the host: launching takes longer than the kernels run."""
     return CheckoutCase(f"{name} eager", "training", "eager", sizes | {"calls": 1})
 
 

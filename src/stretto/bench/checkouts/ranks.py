@@ -85,7 +85,7 @@ class CheckoutRanks:
         return self.receive(command, limit)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command to all ranks without waiting for the answers, which `hear` collects."""
+        """Send a command to all ranks without waiting for the replies, which `receive` collects."""
         line = (json.dumps(command) + "\n").encode()
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
@@ -96,7 +96,7 @@ class CheckoutRanks:
                 raise self._failure(rank, "has ended") from error
 
     def receive(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
-        """Wait for the answers to the command that `tell` has sent. Raises as `ask` does."""
+        """Wait for the replies to the command that `send` has sent. Raises as `ask` does."""
         return self._read_replies(f"{command['do']} {command.get('case', '')}".strip(), limit)
 
     def _read_replies(self, what: str, limit: float) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ class CheckoutRanks:
         return RanksFailed(f"rank {rank} of {self.name} {what}{last}")
 
     def close(self) -> None:
-        """End all processes: ask them to, then kill those that remain."""
+        """Stop all processes: request their exit, then kill those that remain."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(OSError):  # the process may have ended

@@ -68,7 +68,7 @@ class MeasuredCase:
     placements: list[int] = field(default_factory=list)
 
     def estimate(self) -> RatioEstimate:
-        """The geometric mean of the placements' medians, in which cancels what a place on the GPU is worth."""
+        """The geometric mean of the placements' medians, which cancels the effect of a set's place on the GPU."""
         ratios: dict[int, list[float]] = {}
         for (before, after), placement in zip(self.device, self.placements, strict=True):
             ratios.setdefault(placement, []).append(after / before)
@@ -138,7 +138,7 @@ def write_comparison(setting: CheckoutsSetting, outcome: Comparison, out: Path) 
 
 
 def _split(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Split the rows: kernels that fill the GPU and wait, whose programs may be bounded, apart from all others."""
+    """Separate the rows of kernels that fill the GPU and wait, whose programs may be bounded, from all others."""
     parts = {
         "cases": [row for row in rows if not row["is_bounded"]],
         "cases whose kernels fill the GPU and wait": [row for row in rows if row["is_bounded"]],

@@ -8,7 +8,7 @@ result of a case is the median over the rounds of the ratio of the pair, in whic
 After half of the time both sets start again in the other order, and so get each other's multiprocessors: calls of
 microseconds may take 5% longer in one place than in the other. The two medians' geometric mean counts.
 
-All ranks share one GPU under MPS, so the times are good for comparing two checkouts and for nothing else.
+All ranks share one GPU under MPS, so the times only serve to compare two checkouts.
 """
 
 import contextlib
@@ -185,7 +185,7 @@ def _measure(
 ) -> bool:
     """Measure in rounds over all cases, then over the undecided ones.
 
-    Returns whether that is done: not if a case has lost ranks, which is refused then. `outcome` keeps the others.
+    Returns False if ranks were lost in a case, which is then excluded; `outcome` keeps the other cases.
     """
     order = random.Random(setting.seed)
     cases = [case for case in setting.cases() if case.name in times and case.name not in outcome.refused]

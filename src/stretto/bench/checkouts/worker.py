@@ -11,8 +11,8 @@ It reads commands from stdin, one line of JSON each, and answers each with one l
     {"do": "run", "case": name, "times": n}     -> {"seconds": a call on the device, "host": a call on the host}
     {"do": "end"}
 
-It answers an exception with {"error": its text}. Everything that is printed goes to stderr. The process ends when stdin
-does, whatever it is doing.
+An exception is answered by {"error": its text}. All output is redirected to stderr. The process exits when stdin is
+closed, even while a command runs.
 """
 
 import importlib
@@ -36,7 +36,7 @@ from stretto import ops, tiles
 
 _GROUP_LIMIT = timedelta(seconds=30)  # for waits on the device too: less than the bench waits for an answer
 _WARM_UP = 3
-_BLOCK = 256  # columns that a tile's kernel takes at once
+_BLOCK = 256  # columns that a tile's kernel loads at once
 _TILE_ROWS = 16
 
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _read_commands() -> "queue.Queue[dict[str, Any]]":
-    """Read commands from stdin. Its end, when the parent is gone, ends this process even in the middle of a case."""
+    """Read commands from stdin. At its end, when the parent has exited, exit even in the middle of a case."""
     found: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:

@@ -123,12 +123,12 @@ def _identity(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_nodes(ranks: int) -> int:
-    """How many nodes the ranks stand for: the smallest number, from 2, that divides the ranks."""
+    """The number of nodes that the ranks emulate: the smallest one, from 2, that divides the ranks."""
     return next(nodes for nodes in range(2, ranks + 1) if ranks % nodes == 0)
 
 
 def compile_for(algorithm: str, ranks: int, instances: int) -> Schedule:
-    """Compile the algorithm, out of place. If it takes nodes, the ranks stand for `find_nodes` nodes."""
+    """Compile the algorithm, out of place. If it has a parameter `nodes`, the ranks emulate `find_nodes` nodes."""
     found = find(algorithm)
     if "nodes" not in found.parameters:
         return found.compile(ranks=ranks, instances=instances, in_place=False)

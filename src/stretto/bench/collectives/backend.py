@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench backend`: the backend `stretto` beside NCCL, by torch.distributed's own calls in one job.
+"""`stretto bench backend`: the backend `stretto` compared with NCCL, by torch.distributed's own calls in one job.
 
-Three tables: collectives alone, collectives with `async_op=True` beside matrix products, and steps of
-DistributedDataParallel, whose buckets are such calls. Both backends run in the same processes and take turns. The
-exposed time is what a collective (or a step's collectives) adds to the work beside it.
+Three tables: collectives alone, collectives with `async_op=True` overlapped with matrix products, and steps of
+DistributedDataParallel, whose buckets are such calls. Both backends run interleaved in the same processes. The exposed
+time is what a collective (or a step's collectives) adds to the work that overlaps it.
 
-Ranks that share a GPU have no NCCL: the command then runs the backend alone, which tries it and compares nothing.
+NCCL does not support ranks that share a GPU: the command then runs the backend `stretto` alone, as a functional test.
 """
 
 import math
@@ -27,7 +27,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, shared_where_f
 from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
 from stretto.cluster.detection import count_gpus
 
-_PRODUCT = 4096  # rows, columns and inner size of the products beside a collective
+_PRODUCT = 4096  # rows, columns and inner size of the products that overlap a collective
 _MOST_PRODUCTS = 64
 _ONE_CALL = 1 << 30  # bytes for `time_interleaved`, which then times one call at a time
 ALONE_COLUMNS = (
@@ -86,7 +86,7 @@ class _Groups:
 
 
 def bench_backend(ranks: int, out: Path, setting: BackendSetting) -> list[dict[str, Any]]:
-    """Measure with so many ranks, print the tables, write backend.json and .md. Returns the rows of all tables.
+    """Measure with `ranks` ranks, print the tables, write backend.json and .md. Returns the rows of all tables.
 
     Raises ValueError on a machine without a GPU.
     """
@@ -215,7 +215,7 @@ def _call(collective: str, buffers: CollectiveBuffers, group: dist.ProcessGroup,
 
 
 def _found_as(run: Callable[[], Any]) -> str:
-    """Call once, and say what ran the calls of the backend `stretto` that were made: a schedule's name, or NCCL."""
+    """Call once. Returns what ran the calls of the backend `stretto`: a schedule's name, or NCCL."""
     from stretto.collectives import call_counts
 
     before = call_counts()

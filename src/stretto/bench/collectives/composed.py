@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collective algorithms composed of NCCL calls, step by step, as one writes them without a kernel of their own.
+"""Collective algorithms composed of NCCL calls, step by step, as one would write them without a custom kernel.
 
 Each takes ordinary tensors of `count` elements on all ranks of the default group. Each keeps its own buffers, so that a
 CUDA graph can capture it.
@@ -47,7 +47,7 @@ class TwoShotAllReduce:
 
 
 class TwoStepAllToAll:
-    """Two-step all-to-all: GPUs of a node gather what goes to one GPU of another node, and send it as one message.
+    """Two-step all-to-all: GPUs of a node gather the data for one GPU of another node, and send it as one message.
 
     Rank n * gpus + g is GPU g of node n. Raises ValueError if the nodes do not divide the ranks.
     """
@@ -87,7 +87,7 @@ def _exchange(given: Sequence[tuple[Tensor, int]], taken: Sequence[tuple[Tensor,
 
 
 def _parts(count: int) -> int:
-    """How many parts the array has, one a rank. Raises ValueError if the ranks do not divide the elements."""
+    """The number of parts of the array, one a rank. Raises ValueError if the ranks do not divide the elements."""
     world = dist.get_world_size()
     if count % world:
         raise ValueError(f"{count} elements do not divide among {world} ranks")

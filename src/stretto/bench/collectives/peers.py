@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peers of Stretto's collectives: NCCL, torch's symmetric-memory operators, and all-reduce kernels by hand.
 
-The hand-written kernels (bf16, sum, LL) show what a compiled schedule costs. They have no timeouts and no failure
-reports, and take only sizes that divide evenly: what a kernel author would try first.
+The hand-written kernels (bf16, sum, LL) show the overhead of a compiled schedule. Like a kernel author's first version,
+they have no timeouts and no failure reports, and support only sizes that divide evenly.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class HandwrittenAllReduce:
             self._function.set(name, address + region.start)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether the LL buffers are large enough for an array of so many bytes."""
+        """Whether the LL buffers are large enough for an array of `num_bytes` bytes."""
         return (
             num_bytes % (8 * self._world) == 0
             and 2 * num_bytes * (self._world if self._shots == 1 else 2) <= self._capacity

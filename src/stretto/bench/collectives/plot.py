@@ -25,7 +25,7 @@ from stretto.report.style import (
     plain_log,
 )
 
-# GB/s that one of so many linked H200 can send: with plain stores to all peers, and with a copy engine to one.
+# GB/s that one GPU can send: with plain stores to all peers, and with a copy engine to one.
 LIMITS = {
     "4x NVIDIA H200": {"limit of stores to all peers": 351, "limit of a copy engine": 391},
     "2x NVIDIA H200": {"limit of a copy engine": 391},
@@ -107,7 +107,7 @@ def _plot_collective(panels: Sequence[Axes], rows: Sequence[Mapping[str, Any]], 
 
 
 def plot_pipelining(result: Path, picture: Path) -> None:
-    """A panel an algorithm and mode: microseconds over size, one tile beside every tile size."""
+    """A panel an algorithm and mode: microseconds over size, one tile compared with every tile size."""
     data = json.loads(result.read_text())
     tiles = sorted({name for row in data["rows"] for name in row if name.startswith("tile ")}, key=_tile_bytes)
     series = [("whole", "a chunk in one tile", PEER)]
@@ -123,7 +123,7 @@ def plot_pipelining(result: Path, picture: Path) -> None:
 
 
 def plot_composition(result: Path, picture: Path) -> None:
-    """A panel an algorithm and mode: microseconds over size, one kernel beside library calls."""
+    """A panel an algorithm and mode: microseconds over size, one kernel compared with library calls."""
     series = [
         ("composed", "the algorithm, composed of NCCL calls", PEER),
         ("library", "NCCL's own collective", OTHER_PEER),

@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 def bench_collectives(ranks: int, out: Path, setting: CollectivesSetting) -> list[dict[str, Any]]:
-    """Measure on so many GPUs, print the table, write JSON and a picture. Returns the rows."""
+    """Measure on the given number of GPUs, print the table, write JSON and a picture. Returns the rows."""
     rows: list[dict[str, Any]] = run_ranks(ranks, _measure_all, ranks, setting, trains=False)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)

@@ -22,7 +22,8 @@ class CollectivesSetting:
     """Which collectives are measured, in which dtypes, sizes (bytes of the whole array) and modes.
 
     tunes: time every algorithm and protocol first, and store the times in the file `table`, else in the tuning store.
-    table: the file whose times select (None: the store). Raises ValueError for unknown names.
+    table: the file with the times by which algorithms are selected (None: the store). Raises ValueError for unknown
+    names.
     """
 
     collectives: Annotated[tuple[str, ...], Option("Collectives, with commas.", "--only")] = COLLECTIVES
@@ -94,10 +95,10 @@ class AblationsSetting:
 
 @dataclass(frozen=True)
 class BackendSetting:
-    """What `stretto bench backend` measures: calls of torch.distributed alone, beside products, and by DDP.
+    """What `stretto bench backend` measures: calls of torch.distributed alone, overlapped with products, and by DDP.
 
-    Sizes are bytes of the whole array. work: the products that run beside a collective take so many times as long as
-    NCCL takes for it alone. Raises ValueError for unknown names and impossible sizes.
+    Sizes are bytes of the whole array. work: duration of the products that overlap a collective, in multiples of the
+    collective's own by NCCL. Raises ValueError for unknown names and impossible sizes.
     """
 
     parts: Annotated[tuple[str, ...], Option("alone, beside, ddp, with commas.")] = BACKEND_PARTS
@@ -106,7 +107,7 @@ class BackendSetting:
     largest: LargestBytes = 256 << 20
     step: Step = 4
     work: Annotated[
-        float, Option("Time of the products that run beside a collective, in times of the collective by NCCL.")
+        float, Option("Time of the products that overlap a collective, in multiples of the collective's by NCCL.")
     ] = 1.5
     width: Annotated[int, Option("Width of DDP's linear layers.")] = 4096
     layers: Annotated[int, Option("Number of DDP's linear layers.")] = 8

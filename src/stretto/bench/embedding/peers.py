@@ -43,7 +43,7 @@ class LookupBatch:
         return tuple(table.shape[1] for table in self.tables)
 
     def lookups(self) -> LookupInput:
-        """The look-ups in the form that the backward pass takes."""
+        """The look-ups in the form that the backward pass expects."""
         return LookupInput(self.indices, self.offsets, None, "sum", self.rows, self.dims)
 
 
@@ -81,7 +81,7 @@ def exchange_rows(pooled: Tensor, placement: EmbeddingPlacement) -> Tensor:
 
 
 def join_columns(received: Tensor, placement: EmbeddingPlacement) -> Tensor:
-    """Put the parts that came from the ranks, one after another in `received`, side by side as columns."""
+    """Concatenate the parts received from the ranks, which lie one after another in `received`, along columns."""
     sizes = [placement.local_batch * width for width in placement.widths]
     parts = received.split(sizes)
     return torch.cat([part.view(placement.local_batch, -1) for part in parts], 1)

@@ -118,7 +118,7 @@ def place_tables(rows: Sequence[int], poolings: Sequence[int], world: int) -> li
 
 
 def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str) -> list[dict[str, Any]]:
-    """Time the forward pass, and the backward pass with a fused SGD step, beside their peers."""
+    """Time the forward pass, and the backward pass with a fused SGD step, and their peers."""
     placement, device = batch.placement, batch.offsets.device
     batched = Batched(batch)
     alike = all(dims == placement.dims[0] for dims in placement.dims)
@@ -250,7 +250,7 @@ def _launch(batch: LookupBatch, config: LaunchConfig, trace: Tensor | None = Non
 
 
 def _time_each_rank(run: Callable[[], Any], device: torch.device, repeats: int = 9) -> list[float]:
-    """Median milliseconds of a call on each rank; ranks meet before each, so that none comes late."""
+    """Median milliseconds of a call on each rank; a barrier precedes each call, so that all ranks start together."""
     seconds = []
     for _ in range(repeats if device.type == "cuda" else 1):
         dist.barrier()

@@ -55,7 +55,7 @@ class LookupShape:
 class EmbeddingSetting:
     """Which look-ups and studies are measured, and how.
 
-    rows: of each table (MLPerf's: at most so many). dtype: of tables. Raises ValueError for unknown names.
+    rows: of each table (an upper bound for MLPerf's). dtype: of tables. Raises ValueError for unknown names.
     """
 
     cases: Annotated[

@@ -3,9 +3,9 @@
 
 Three runs train the same mixture of experts with the same grid: TED's baseline, which recomputes whole blocks and sends
 every token from each rank of x; with dropped duplicates (Singh, section 7.3.1); and with communication that is kept as
-well (section 7.3.2). Ranks are processes of one machine, and links of so many bytes/s are made by waiting: each
-collective begins after the time that a ring algorithm's bytes take. x has a fast link, as within a node, and all other
-axes a slow one. Nothing is hidden (overlap=False). What the planner says of the bytes is told before anything is timed.
+well (section 7.3.2). Ranks are processes of one machine, and a link's bandwidth is emulated by waiting: each collective
+begins after the time that a ring algorithm's bytes take. x has a fast link, as within a node, and all other axes a slow
+one. Nothing is overlapped (overlap=False). The planner predicts the bytes before anything is timed.
 """
 
 import os
@@ -128,7 +128,7 @@ def measure_bars(setting: ExpertsSetting) -> tuple[list[dict[str, Any]], dict[st
 
 
 class _TrainStep:
-    """A training step over slow links, and what the last one has sent: by part, bytes and seconds of waiting."""
+    """A training step over slow links; records the bytes that the last step sent and its seconds of waits, by part."""
 
     def __init__(self, setting: ExpertsSetting, grid: Grid, bar: ComparedRun, is_slow: bool) -> None:
         self._grid = grid
@@ -167,7 +167,7 @@ def _part_of(call: CollectiveCall) -> str:
 
 
 def _describe_messages(step: Step) -> dict[str, Any]:
-    """The means over ranks of what the last step has sent, and of how long it has waited."""
+    """Means over ranks of the bytes that the last step sent, and of the seconds that it waited."""
     assert isinstance(step, _TrainStep)
     parts = (ALL_TO_ALL, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS)
     means = torch.tensor(
@@ -182,7 +182,7 @@ def _describe_messages(step: Step) -> dict[str, Any]:
 def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
     """How often a block with experts sends tokens or rows in a step, by part: two such blocks less one.
 
-    What is smaller, numbers of rows and routers' weights, is not counted.
+    Smaller messages (numbers of rows, routers' weights) are not counted.
     """
     tokens, hidden, experts = 128, 32 * grid.size("x"), 4 * grid.size("expert")
     least = tokens * hidden / grid.size("x")  # bytes: a quarter of what is sent where experts have as many tokens each
@@ -221,9 +221,9 @@ def tabulate(
     runs: Sequence[Mapping[str, Any]] = (),
     calls: Mapping[str, Mapping[str, int]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows for each bar and part of a step, beside the prediction and the paper.
+    """Rows for each bar and part of a step, with the prediction and the paper's value.
 
-    A predicted step is what its bytes take over the links, and the same run without links, once that is measured.
+    A predicted step is the time of its bytes over the links plus, once measured, the step without links.
     """
     found = {(run["bar"], run["is_slow"]): run for run in runs if "error" not in run}
     rates = {ALL_TO_ALL: setting.link, OVER_X: setting.node_link, GRADIENTS: setting.link}

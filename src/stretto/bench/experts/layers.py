@@ -47,7 +47,7 @@ COLUMNS = (
 def bench_moe_layers(setting: MoeLayersSetting, out: Path) -> dict[str, Any]:
     """Measure all runs, print the table, and write moe-layers.json and .md to `out`; returns {"rows": ...}.
 
-    Raises ValueError where there is no GPU, or no transformers and peer asks for it.
+    Raises ValueError where there is no GPU, or where peer is transformers, which is not installed.
     """
     if not setting.on_cpu and not torch.cuda.is_available():
         raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
@@ -78,20 +78,20 @@ def measure_layers(setting: MoeLayersSetting) -> list[dict[str, Any]]:
     rows = measure(runs, setting, grid.device, extra=partial(_count_host_waits, grid.device))
     speeds = {row["name"]: row["tokens_per_second_per_gpu"] for row in rows if "error" not in row}
     for row in rows:
-        beside = row["name"].replace("Stretto", peer)
-        if row["name"] in speeds and not row["is_peer"] and beside in speeds:
-            row["speed"] = speeds[row["name"]] / speeds[beside]
+        counterpart = row["name"].replace("Stretto", peer)
+        if row["name"] in speeds and not row["is_peer"] and counterpart in speeds:
+            row["speed"] = speeds[row["name"]] / speeds[counterpart]
         if row["name"].endswith("fp32 weights") and "error" not in row:
             row |= _predict_memory(setting, make, row["peak_memory_gib"])
     return rows
 
 
 Make = Callable[[bool], nn.Module]
-"""Makes the model on the default device; as Stretto's run takes it, or as the peer's."""
+"""Makes the model on the default device, in the form for Stretto's run or for the peer's."""
 
 
 def _choose_model(setting: MoeLayersSetting) -> tuple[Make, str]:
-    """What makes the model, and the peer's name."""
+    """The function that makes the model, and the peer's name."""
     if setting.peer != "torch" and find_spec("transformers") is not None:
         return partial(_make_qwen, setting), "transformers, grouped_mm"
     return partial(_make_gpt, setting), "plain PyTorch, experts as transformers' grouped_mm"
@@ -101,7 +101,7 @@ def _make_qwen(setting: MoeLayersSetting, is_peer: bool) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = setting.shape()
-    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # what every configuration takes is not in its signature
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # arguments of every configuration are not in its signature
         vocab_size=setting.vocab,
         hidden_size=shape["hidden"],
         num_hidden_layers=setting.layers,
@@ -178,7 +178,7 @@ def _make_gpt(setting: MoeLayersSetting, is_peer: bool) -> nn.Module:
 
 
 def _new_model(setting: MoeLayersSetting, grid: Grid, make: Make, *, is_peer: bool, dtype: torch.dtype) -> nn.Module:
-    """The model with the same weights for every run. A CPU computes in fp32, whose products it has for any size."""
+    """The model with the same weights for every run. A CPU computes in fp32, whose products support any size."""
     torch.manual_seed(0)
     with grid.device:
         return make(is_peer).to(dtype if grid.device.type == "cuda" else torch.float32)
@@ -253,7 +253,7 @@ def _count_host_waits(device: torch.device, step: Step) -> dict[str, Any]:
 
 
 def _predict_memory(setting: MoeLayersSetting, make: Make, measured: float | None) -> dict[str, Any]:
-    """The planner's peak of a step with fp32 weights, beside the measured one (None on a CPU)."""
+    """The planner's peak memory of a step with fp32 weights, and the measured one (None on a CPU)."""
     with torch.device("meta"):
         model = make(False)
     plan = predict(

@@ -3,5 +3,5 @@
 
 `settings` and `plan` draw the faults and need no torch. `run` starts a process of `watch` for each job, in a mount
 namespace of its own; that one starts `__main__`, a training run whose ranks are those of `inject`. `judge` decides from
-the records which faults were named rightly, and what was lost or left behind.
+the records which faults were reported correctly, and what was lost or left behind.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training command of a job with faults, `python -m stretto.bench.faults FOLDER`, as `stretto train` is.
 
-It resumes the newest checkpoint, if the job has one already, and says at its end in ended.jsonl why it has ended.
+It resumes from the newest checkpoint, if the job has one, and writes the reason of its exit to ended.jsonl.
 """
 
 import json
@@ -20,7 +20,7 @@ from stretto.train.preflight import preflight
 
 
 def main(folder: Path) -> int:
-    """Train. Returns the exit status of `stretto train`: 0, 1 after a failure of a rank, 2 for what is refused."""
+    """Train. Returns the exit status of `stretto train`: 0, 1 after a failure of a rank, 2 for invalid settings."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     config = job_from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     if checkpoints_by_step(config.out):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a job with faults: they train as `stretto.train.trainer.train` does, until a fault's moment comes.
+"""The ranks of a job with faults: they train as `stretto.train.trainer.train` does, until a fault is due.
 
 `train_with_faults` is the entry function. It wraps methods of the task and of the checkpoint's writer, in this process
 alone, and reads the plan from the job's folder, which the environment names. Before a fault happens, the file
@@ -59,7 +59,7 @@ class Injector:
         self._log("started")
 
     def wrap_training(self) -> None:
-        """Wrap what a rank calls in training, so that each call reaches its place in the plan."""
+        """Wrap the functions that training calls, so that each call triggers the faults planned for its place."""
         for owner, name, place in (
             (GPTTask, "__init__", "build"),
             (GPTTask, "start", "load"),
@@ -134,7 +134,7 @@ class Injector:
                 loop(fault.variant)
 
     def _act_later(self, fault: Fault) -> None:
-        """Let the fault happen after its delay, wherever the rank is then."""
+        """Inject the fault after its delay, wherever the rank is then."""
         time.sleep(fault.delay)
         if self._has_fired(fault):  # the place was reached again meanwhile
             return
@@ -197,11 +197,11 @@ class Ballast:
         status = os.statvfs(self._disk)
         surplus = status.f_bavail * status.f_frsize - self._room
         if surplus > 0:
-            with suppress(OSError):  # somebody else has written meanwhile
+            with suppress(OSError):  # another process has written meanwhile
                 os.posix_fallocate(self._file.fileno(), os.fstat(self._file.fileno()).st_size, surplus)
 
     def keep_full(self) -> None:
-        """Fill what gets free, until the process ends."""
+        """Fill space as it becomes free, until the process ends."""
         while True:
             self._fill()
             time.sleep(0.002)

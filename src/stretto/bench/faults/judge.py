@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a job with faults by what was recorded of it: was each failure named rightly, what was lost, what was left.
+"""Judges a job with faults by its records: was each failure reported correctly, what was lost, what was left behind.
 
-`judge` returns a row for each fault. A row's `problems` are sentences; a fault without any went as it should.
+`judge` returns a row for each fault. A row's `problems` are sentences; a fault without any has passed.
 """
 
 import json
@@ -22,7 +22,7 @@ LOSS_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Naming:
-    """What the command said of a failure, and when: a line of restarts.jsonl, or its last words."""
+    """The command's report of a failure, and its time: a line of restarts.jsonl, or the last output."""
 
     time: float
     rank: int | None
@@ -58,7 +58,7 @@ def judge(
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
         allowed = max(limit, START_LIMIT) if fault.place in WITH_START_LIMIT else limit
         if fault.kind == "loop" and fault.place in ("save", "commit") and own:
-            # Training goes on beside a thread that writes, until the next save waits for it.
+            # Training continues while a thread writes, until the next save waits for it.
             steps = [event["time"] for event in recorded["events"] if event["event"] == "step"]
             between = [at for at in steps if happened["time"] < at < own[0].time]
             allowed += max(between, default=happened["time"]) - happened["time"]
@@ -93,9 +93,9 @@ def judge(
 def judge_end(
     job: Job, recorded: Mapping[str, Any], undisturbed: Sequence[Mapping[str, Any]]
 ) -> tuple[float | None, list[str]]:
-    """Judge what a job leaves at its end. Returns the largest difference of a loss, and the problems."""
+    """Judge the state that a job leaves at its end. Returns the largest difference of a loss, and the problems."""
     problems = []
-    if not recorded["gave_up"]:  # what this bench has killed cleans nothing up
+    if not recorded["gave_up"]:  # processes that this bench has killed cannot clean up
         problems = [f"left behind: {what} {', '.join(found)}" for what, found in recorded["left"].items() if found]
     steps = [line["step"] for line in recorded["metrics"]]
     expected = [line["step"] for line in undisturbed]
@@ -113,11 +113,11 @@ def judge_end(
 def _read_namings(recorded: Mapping[str, Any]) -> Iterator[Naming]:
     """Every failure that the command has named, in the order of time."""
     found = []
-    said = [at for at, line in recorded["screen"] if re.match(r"restart \d+: ", line)]
+    printed = [at for at, line in recorded["screen"] if re.match(r"restart \d+: ", line)]
     for number, (at, line) in enumerate(recorded["restarts"]):
         values = json.loads(line)
-        if len(said) == len(recorded["restarts"]):  # a full disk may keep the file back, but not the screen
-            at = min(at, said[number])
+        if len(printed) == len(recorded["restarts"]):  # a full disk may delay the file, but not the screen
+            at = min(at, printed[number])
         text = str(values.get("reason"))
         found.append(Naming(at, values.get("rank"), values.get("kind"), text, has_ended=False))
     for values in recorded["ended"]:
@@ -129,7 +129,7 @@ def _read_namings(recorded: Mapping[str, Any]) -> Iterator[Naming]:
 
 
 def _judge_naming(fault: Fault, happened: Mapping[str, Any], namings: Sequence[Naming], limit: float) -> Iterator[str]:
-    """What is wrong with how a failure was named."""
+    """Yield the errors in the report of a failure."""
     if not namings:
         yield "it was not named"
         return
@@ -149,14 +149,14 @@ def _judge_naming(fault: Fault, happened: Mapping[str, Any], namings: Sequence[N
 
 
 def _judge_evidence(files: Sequence[str], ranks: int) -> Iterator[str]:
-    """What is missing among the files of a stall: the report, and each rank's stack."""
+    """Yield the missing files of a stall: the report, and each rank's stack."""
     wanted = ["report.txt", *(f"rank-{rank}-stack.txt" for rank in range(ranks))]
     if missing := [name for name in wanted if name not in files]:
         yield f"out/stalls/ lacks {', '.join(missing)}"
 
 
 def is_kind_named(fault: Fault, naming: Naming) -> bool:
-    """Whether the message says what has happened."""
+    """Whether the message names the fault's kind."""
     text = naming.text.lower()
     match fault.kind:
         case "kill":
@@ -190,7 +190,7 @@ def is_rank_named(fault: Fault, naming: Naming) -> bool:
 
 
 def _ranks_of(text: str) -> set[int]:
-    """The ranks of which the first clause of a message says something: "ranks 1 and 2 lost their connection: ..."."""
+    """The ranks in the first clause of a message: "ranks 1 and 2 lost their connection: ..."."""
     lists = re.findall(r"\branks? (\d+(?:(?:, | and | and rank )\d+)*)", text.partition(": ")[0])
     return {int(number) for found in lists for number in re.findall(r"\d+", found)}
 

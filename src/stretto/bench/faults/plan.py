@@ -84,7 +84,7 @@ def draw_jobs(setting: FaultsSetting) -> tuple[Job, ...]:
             Job(
                 number=number,
                 grid=grids[(number - 1) % len(grids)],
-                steps=count_steps(setting.faults_a_job),  # the same for all, so that one undisturbed run a grid will do
+                steps=count_steps(setting.faults_a_job),  # the same for all: one undisturbed run a grid suffices
                 faults=faults,
                 asynchronous=(number - 1) // len(grids) % 4 != 3,  # a quarter of the jobs waits for its saves
             )
@@ -143,7 +143,7 @@ def _draw_place(kind: str, generator: random.Random, *, is_last: bool, before: s
             places = STARTING | STEPPING
         case _:
             places = {place: weight for place, weight in (STARTING | STEPPING).items() if place != "import"}
-    if before == "connection":  # should nobody notice it, no further attempt is made
+    if before == "connection":  # if it goes unnoticed, no further attempt is made
         places = {place: weight for place, weight in places.items() if place not in STARTING}
     if is_last and kind not in ("disk", "connection"):
         places |= {"exit": 10}

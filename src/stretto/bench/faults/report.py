@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stretto bench faults` says of its faults: a line each, a table by kind, and a picture drawn from its JSON."""
+"""Reports of `stretto bench faults`: a line for each fault, a table by kind, and a picture drawn from its JSON."""
 
 import json
 import statistics
@@ -16,7 +16,7 @@ _SECONDS = "{:.1f}"
 COLUMNS = (
     Column("kind", "fault"),
     Column("faults", "faults"),
-    Column("right", "as it should"),
+    Column("right", "passed"),
     Column("named_median", "until named (s), median", _SECONDS),
     Column("named_largest", "largest", _SECONDS),
     Column("again_median", "until training again (s), median", _SECONDS),
@@ -27,12 +27,12 @@ COLUMNS = (
 
 
 _PANELS = {"seconds_named": "until it was named", "seconds_again": "until the first step after it"}
-_MARKERS = {True: ("o", 0), False: ("x", 1)}  # whether a fault went as it should
+_MARKERS = {True: ("o", 0), False: ("x", 1)}  # whether a fault has passed
 _SPREAD = 0.6  # of a kind's row: the height over which its points lie
 
 
 def print_job(rows: Sequence[Mapping[str, Any]], end: Mapping[str, Any]) -> None:
-    """Print what came of a job's faults, a line each."""
+    """Print the outcome of a job's faults, a line each."""
     for row in rows:
         named, again = (
             "-" if row.get(name) is None else f"{row[name]:.1f} s" for name in ("seconds_named", "seconds_again")
@@ -85,17 +85,17 @@ def plot_faults(result: Path, picture: Path) -> None:
             panel.set_title(title)
         right = sum(not row["problems"] for row in data["faults"])
         of = f"{len(data['faults'])} faults in training on {data['ranks']} ranks"
-        drawn.title = f"{of}, of which {right} were borne as they should"
+        drawn.title = f"{of}, of which {right} passed"
         drawn.subtitle = describe_origin(data)
         drawn.caption = (
             f"A point for each fault, and a line for the median; train.timeout is {data['timeout']:g} s, and the "
             "dashed line is the limit within which a failure must have been named. Faults that strike before a step "
-            "was trained have no point on the right. A cross is a fault that did not go as it should."
+            "was trained have no point on the right. A cross is a fault that did not pass."
         )
 
 
 def _draw_points(panel: Any, place: int, rows: list[dict[str, Any]], key: str) -> None:
-    """Draw a kind's faults, those that did not go as they should as crosses, and the median as a line."""
+    """Draw a kind's faults, those that did not pass as crosses, and the median as a line."""
     if not rows:
         return
     from stretto.report.style import INK, SERIES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench faults`: runs the jobs of a campaign side by side, and writes what came of every fault."""
+"""`stretto bench faults`: runs the jobs of a campaign concurrently, and writes the outcome of every fault."""
 
 import json
 import os
@@ -26,7 +26,7 @@ RESULT = "faults"  # the name of its JSON, table and picture
 
 
 class Campaign:
-    """What came of the jobs so far, written whenever a job ends: a campaign can be cut short, or run in parts.
+    """The outcome of the jobs so far, written whenever a job ends: a campaign can be cut short, or run in parts.
 
     The rows of jobs that `--only` leaves out are those of the result in `out`, if that is of the same draw.
     """
@@ -70,7 +70,7 @@ class Campaign:
 
 
 def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
-    """Run the campaign. Returns its rows by kind and by fault; `failure` says how many did not go as they should.
+    """Run the campaign. Returns its rows by kind and by fault; `failure` states how many did not pass.
 
     Raises ValueError where a job cannot have a disk and /dev/shm of its own.
     """
@@ -95,7 +95,7 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
             expected = undisturbed[str(job.grid)]["metrics"]
             record = _run_job(job, work / f"job-{job.number}", setting)
             rows = judge(job, record, expected, setting.timeout + setting.grace)
-            # Messages name the job's files and this machine, which a result does not.
+            # Messages contain the job's paths and this machine's name, which a result must not.
             text = json.dumps(rows).replace(f"{work}/", "")
             rows = json.loads(text.replace(f"(host {socket.gethostname()},", "(host localhost,"))
             difference, problems = judge_end(job, record, expected)
@@ -112,7 +112,7 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
     if wrong or bad_ends:
         failure = (
             f"{len(wrong)} of {len(campaign.rows)} faults and {len(bad_ends)} of {len(campaign.ends)} ends of jobs did "
-            f"not go as they should; the jobs' records are in {work}"
+            f"not pass; the jobs' records are in {work}"
         )
     else:
         shutil.rmtree(work)
@@ -125,7 +125,7 @@ def _run_undisturbed(job: Job, work: Path, setting: FaultsSetting) -> dict[str, 
 
 
 def _run_job(job: Job, folder: Path, setting: FaultsSetting, limit: float | None = None) -> dict[str, Any]:
-    """Run a job in a process of its own, and return what was recorded. limit: replaces train.timeout."""
+    """Run a job in a process of its own, and return its records. limit: replaces train.timeout."""
     folder.mkdir()
     write_job(folder, job, limit or setting.timeout)
     environment = os.environ | {

@@ -15,7 +15,7 @@ KINDS = {
     "disk": "full disk",
     "connection": "dropped connection",
 }
-"""What can happen to a rank: the names of `--kinds`, and how tables call them."""
+"""The kinds of faults: the names of `--kinds`, and their names in tables."""
 
 GRIDS = {
     2: ({"data": 2}, {"x": 2}, {"z": 2}, {"pipe": 2}),
@@ -60,6 +60,6 @@ class FaultsSetting:
 
     @property
     def jobs_at_once(self) -> int:
-        """How many jobs run side by side: as asked, else as many as have a core for each rank, and at least one."""
+        """The number of concurrent jobs: `jobs`, else as many as have a core for each rank, and at least one."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.jobs or max(1, cores // self.ranks)

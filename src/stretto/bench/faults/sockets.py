@@ -54,7 +54,7 @@ def processes_of(variable: str, value: str) -> dict[int, dict[str, str]]:
 
 
 def read_environment(process: int) -> dict[str, str]:
-    """The environment that a process was started with; empty if it is gone, or another user's."""
+    """The environment that a process was started with; empty if it has exited, or is another user's."""
     try:
         content = (PROC / str(process) / "environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -63,7 +63,7 @@ def read_environment(process: int) -> dict[str, str]:
 
 
 def children_of(process: int) -> list[int]:
-    """The ids of the processes that a process has started, and that are there still."""
+    """The ids of a process's running children."""
     try:
         return [int(word) for word in (PROC / str(process) / "task" / str(process) / "children").read_text().split()]
     except OSError:

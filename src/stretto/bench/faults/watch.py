@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one job with faults, and records what it says and does: `python -m stretto.bench.faults.watch FOLDER`.
+"""Runs one job with faults, and records its output and events: `python -m stretto.bench.faults.watch FOLDER`.
 
 It is started in a mount namespace of its own (`isolation`): the job's disk, /dev/shm and folder for temporary files are
-no one else's. It starts the training command again as often as it ends before the last step, which a command that
-restarts by itself never does. What was recorded goes to recorded.json.
+private. It starts the training command again whenever it ends before the last step, which a command that restarts by
+itself never does. The records are written to recorded.json.
 """
 
 import json
@@ -37,7 +37,7 @@ from stretto.train.config.options import RunOptions
 RECORDED_FILE = "recorded.json"
 DISK_BYTES = 128 << 20
 POLL = 0.02  # seconds
-PATIENCE = 90.0  # seconds over the time limit after which a job that neither says nor does anything is given up
+PATIENCE = 90.0  # seconds over the time limit after which a job without output or progress is given up
 MOST_COMMANDS = 30  # of a job: more would not get it any further
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. "
 
@@ -155,7 +155,7 @@ class Watcher:
         self._filled: float | None = None  # when the disk was filled
 
     def run(self) -> dict[str, Any]:
-        """Run the job to its end, and return what was recorded."""
+        """Run the job to its end, and return the records."""
         self._isolate()
         for _ in range(MOST_COMMANDS):
             if self._run_command() == 0:
@@ -210,7 +210,7 @@ class Watcher:
         return command.wait()
 
     def _poll(self) -> bool:
-        """Read what the job has written; whether there was anything."""
+        """Read the job's new output. Returns whether there was any."""
         found = [stream.poll() for stream in (self._screen, self._restarts, self._events, self._ended)]
         return any(found)
 
@@ -261,13 +261,13 @@ class Watcher:
             return
         now = time.monotonic()
         self._filled = self._filled or now
-        said = [line for at, line in self._screen.lines if at > self._filled]
-        has_named = any("no space left" in line.lower() for line in said)
+        printed = [line for at, line in self._screen.lines if at > self._filled]
+        has_named = any("no space left" in line.lower() for line in printed)
         if at_once or has_named or now - self._filled > self._config["train"]["timeout"]:
             ballast.unlink()
 
     def _save_stacks(self) -> None:
-        """Write where the processes of a job that hangs are, for whoever looks for the reason."""
+        """Write the stacks of the processes of a job that hangs."""
         with open(self._folder / "hung.txt", "a", encoding="utf-8") as file:
             for process, environment in processes_of(FOLDER, str(self._folder)).items():
                 status = Path(f"/proc/{process}/status")
@@ -287,7 +287,7 @@ class Watcher:
         ]
 
     def _list_leftovers(self) -> dict[str, list[str]]:
-        """What the job has left behind: processes, files in /dev/shm, temporary and partial files."""
+        """List what the job left behind: processes, files in /dev/shm, temporary and partial files."""
         time.sleep(0.5)
         processes = processes_of(FOLDER, str(self._folder))
         for process in processes:

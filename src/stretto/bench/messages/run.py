@@ -2,9 +2,9 @@
 """`stretto bench messages`: a message's time by carrier, and an all-reduce's by back end (Singh, figure 3.2).
 
 Messages go back and forth between ranks 0 and 1, as in OSU's `osu_latency`: a message's time is half of a round trip,
-from `send` until the other rank can use the tensor. Beside the carriers stand torch's own blocking `send` and `recv`,
-into a tensor that is there before, with nothing to read from a header and no other message to expect. All-reduces are
-of all ranks. Everything of a size is measured in turn, for several rounds.
+from `send` until the other rank can use the tensor. The carriers are compared with torch's own blocking `send` and
+`recv`, into a preallocated tensor, with no header to read and no other message pending. All-reduces are of all ranks.
+All runs of a size are measured in turn, for several rounds.
 """
 
 import os
@@ -75,7 +75,7 @@ def measure_messages(setting: MessagesSetting) -> dict[str, Any]:
 
 
 Run = Callable[[Tensor, int], list[float]]
-"""Runs something so many times with a tensor, and returns the seconds of each."""
+"""Runs something the given number of times with a tensor, and returns the seconds of each."""
 
 
 def _measure(
@@ -118,7 +118,7 @@ def _compare(rows: list[dict[str, Any]]) -> None:
 
 
 def _carrier_trips(pair: Any, device: torch.device, stack: ExitStack, notes: list[str]) -> dict[str, Run]:
-    """The carriers that work between the two ranks, each with its trips; `notes` says why others do not."""
+    """The carriers that work between the two ranks, each with its trips; `notes` gets the reasons why others do not."""
     found: dict[str, Run] = {}
     for name, kind in CARRIERS.items():
         try:

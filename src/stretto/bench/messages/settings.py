@@ -8,7 +8,7 @@ from stretto.bench.settings import Option, Repeats, require_least
 
 LARGEST_MB = 4096
 LIBRARY = "torch's send and recv"
-"""What messages are compared with."""
+"""The baseline for messages."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,6 @@ class MessagesSetting:
 
 
 def require_two_ranks(ranks: int) -> None:
-    """ValueError for a single rank, which has nobody to send to."""
+    """Raise ValueError for a single rank, which has no peer."""
     if ranks < 2:
         raise ValueError(f"messages go between 2 ranks at least, and --ranks is {ranks}: 2 would do")

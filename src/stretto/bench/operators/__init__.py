@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench ops`: overlapped operators beside the GEMM alone, GEMM and NCCL, and torch's async-TP."""
+"""`stretto bench ops`: overlapped operators compared with the GEMM alone, GEMM and NCCL, and torch's async-TP."""

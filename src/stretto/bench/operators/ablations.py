@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench ops --ablations`: what each field of a kernel's configuration is worth, varied one at a time.
+"""`stretto bench ops --ablations`: the effect of each field of a kernel's configuration, varied one at a time.
 
 The choices are those of Flux (section 4) and TileLink (section 3.1): tile sizes and order, shifted by rank or not; rows
 moved by copy engines or by programs (how many), pushed or pulled, and in which piece size; an all-reduce in one shot or

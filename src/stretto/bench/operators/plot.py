@@ -51,7 +51,7 @@ def plot_operators(result: Path, picture: Path) -> None:
 
 
 def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the picture does not say by itself."""
+    """The caption: explains what the picture does not show."""
     parts = [
         "Overlap efficiency (Flux, eq. 2): the part of the time which NCCL adds to the GEMM that the operator hides."
     ]

@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[dict[str, Any]]:
-    """Measure, print the table, write JSON and a picture. Each row is written at once, beside those of earlier runs.
+    """Measure, print the table, write JSON and a picture. Each row is written at once; earlier runs' rows are kept.
 
     Returns all rows of the file.
     """

@@ -82,7 +82,7 @@ class OperatorsSetting:
 
 
 def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
-    """(m, n, k): rows of the whole, and a rank's weight [n, k], whose sharded dim is rounded down to what TMA takes."""
+    """(m, n, k): global rows, and a rank's weight [n, k], its sharded dim rounded down to a multiple of 16 for TMA."""
     sharded, whole = CASES[case]
     part = sharded // world // 16 * 16
     return (m, part, whole) if name == "gather" else (m, whole, part)

@@ -11,7 +11,7 @@ NEAR = 0.03
 def compare(
     workload: str, predicted: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each predicted grid, the fastest measured first; grids without a measurement come last."""
+    """A row for each predicted grid, the fastest measured first, grids without a measurement last."""
     found = {row["grid"]: row for row in measured}
     rows = []
     for prediction in predicted:

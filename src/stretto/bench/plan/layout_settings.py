@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench layouts`, and the file that says what it trains.
+"""Settings of `stretto bench layouts`, and the file that defines its runs.
 
 Such a file has the options of `stretto train` that all layouts share, those of each layout, and peers:
 
@@ -103,7 +103,7 @@ class LayoutFile:
         return next(iter(self.layouts.values()))
 
     def choose(self, only: tuple[str, ...]) -> "LayoutFile":
-        """The same file with only what has one of these texts in its name. Raises ValueError if no layout has."""
+        """The same file with only the entries whose names contain one of these texts. ValueError if no layout does."""
         if not only:
             return self
 
@@ -152,7 +152,7 @@ def read_layouts(path: Path) -> LayoutFile:
 
 
 def _describe_shared(layout: "TrainConfig") -> dict[str, Any]:
-    """What all layouts of a file have in common."""
+    """The options that all layouts of a file must share."""
     run = layout.train
     return {
         "model": layout.model,
@@ -223,7 +223,7 @@ def predictions_file(out: Path, name: str) -> Path:
 
 
 def read_layout_predictions(out: Path, file: LayoutFile) -> list[dict[str, Any]]:
-    """Read what was predicted for each layout. Raises ValueError if the file is absent or of other options."""
+    """Read each layout's prediction. Raises ValueError if the file is absent or of other options."""
     path = predictions_file(out, file.name)
     remedy = f"write it before you measure: stretto bench layouts --file {file.path} --cluster CLUSTER.toml"
     if not path.is_file():

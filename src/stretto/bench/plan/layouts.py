@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench layouts`: training runs of one model, each laid out in another way, beside what the planner predicts.
+"""`stretto bench layouts`: training runs of one model in several layouts, compared with the planner's predictions.
 
 A layout is a whole configuration of `stretto train`: grid, pipeline schedule, experts, micro-batches, recomputation and
 the place of optimizer state. `predict_layouts` needs no GPU, so that its file can be committed before anything is
 measured; `bench_layouts` reads it. Each run is trained by the task that `stretto train` runs, on random tokens, and
-torch's FSDP2 trains the same model in the same job. Runs of a job take turns, round by round.
+torch's FSDP2 trains the same model in the same job. Runs of a job are interleaved, round by round.
 """
 
 import json
@@ -45,7 +45,7 @@ from stretto.train.gpt.preflight import plan_of_run
 
 LEARNING_RATE = 1e-5
 GIB = 1 << 30
-# A rank that fails would leave the others to wait; NCCL ends them after so many seconds.
+# Seconds after which NCCL aborts ranks that wait for a failed one.
 TIME_LIMIT = 90.0
 # NCCL's communicators of a grid live until their process ends: 2 GiB a grid of 4 H100, so that the last of 12 layouts
 # in one job ran out of memory.
@@ -60,7 +60,7 @@ COLUMNS = (
     Column("memory_ratio", "predicted / measured", "{:.2f}"),
     Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
     Column("loss", "first loss", "{:.3f}"),
-    Column("fits", "said to fit"),
+    Column("fits", "predicted to fit"),
     Column("reason", "why not"),
 )
 PREDICTED_COLUMNS = (
@@ -79,13 +79,13 @@ SUMMARY_COLUMNS = (
     Column("loss_by_choice", "slower by", "{:.1%}"),
     Column("largest_time_error", "largest time error", "{:.1%}"),
     Column("largest_memory_error", "largest memory error", "{:.1%}"),
-    Column("failed", "said to fit, but failed"),
+    Column("failed", "predicted to fit, but failed"),
 )
 
 
 @dataclass(frozen=True)
 class LayoutWorkload:
-    """What `measure` needs of a workload: the global batch, tokens of a sequence, and how steps are timed."""
+    """The workload that `measure` expects: global batch, tokens of a sequence, and how steps are timed."""
 
     batch: int
     seq_len: int
@@ -97,7 +97,7 @@ class LayoutWorkload:
 def predict_layouts(file: LayoutFile, cluster: Cluster, out: Path) -> dict[str, Any]:
     """Predict every layout's step and memory, print them, and write `out`/predictions-NAME.json. Returns its content.
 
-    A layout that cannot be has a reason in place of numbers. Raises ValueError for a cluster without the GPU's memory.
+    An impossible layout has a reason in place of numbers. Raises ValueError for a cluster without the GPU's memory.
     """
     cluster.require("gpu.memory")
     rows = [_predict(name, layout, cluster) for name, layout in file.layouts.items()]
@@ -137,7 +137,7 @@ def _describe_parts(plan: GridPlan) -> str:
 
 
 def _source_of(layout: TrainConfig) -> GPTSource:
-    """The layout's model. Raises ValueError for one whose vocabulary the file does not say."""
+    """The layout's model. Raises ValueError if the file does not set its vocabulary."""
     if layout.model.path is not None:
         raise ValueError("layouts train a GPT from random weights: give model.layers, model.hidden, not model.path")
     if layout.model.vocab is None and layout.model.name is None:
@@ -152,8 +152,8 @@ def bench_layouts(
     """Measure every layout and peer, print the table, and write `out`/layouts-NAME.json, .md and .png.
 
     A layout that is predicted to need more than the GPU's memory is not tried: ranks that run out of memory at
-    different moments would wait for each other. Runs are measured in jobs of a few, after each of which what has been
-    measured is written. Returns the rows and a summary.
+    different moments would wait for each other. Runs are measured in jobs of a few; results are written after each
+    job. Returns the rows and a summary.
     """
     ranks = file.first.ranks
     names = [*file.layouts, *file.peers]
@@ -179,7 +179,7 @@ def bench_layouts(
 def _write(
     file: LayoutFile, predicted: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], out: Path
 ) -> dict[str, Any]:
-    """Write what has been measured so far; returns its rows, summary and path."""
+    """Write the measurements so far. Returns their rows, summary and path."""
     peers = [{**row, "workload": file.name} for row in measured if row["grid"] in file.peers]
     rows = compare(file.name, predicted, [row for row in measured if row["grid"] not in file.peers])
     fitting = {row["grid"]: row["fits"] for row in predicted}
@@ -290,7 +290,7 @@ class _TaskStep:
         return Stepped(*self._task.step(self._step, LEARNING_RATE))
 
     def close(self) -> None:
-        """End the pipeline's threads, and free what operators keep for their next calls."""
+        """Stop the pipeline's threads, and free the workspaces that operators keep for their next calls."""
         self._task.close()
         for axis in OUTER_TO_INNER:
             if self._grid.size(axis) > 1:

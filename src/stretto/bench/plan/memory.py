@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench memory`: the memory of training runs on one GPU, beside what the planner predicts.
+"""`stretto bench memory`: the memory of training runs on one GPU, compared with the planner's predictions.
 
 Runs of several kinds (large models with few tokens, small ones with many, with activation checkpointing, in fp32, with
 a large vocabulary) are chosen so that their predicted memory lies evenly between two parts of the GPU's memory. Each
-run's peak is measured three ways: what tensors took (allocated), what torch's allocator took for them from the driver
-(reserved), and what the process took besides (the CUDA context, libraries' workspaces, kernels' code).
+run has three measured peaks: memory of tensors (allocated), memory that torch's allocator got from the driver for them
+(reserved), and other memory of the process (the CUDA context, libraries' workspaces, kernels' code).
 """
 
 import itertools
@@ -40,7 +40,7 @@ COLUMNS = (
     Column("reserved_ratio", "ratio", "{:.3f}"),
     Column("outside_gib", "outside of the allocator (GiB)", "{:.2f}"),
     Column("predicted_share", "predicted, of the GPU", "{:.1%}"),
-    Column("is_said_to_fit", "said to fit"),
+    Column("is_predicted_to_fit", "predicted to fit"),
     Column("reason", "why not"),
 )
 
@@ -55,7 +55,7 @@ class _Kind:
     checkpointing: bool = False
 
     def workload(self, layers: int, batch: int) -> TrainingWorkload:
-        """The workload of so many layers and sequences."""
+        """The workload with the given layers and sequences."""
         return TrainingWorkload(
             replace(self.model, layers=layers),
             batch,
@@ -148,7 +148,7 @@ def bench_memory(setting: MemorySetting, out: Path) -> dict[str, Any]:
         if not torch.cuda.is_available():
             raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
         memory = torch.cuda.get_device_properties(0).total_memory
-    # Its rates only tell which runs take too long.
+    # Its rates only serve to exclude runs that take too long.
     cluster = Cluster.find("dgx-h100")
     cluster = replace(cluster, gpu=replace(cluster.gpu, memory=memory))
     if setting.on_cpu:
@@ -174,7 +174,7 @@ def _compare(run: PlannedRun, measured: dict[str, Any], memory: float) -> dict[s
         "predicted_allocated_gib": run.allocated / 2**30,
         "predicted_reserved_gib": reserved(run.allocated) / 2**30,
         "predicted_share": run.predicted / memory,
-        "is_said_to_fit": "yes" if run.fits else "no",
+        "is_predicted_to_fit": "yes" if run.fits else "no",
     }
     row |= {"allocated_gib": None, "reserved_gib": None, "outside_gib": None, "reason": None} | measured
     for kind in ("allocated", "reserved"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of Qwen3-30B-A3B and DeepSeek-V3 on 64 and 2,048 H100, beside the layout that DeepSeek-V3's authors
-published."""
+"""Plans of Qwen3-30B-A3B and DeepSeek-V3 on 64 and 2,048 H100, compared with the layout that DeepSeek-V3's
+authors published."""
 
 import time
 from typing import Any

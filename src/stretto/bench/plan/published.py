@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench published`: plans for each run of Table 5.2 of Singh's dissertation, beside its measured FLOP/s."""
+"""`stretto bench published`: plans for each run of Table 5.2 of Singh's dissertation, with its measured FLOP/s."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chapter 7 of Singh's dissertation, mixtures of experts on Summit: plans for its runs, beside what was measured there.
+"""Chapter 7 of Singh's dissertation, mixtures of experts on Summit: plans for its runs, and the measured results.
 
 `bench_published_experts` writes four tables: the largest models that fit (figure 7.9), steps with and without the
-optimizations of communication (figures 7.8, 7.10 and 7.11, Table 7.1), what each of them saves (figure 7.5), and plans
-of two models of today beside what their authors ran.
+optimizations of communication (figures 7.8, 7.10 and 7.11, Table 7.1), the saving of each (figure 7.5), and plans of
+two current models compared with their authors' layouts.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ BASES = {
 TENSOR = {"1.3B": 1, "2.7B": 2, "6.7B": 4, "13B": 8}  # section 7.4.4
 EXPERTS = (4, 8, 16, 32, 64, 128)
 MOST_TENSOR = 6
-# Section 7.2: what fp32 gradients of a tile of the optimizer take at most. Without tiles all that a GPU steps has them.
+# Section 7.2: upper bound of fp32 gradients of an optimizer tile. Without tiles, all parameters of a GPU have them.
 TILE_BYTES = 1e9
 STATE = StateOptions("device")  # 16-bit weights and gradients, as there
 
@@ -86,7 +86,7 @@ class Fit:
 
 
 def plan_sizes(gpus: int) -> dict[str, Any]:
-    """The largest mixture that fits with tensor parallelism and without it, on so many GPUs of Summit."""
+    """The largest mixture that fits with tensor parallelism and without it, on `gpus` GPUs of Summit."""
     with_tensor = _largest(gpus, MOST_TENSOR)
     alone = _largest(gpus, 1)
     by_equation = [_largest_by_equation(gpus, most) for most in (MOST_TENSOR, 1)]
@@ -126,13 +126,13 @@ def _largest(gpus: int, most_tensor: int) -> Fit:
 
 
 def ted_bytes(base: str, experts: int, gpus: int, tensor: int, *, is_tiled: bool) -> float:
-    """Bytes of a GPU: equation 7.4, and the larger of the fp32 gradients that the optimizer makes, and of activations
-    of one sequence, checkpointed, with the loss, whose logits are whole, with the vocabulary over x: slices of them, as
-    Stretto takes, neither system has. is_tiled: whether the optimizer steps tiles (section 7.2)."""
+    """Bytes of a GPU: equation 7.4, and the larger of the optimizer's fp32 gradients and the checkpointed activations
+    of one sequence with the loss. Logits are sharded over x, but not computed in slices as in Stretto, since neither
+    system does that. is_tiled: whether the optimizer steps tiles (section 7.2)."""
     grid = GridSizes(data=gpus // tensor, x=tensor, expert=experts)
     model = read_architecture(mixture(base, experts), SEQ_LEN)
     states = list_memory(model, grid)
-    # Of optimizer state each GPU has 12 bytes of what it steps, so 4 of its gradients are a third of that.
+    # Optimizer state is 12 bytes a parameter, so the 4 bytes of its fp32 gradient are a third of that.
     gradients = states["optimizer"] / 3
     workload = StepWorkload(model, grid.batch_parts, SEQ_LEN, dtype="fp16")
     in_step = step_memory(workload, StepConfig(grid, 1, ExecutionOptions(recompute="full"), STATE))
@@ -193,7 +193,7 @@ STEP_COLUMNS = (
 
 
 def plan_steps(steps: PublishedSteps, micro_batch: int) -> dict[str, Any]:
-    """Predict one run with full checkpointing and duplicates, and with what communication brings kept and without."""
+    """Predict one run with full checkpointing and duplicates, and with communication kept and no duplicates."""
     batch, tensor = BASES[steps.base][3], TENSOR[steps.base]
     grid = GridSizes(data=steps.gpus // tensor, x=tensor, expert=steps.experts)
     baseline, improved = (
@@ -216,7 +216,7 @@ def plan_steps(steps: PublishedSteps, micro_batch: int) -> dict[str, Any]:
     }
 
 
-# Figure 7.5: what each optimization saves.
+# Figure 7.5: the saving of each optimization.
 
 BAR_COLUMNS = (
     Column("bar", "run"),
@@ -300,7 +300,7 @@ def _predict(
 
 
 def _model_flops(base: str, batch: int) -> float:
-    """Narayanan et al.'s model FLOPs of a step of the base model, whose computation top-1 experts leave as it is."""
+    """Narayanan et al.'s model FLOPs of a step of the base model, which top-1 experts do not change."""
     layers, hidden, _, _ = BASES[base]
     vocab = mixture(base, 4).vocab
     return 96 * batch * SEQ_LEN * layers * hidden**2 * (1 + SEQ_LEN / (6 * hidden) + vocab / (16 * layers * hidden))

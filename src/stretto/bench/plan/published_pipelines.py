@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chapter 3 of Singh's dissertation, pipelines on Summit: plans for its runs, beside what was measured there.
+"""Chapter 3 of Singh's dissertation, pipelines on Summit: plans for its runs, and the measured results.
 
 `bench_published_pipelines` writes two tables. The first varies the number of stages of a model of 12B parameters on 48
 GPUs (figures 3.3 and 3.4), the second has the choices of Table 3.1 with the speeds of figure 3.7.
@@ -20,12 +20,12 @@ from stretto.planner.pipeline.memory import checkpoint_interval
 from stretto.planner.search_space import PredictKeywords
 
 SEQ_LEN, VOCAB = 512, 51200
-# Section 3.3 says 2048 sequences. Of the runs of section 3.4 the text does not say the batch: with 2048 sequences, 48
-# stages and micro-batches of 2 would idle a quarter of the time, and the runs reached half of the peak.
+# Section 3.3 has 2048 sequences. The batch of section 3.4 is not stated: with 2048 sequences, 48 stages and
+# micro-batches of 2 would idle a quarter of the time, but the runs reached half of the peak.
 FIGURES_BATCH, RUNS_BATCH = 2048, 16384
 STATE = StateOptions("host")  # as there, with 16-bit weights and gradients on the GPU
-# Sizes of the models, from AxoNN's paper; the dissertation gives their numbers of parameters alone. With dropout, as
-# GPT models had then: blocks that are recomputed are computed to their end.
+# Sizes of the models, from AxoNN's paper; the dissertation only states their parameter counts. With dropout, as GPT
+# models had then: blocks that are recomputed are computed to their end.
 MODELS = {
     12: GPTConfig(layers=48, hidden=4512, heads=24, vocab=VOCAB, max_seq_len=SEQ_LEN, dropout=0.1),
     24: GPTConfig(layers=48, hidden=6336, heads=36, vocab=VOCAB, max_seq_len=SEQ_LEN, dropout=0.1),
@@ -100,7 +100,7 @@ def bench_published_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, l
 
 
 def plan_stages(stages: int) -> dict[str, Any]:
-    """Predict a step of 12B parameters on 48 GPUs with so many stages, micro-batches of 1 (section 3.3.2)."""
+    """Predict a step of 12B parameters on 48 GPUs with `stages` stages, micro-batches of 1 (section 3.3.2)."""
     summit, grid = Cluster.preset("summit"), GridSizes(pipe=stages, data=48 // stages)
     found = predict_pipeline(12, grid, FIGURES_BATCH, 1)
     paper = predict_pipeline(12, grid, FIGURES_BATCH, 1, cost="paper")
@@ -127,7 +127,7 @@ def plan_stages(stages: int) -> dict[str, Any]:
 
 
 def plan_choices(batch: int = RUNS_BATCH) -> list[dict[str, Any]]:
-    """Predict Table 3.1's choices, and find the best grids of as many GPUs beside AxoNN's."""
+    """Predict Table 3.1's choices, and find the best grids of as many GPUs to compare with AxoNN's."""
     rows = []
     axonn = 0.0
     for choice in CHOICES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench plan`: writes the planner's predictions down first, then measures every grid beside them.
+"""`stretto bench plan`: writes the planner's predictions first, then measures every grid.
 
 `write_predictions` needs no GPU, so that its file can be committed before anything is measured; `bench_plan` only reads
 it. Both take whole local batches (no accumulation), no checkpointing, weights kept gathered, and overlap.
@@ -74,9 +74,9 @@ def list_variants(ranks: int, *, shards_sequence: bool = True) -> list[GridVaria
 def write_predictions(
     planned: Sequence[Planned], cluster: Cluster, file: Path, *, shards_sequence: bool = False
 ) -> dict[str, Any]:
-    """Predict every grid of each workload, and write `file`. Returns what is written.
+    """Predict every grid of each workload, and write `file`. Returns the file's content.
 
-    shards_sequence: predict grids with x > 1 twice, also with sharded tokens; `bench_plan` measures what is predicted.
+    shards_sequence: predict grids with x > 1 twice, also with sharded tokens. `bench_plan` measures these grids.
 
     Raises ValueError for a cluster that lacks a figure that is needed.
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench schedules`: message-driven order beside 1F1B where units take unequal times, by the timing model.
+"""`stretto bench schedules`: message-driven order compared with 1F1B for units of unequal times, by the timing model.
 
-Singh's argument for message-driven order (section 3.2.1) is that a stage computes what is there, in place of what a
-list says comes next. How much that gains depends on the memory that it gets: here each order is beside 1F1B at equal
-memory (as many live micro-batches as there are stages), and at twice that. Every unit takes its time multiplied by a
-number that is uniform in [1 - jitter, 1 + jitter]; all orders meet the same numbers.
+Singh's argument for message-driven order (section 3.2.1) is that a stage computes any micro-batch that has arrived,
+instead of the next one in a fixed order. The gain depends on the available memory: each order is compared with 1F1B at
+equal memory (as many live micro-batches as there are stages), and at twice that. Every unit's time is multiplied by a
+number drawn uniformly from [1 - jitter, 1 + jitter]; all orders have the same numbers.
 """
 
 import statistics

@@ -35,7 +35,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """What is predicted or measured. Raises ValueError for options that exclude each other."""
+    """Settings of `stretto bench plan`. Raises ValueError for options that exclude each other."""
 
     models: Annotated[
         tuple[str, ...], Option("Sizes of Table 5.1, with :LAYERS where not all are taken.", separator=" ")
@@ -69,7 +69,7 @@ class PlanSetting:
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, not {self.dtype!r}")
 
     def workloads(self, ranks: int) -> list[Planned]:
-        """Every model with every batch, for so many ranks. Raises ValueError for an unknown model."""
+        """Every model with every batch, for `ranks` ranks. Raises ValueError for an unknown model."""
         planned = []
         for spec in self.models:
             name, _, layers = spec.partition(":")

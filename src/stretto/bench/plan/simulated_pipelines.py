@@ -2,8 +2,8 @@
 """`stretto bench simulated-pipelines`: chapter 3 of Singh's dissertation, pipelines on Summit, simulated.
 
 The runs are those of `stretto bench published-pipelines`: 12B parameters on 48 GPUs with 6 to 48 stages (figures 3.3
-and 3.4), and the choices of Table 3.1 with 48 to 384 GPUs (figure 3.7). AxoNN hides what Stretto hides; of DeepSpeed
-and Megatron-LM, which did not then, every collective is waited for: an assumption.
+and 3.4), and the choices of Table 3.1 with 48 to 384 GPUs (figure 3.7). AxoNN overlaps the same collectives as
+Stretto; for DeepSpeed and Megatron-LM, which did not then, every collective is assumed to be exposed.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -37,11 +37,11 @@ from stretto.simulator.training.program import COMPUTE
 from stretto.simulator.training.simulation import Fidelity
 
 PEAK = 125e12  # FLOP/s of a V100, as the dissertation counts
-# What figure 3.7 and its text say: parts of the peak, and the step of 100B over AxoNN's.
+# Figure 3.7 and its text: parts of the peak, and the step of 100B over AxoNN's.
 PUBLISHED_SHARE = {"AxoNN": "49 to 54%", "DeepSpeed": "39 to 42%", "Megatron-LM": "21 to 41%"}
 PUBLISHED_OVER_AXONN = {(100, "DeepSpeed"): 1.18, (100, "Megatron-LM"): 2.46}
-# Of more micro-batches than the first number of times the stages, this part is simulated, and one more round of as many
-# micro-batches as there are stages: each further round takes as long as that one.
+# A round is as many micro-batches as there are stages. Of a step with more rounds, these and one more are simulated;
+# each further round takes as long as the last.
 SIMULATED_ROUNDS = 4
 
 STAGE_COLUMNS = (
@@ -71,8 +71,8 @@ CHOICE_COLUMNS = (
 
 @dataclass(frozen=True)
 class LongStep:
-    """Seconds of a step of many micro-batches, and of its phase of pipelining, without the optimizer; how long the rank
-    that computes most is exposed to communication, to messages between stages, and does nothing."""
+    """Seconds of a step of many micro-batches, and of its pipelined phase without the optimizer; of the rank that
+    computes most, seconds of exposed communication, of exposed messages between stages, and idle."""
 
     seconds: float
     phase: float
@@ -101,7 +101,7 @@ def bench_simulated_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, l
 
 
 def simulate_stages(stages: int) -> dict[str, Any]:
-    """12B parameters with so many stages, micro-batches of one sequence, in both fidelities."""
+    """12B parameters with `stages` stages, micro-batches of one sequence, in both fidelities."""
     grid = GridSizes(pipe=stages, data=48 // stages)
     found = predict_pipeline(12, grid, FIGURES_BATCH, 1)
     closed, queued = (simulate_long(12, found, FIGURES_BATCH, fidelity) for fidelity in ("closed-form", "event-driven"))

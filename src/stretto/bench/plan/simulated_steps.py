@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench simulated-steps`: steps that were measured on GPUs, beside the simulator's and the planner's.
+"""`stretto bench simulated-steps`: steps that were measured on GPUs, compared with the simulator's and the planner's.
 
-Nothing is measured here. The machine's parameters are those of its probe alone, which lies beside the measured steps of
+Nothing is measured here. The machine's parameters are those of its probe alone, in the folder of the measured steps of
 `stretto bench plan`; `stretto bench overlap` was measured on the machine of the first of them.
 """
 
@@ -116,7 +116,7 @@ def _compare(
     options: ExecutionOptions,
     cluster: Cluster,
 ) -> dict[str, Any]:
-    """Simulate a step in which each rank takes its whole part of the batch at once."""
+    """Simulate a step in which each rank computes its whole part of the batch at once."""
     sizes = check_sizes({axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", grid)})
     workload = StepWorkload(read_architecture(GPTConfig(**model), seq_len), batch, seq_len)
     config = StepConfig(sizes, batch // sizes.batch_parts, options)

@@ -38,7 +38,7 @@ from stretto.train.config import JobConfig, job_from_json, make_config
 
 EVERY, KEPT = 2, 2
 AFTER = 1.5
-"""Moments of kills lie in so many times the duration of a write, from its begin: it is followed by deletions."""
+"""Kills happen within this multiple of a write's duration, from its start: a write is followed by deletions."""
 LONGEST = 120.0  # seconds, until a save begins or a run ends
 LONGEST_END = 10.0  # seconds, for ranks whose peer was killed
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
@@ -55,10 +55,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: the save in which it came, how long after the save's begin, whom it hit, and what it left.
+    """One kill: the save that it interrupted, seconds after the save's start, the killed ranks, and the state left.
 
-    left: what lies beside the checkpoints. broken: how many checkpoints are not what an undisturbed run wrote. lost:
-    steps from the last checkpoint to the last step that was logged.
+    left: other files next to the checkpoints. broken: number of checkpoints that differ from an undisturbed run's.
+    lost: steps from the last checkpoint to the last step that was logged.
     """
 
     save: int
@@ -201,7 +201,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _losses(out: Path) -> dict[int, float]:
-    """The loss of each step that was logged. A line that a kill has cut short does not count."""
+    """The loss of each logged step. Ignores a line that a kill has cut short."""
     losses = {}
     with suppress(FileNotFoundError):
         for line in (out / "metrics.jsonl").read_text().splitlines():
@@ -233,7 +233,7 @@ def _configure(out: Path, ranks: int, hidden: int, steps: int, *, kept: int) -> 
 
 @contextmanager
 def _started(config: JobConfig, ranks: int) -> Iterator[list[BaseProcess]]:
-    """Start the ranks, by forks of a process that has imported what they need, and end them after the block."""
+    """Fork the ranks from a process with the modules imported, and stop them after the block."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stretto.train.trainer", "stretto.train.gpt.task", __name__])
     # FileStore wants a name at which there is no file.
@@ -252,7 +252,7 @@ def _started(config: JobConfig, ranks: int) -> Iterator[list[BaseProcess]]:
 
 
 def _finish(processes: Sequence[BaseProcess]) -> None:
-    """Wait for ranks to end by themselves. Raises RuntimeError if they do not, or fail."""
+    """Wait for ranks to exit by themselves. Raises RuntimeError if they do not, or fail."""
     deadline = time.monotonic() + LONGEST
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -265,7 +265,7 @@ def _train(rank: int, config: str, ranks: int, store: str) -> None:
     from stretto.train.trainer import train
 
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # ranks whose peer was killed have much to say
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # ranks whose peer was killed print long tracebacks
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     train(job_from_json(config), display="none")
     dist.barrier()

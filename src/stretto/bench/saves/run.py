@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save adds to the steps of training, and how fast a state is copied to the host and written to a disk.
+"""The overhead of a save in training steps, and the speed of copies of a state to the host and of writes to a disk.
 
-steps: a GPT is trained with a checkpoint every so many steps: saved between two steps, and beside training. size: a
+steps: a GPT is trained with regular checkpoints, saved synchronously between two steps, and asynchronously. size: a
 state of 7B's size, weights and two moments in fp32, on one GPU: pinning the memory, the host link, the copy, a step
-with and without a copy beside it; then a part of it is written, by several numbers of writer threads. hash: the hash of
-7B's weights that `train.verify_steps` compares before a save, beside the GPU's memory bandwidth.
+with and without a concurrent copy; then a part of it is written, by several numbers of writer threads. hash: the hash
+of 7B's weights that `train.verify_steps` compares before a save, relative to the GPU's memory bandwidth.
 """
 
 import os
@@ -142,7 +142,7 @@ def _measure_steps(setting: SavesSetting) -> list[dict[str, Any]]:
 
 
 def _time_saves(setting: SavesSetting, task: GPTTask, out: Path) -> Iterator[dict[str, Any]]:
-    """Runs without saves, with saves between steps and with saves beside them; two rounds, of which the best counts."""
+    """Runs without saves, with synchronous and with asynchronous saves; the best of two rounds counts."""
     step = 0
     best: dict[str, dict[str, Any]] = {}
     for kind in ("none", "between steps", "beside training") * 2:
@@ -229,7 +229,7 @@ def _numbers_that_fit(device: torch.device) -> int:
 
 
 def _make_state(numbers: int, device: torch.device) -> dict[str, ShardedState]:
-    """Weights and two moments of so many numbers, in tensors of at most the size of Llama 7B's largest matrix."""
+    """Weights and two moments of `numbers` numbers, in tensors of at most the size of Llama 7B's largest matrix."""
     state = {}
     for number, start in enumerate(range(0, numbers, LARGEST_NUMBERS)):
         size = min(LARGEST_NUMBERS, numbers - start)
@@ -242,7 +242,7 @@ def _make_state(numbers: int, device: torch.device) -> dict[str, ShardedState]:
 def _time_overlapped(
     state: dict[str, ShardedState], staging: Staging, device: torch.device
 ) -> Iterator[tuple[str, float]]:
-    """A step of matrix products and an update of the whole state: without a copy, with one beside it, and after it.
+    """A step of matrix products and an update of the whole state: without a copy, with a concurrent one, and after one.
 
     The update waits for the copy, and the products do not. They take about as long as the copy.
     """
@@ -313,7 +313,7 @@ def _write(
 
 
 def _clock(device: torch.device, call: Callable[[], Any], *, waits: bool = True) -> float:
-    """Seconds of a call, and of what it has launched on the device if it `waits`."""
+    """Seconds of a call; with `waits`, including the work that it launched on the device."""
     _synchronize(device)
     began = time.perf_counter()
     call()

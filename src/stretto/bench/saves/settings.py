@@ -16,12 +16,12 @@ LLAMA_7B_NUMBERS = 6_738_415_616
 LARGEST_NUMBERS = 11008 * 4096
 """Numbers of its largest matrix, and of the tensors that `size` copies."""
 USABLE, USABLE_ON_HOST = 0.85, 0.75
-"""Of a GPU's free memory and of the host's: how much `size` takes."""
+"""The parts of a GPU's free memory and of the host's that `size` uses."""
 
 
 @dataclass(frozen=True)
 class SavesSetting:
-    """What `stretto bench saves` measures. Raises ValueError for settings that cannot work."""
+    """Settings of `stretto bench saves`. Raises ValueError for impossible settings."""
 
     parts: Annotated[tuple[str, ...], Option("steps, size, hash, with commas.")] = USUAL_PARTS
     ranks: Annotated[int, Option("Processes of the CPU, for steps and kills; a GPU has one.")] = 2

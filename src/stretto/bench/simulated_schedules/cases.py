@@ -14,7 +14,7 @@ RING_OF = {
     "reducescatter": "ring-reduce-scatter",
     "alltoall": "direct-all-to-all",
 }
-"""The schedules that stand for NCCL's collectives. MSCCLang, section 7.1.1, finds its all-reduce such a ring."""
+"""The schedules that represent NCCL's collectives. According to MSCCLang, section 7.1.1, its all-reduce is a ring."""
 _ABLATED = {
     "ring-all-reduce": {"ranks": 4},
     "two-shot-all-reduce": {"ranks": 4},
@@ -27,7 +27,7 @@ _ABLATED = {
 class MeasuredSchedule:
     """One measured time of a schedule.
 
-    contest: what it competes with, all cases of one name; executor: of the machine's costs; protocol: "" for the
+    contest: the cases of one name compete with each other; executor: of the machine's costs; protocol: "" for the
     fastest of the executor's; parameters: of the algorithm; seconds: measured.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what the simulator would choose with what `stretto bench collectives --tune` measured to be the fastest."""
+"""Compares the simulator's choices with the fastest ones that `stretto bench collectives --tune` measured."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "reducescatter": ("direct-reduce-scatter",),
     "alltoall": ("direct-all-to-all",),
 }
-"""What the tuner of GPU collectives tries, each by LL and LL128 and, of each collective the last, by copy engines.
+"""Candidates of the tuner of GPU collectives, each by LL and LL128 and, the last of each collective, by copy engines.
 
-Simple, which it tries too, was never the fastest: no result has a time of it, and no costs could be fitted.
+The tuner also tries Simple, which was never the fastest: no result has a time of it, and no costs could be fitted.
 """
 CHOICES = (
     Column("collective", "collective"),
@@ -74,7 +74,7 @@ def list_choices(
 
 
 def summarize_choices(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One sentence about how often the simulator chooses what was measured."""
+    """One sentence: how often the simulator's choice is the measured one."""
     same, algorithm, close = (sum(row[key] for row in rows) for key in ("is_same", "is_same_algorithm", "is_close"))
     return (
         f"Of {len(rows)} sizes the simulator chooses the measured algorithm and protocol in {same}, the measured "

@@ -31,13 +31,13 @@ def compile_case(algorithm: str, parameters: tuple[tuple[str, int], ...]) -> Sch
 
 @dataclass
 class SchedulePredictor:
-    """Predicts cases by simulation, and remembers what did not change between two sets of costs."""
+    """Predicts cases by simulation, and caches predictions whose costs have not changed."""
 
     topology_of: Callable[[int], NetworkTopology]
     _known: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     def predict(self, case: MeasuredSchedule, costs: MachineCosts) -> float:
-        """The simulated seconds of a case; outside of a CUDA graph at least what the host takes to issue the call."""
+        """The simulated seconds of a case; outside of a CUDA graph, at least the host's time to issue the call."""
         executor = costs.executor(case.executor)
         protocols = [case.protocol] if case.protocol else list(executor.protocols)
         seconds = executor.launch + min(self._simulate(case, executor, protocol) for protocol in protocols)
@@ -96,8 +96,8 @@ def fit(
 ) -> MachineCosts:
     """Fit the parameters from their values in `start` (Levenberg-Marquardt on logarithms of parameters and times).
 
-    Large deviations count less than squared (they are weighted by their inverse beyond 15%), so that a few odd
-    measurements do not bend the rest.
+    Large deviations count less than squared (they are weighted by their inverse beyond 15%), so that a few
+    outliers do not dominate the fit.
     """
     values = np.array([math.log(get(start, each)) for each in parameters])
 

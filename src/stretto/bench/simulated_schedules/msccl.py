@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench simulated-msccl`: MSCCLang's figures 8c, 8e, 8g and 11 simulated, beside what the paper says of them.
+"""`stretto bench simulated-msccl`: MSCCLang's figures 8c, 8e, 8g and 11 simulated, compared with the paper.
 
 Costs are those of NCCL 2.8's own model (`nccl-2.8-a100` and `-v100`), on which MSCCLang's runtime is built; nothing is
-fitted to the paper. `CLAIMS` has what was predicted by hand before the first run. The paper's figures give curves and
-no numbers, so what can be compared are the numbers of its text.
+fitted to the paper. `CLAIMS` has predictions made by hand before the first run. The paper's figures are curves without
+numbers, so only the numbers in its text are compared.
 """
 
 import math
@@ -50,12 +50,12 @@ CLAIM_COLUMNS = (
     Column("is_met", "the paper's claim is"),
 )
 Times = dict[int, tuple[float, str]]
-"""By bytes: the best simulated seconds, and as what."""
+"""By bytes: the best simulated seconds, and the configuration that reached them."""
 
 
 @dataclass(frozen=True)
 class ClusterSimulation:
-    """Simulates schedules on nodes of one cluster with its costs, and takes the best of several configurations."""
+    """Simulates schedules on nodes of one cluster with its costs, and selects the best of several configurations."""
 
     cluster: Cluster
     costs: MachineCosts
@@ -130,7 +130,7 @@ def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) 
     gpus = where.cluster.gpus_per_node
     rings = rotated_rings_all_reduce.compile(nodes=nodes, gpus=gpus, rings=int(where.cluster.require("nics_per_node")))
     trees = chained_trees_all_reduce.compile(nodes=nodes, gpus=gpus)
-    # NCCL 2.8 takes 24 channels on A100, and fewer for small buffers: a ring a NIC of a node, one or three times.
+    # NCCL 2.8 uses 24 channels on A100, and fewer for small buffers: a ring a NIC of a node, once or three times.
     nccl = where.best([("ring", rings), ("tree", trees)], sizes, instances=(1, 3))
     ours = where.best(
         [
@@ -157,7 +157,7 @@ def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) 
 
 
 def _one_gpu_a_node(where: ClusterSimulation) -> ClusterSimulation:
-    """The ranks of one place of all nodes, with its share of the NICs."""
+    """The ranks with the same local rank on all nodes, with their share of the NICs."""
     cluster = where.cluster
     share = min(1.0, (cluster.nics_per_node or 1) / cluster.gpus_per_node)
     link = replace(cluster.between_nodes, bandwidth=cluster.require("between_nodes.bandwidth") * share)
@@ -230,7 +230,7 @@ def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float 
 
 @dataclass(frozen=True)
 class PublishedClaim:
-    """One sentence of the paper. value: finds our number in the rows of a study; low, high: where the claim is met."""
+    """One claim of the paper. value: finds our number in the rows of a study; low, high: the range of agreement."""
 
     figure: str
     study: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MSCCLang is compared with, as schedules: NCCL's rings and trees, hand-written exchanges, and SCCL's copies."""
+"""MSCCLang's baselines as schedules: NCCL's rings and trees, hand-written exchanges, and SCCL's copies."""
 
 from collections.abc import Iterable, Sequence
 

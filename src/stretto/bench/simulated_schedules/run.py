@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench simulated-collectives`: simulated schedules beside measured ones, with costs fitted to half of them.
+"""`stretto bench simulated-collectives`: simulated schedules compared with measured ones, costs fitted to half of them.
 
 The measurements are those of results/collectives, results/collectives-2-gpus and results/ablations (2 and 4 H200), and
 of 8 processes over shaped links, which this bench measures. One set of costs a machine is fitted to every second size;
@@ -59,7 +59,7 @@ START = MachineCosts(
     "dgx-h200, 2 or 4 of its GPUs",
     "",
     {
-        # A kernel for the whole schedule, whose CUDA blocks each take a part of all chunks; mailboxes, so no slots.
+        # A kernel for the whole schedule, whose CUDA blocks each process a part of all chunks; mailboxes, so no slots.
         "fused": ExecutorCosts(
             2e-6,
             {
@@ -96,14 +96,14 @@ START = MachineCosts(
     link_latency=0.5e-6,
     network_latency=2e-6,
 )
-"""Where the fit begins; figures that `FITTED` does not name stay."""
+"""The initial values of the fit; figures not listed in `FITTED` are fixed."""
 FITTED: dict[str, tuple[str, ...]] = {
     "fused": ("latency", "bandwidth_factor"),
     "copy-engine": ("bandwidth_factor",),
     "interpreter": ("latency", "block_bandwidth", "step_seconds"),
     "nccl": ("latency", "bandwidth_factor"),
 }
-"""Of each executor, the figures of its protocols that are fitted, beside its launch and its host's time."""
+"""The figures of each executor's protocols that are fitted, in addition to its launch and host times."""
 SOCKETS = MachineCosts(
     "8 processes in network namespaces",
     "",
@@ -181,7 +181,7 @@ def _named(costs: MachineCosts, source: str) -> MachineCosts:
 
 
 def _is_seen(cases: Sequence[MeasuredSchedule], executor: str, name: str) -> bool:
-    """Whether the cases tell a figure: how long the host takes shows where a call is shorter than that."""
+    """Whether the cases determine a figure: the host's time only shows in calls that are shorter."""
     return name != "host_seconds" or any(case.executor == executor and case.mode == "eager" for case in cases)
 
 
@@ -238,7 +238,7 @@ def list_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def list_winners(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """In how many of the contests whose best two differ by more than 5% the simulation has the measured winner."""
+    """Count, of contests whose best two differ by more than 5%, those in which simulation and measurement agree."""
     contests: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         contests[row["contest"]].append(row)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank that runs schedules over TCP sockets: a thread for each thread block, a socket for each connection.
 
-It is what the CPU measurement of `stretto bench simulated-collectives` times: the links between network namespaces have
-a given bandwidth, and this program moves schedules' messages over them, tile by tile through FIFO slots. It imports no
-torch, so that eight ranks start at once on few cores. Numbers are fp32, and what comes out is checked.
+The CPU measurement of `stretto bench simulated-collectives` times this program: the links between network namespaces
+have a given bandwidth, and it moves schedules' messages over them, tile by tile through FIFO slots. It does not import
+torch, so that eight ranks start quickly on few cores. Numbers are fp32, and the results are checked.
 """
 
 import json
@@ -171,7 +171,7 @@ def value_of(rank: int, index: int) -> float:
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytearray:
-    """Read so many bytes. Raises ConnectionError if the peer has gone."""
+    """Read `count` bytes. Raises ConnectionError if the peer has closed the connection."""
     content = bytearray(count)
     view = memoryview(content)
     while view:

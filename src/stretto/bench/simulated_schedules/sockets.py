@@ -30,8 +30,8 @@ from stretto.simulator.schedules.simulate import PACKET_BYTES
 
 _LEAD = 0.03  # seconds from agreeing on a start to the start
 _PORT = 23450
-_HEADERS = 8934 / 9014  # of an Ethernet frame of 9000 bytes, what TCP carries
-_IN_MEMORY = 10e9  # bytes/s: what is no link of the network is no limit
+_HEADERS = 8934 / 9014  # TCP payload of an Ethernet frame of 9000 bytes
+_IN_MEMORY = 10e9  # bytes/s: only links of the network limit the bandwidth
 
 
 def socket_topology(network: Network = NETWORK, in_node: float = 0.0, between: float = 0.0) -> NetworkTopology:
@@ -92,7 +92,7 @@ def read_socket_cases(rows: Sequence[dict[str, Any]]) -> list[MeasuredSchedule]:
 
 
 def list_two_level(results: Path) -> Iterator[dict[str, Any]]:
-    """Rows of results/two-level: two-level collectives and a flat ring of 8 processes, beside their simulation.
+    """Rows of results/two-level: two-level collectives and a flat ring of 8 processes, with their simulation.
 
     Nothing is fitted: the links are as they were set there, and a message's latency as that bench measured it.
     """

@@ -42,7 +42,7 @@ class Check(NamedTuple):
 class StressCase(ABC):
     """The calls of one configuration on one rank, in one group.
 
-    entries: the number of inputs with known results, which calls take in random order. are_outputs_new: each call
+    entries: the number of inputs with known results, which calls use in random order. are_outputs_new: each call
     allocates the tensors that it returns; they are poisoned after the comparison, so that the allocator gives poisoned
     memory to the next call. leaves_room: calls of two groups complete in whatever order their kernels start.
     """
@@ -59,10 +59,10 @@ class StressCase(ABC):
         """Fill the workspaces with poison, as far as the protocol allows. No rank is in a call meanwhile."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise what the device has reported, such as a wait that timed out. The device is idle."""
+        """Raise the error that the device has reported, such as a wait that timed out. The device is idle."""
 
     def release_graph(self) -> None:  # noqa: B027
-        """Release what a captured graph of calls has held; the graph is deleted."""
+        """Release the resources of a captured graph of calls; the graph is deleted."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Configuration:
     family: the part of the library. kernels: those that it launches, as `kernels.list_kernels` names them. covers: a
     description for `--list`. make: makes the case of a rank; collective. takes_graphs: CUDA graphs can capture its
     calls. takes_groups: several groups may call it at once. takes_halves: these may be the two halves of the ranks,
-    for which its kernels are compiled anew. suits: whether it supports so many ranks. on_cpu: CPU ranks can run it.
+    for which its kernels are compiled anew. suits: whether it supports a number of ranks. on_cpu: CPU ranks can run it.
     symmetric_memory: torch's backend of symmetric memory, which a whole process shares.
     """
 

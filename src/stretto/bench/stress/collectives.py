@@ -30,7 +30,7 @@ COPY_KERNELS = tuple(
     for name in ("wait_for_peers", "signal_arrival", "release_mailboxes")
 )
 
-# Configurations take these in turn, so that each protocol runs with each of them several times.
+# Configurations cycle through these, so that each protocol runs with each of them several times.
 DTYPES = ("bfloat16", "float32", "float16", "int32", "float64", "uint8", "int8", "int64", "int16")
 REDUCTIONS = ("sum", "sum", "max", "sum", "min", "sum", "avg")
 UNROLLS = (1, 2, 4)
@@ -186,7 +186,7 @@ class CollectiveCase(StressCase):
             workspace._copy_memory.buffer()[HEAD:_COPY_POISONED].fill_(POISON_BYTE)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         if self._kernel is not None:
             self._kernel.workspace.check()
 
@@ -228,7 +228,7 @@ def _make_kernel(variant: CollectiveVariant, schedule: Schedule, team: Team) -> 
 
 
 def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
-    """The sizes to compile an algorithm for: so many ranks, in as square a rectangle of nodes as possible."""
+    """The sizes to compile an algorithm for: `ranks` ranks, in as square a rectangle of nodes as possible."""
     if "nodes" not in ALGORITHMS[algorithm].parameters:
         return {"ranks": ranks}
     nodes = max(nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and nodes * nodes <= ranks)
@@ -236,7 +236,7 @@ def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
 
 
 def _suits(algorithm: str, ranks: int) -> bool:
-    """Whether an algorithm exists for so many ranks."""
+    """Whether an algorithm supports this number of ranks."""
     return ranks == 8 or algorithm != "dgx1-all-gather"
 
 
@@ -249,7 +249,7 @@ def list_configurations() -> list[Configuration]:
     forms += [("two-shot-all-reduce", "interpreted", protocol) for protocol in PROTOCOLS]
     forms += [(algorithm, "copy", "Copy") for algorithm in BY_COPIES]
     configurations = [_configure(number, *variant) for number, variant in enumerate(dict.fromkeys(forms))]
-    # How the ends of tensors are read and written depends on the dtype, and what a thread holds at once on the unroll.
+    # Accesses at the ends of tensors depend on the dtype, and the number of values in a thread on the unroll.
     every_dtype = itertools.product(PROTOCOLS, DTYPES)
     configurations += [_configure_dtype(number, *form) for number, form in enumerate(every_dtype)]
     return configurations + [_configure_large(algorithm) for algorithm in BY_COPIES]
@@ -280,7 +280,7 @@ def _configure_dtype(number: int, protocol: str, dtype: str) -> Configuration:
 
 
 def _configure_large(algorithm: str) -> Configuration:
-    """Copy engines with large tensors: their kernels fill half of the multiprocessors while copies are on their way."""
+    """Copy engines with large tensors: their kernels fill half of the multiprocessors while copies are in flight."""
     variant = CollectiveVariant(algorithm, "copy", "Copy", "bfloat16", "sum", 4, False, 1, is_large=True)
     return _describe(f"copy/{algorithm}/Copy/large", variant)
 

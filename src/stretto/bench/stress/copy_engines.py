@@ -78,7 +78,7 @@ class CopyEngineGatherCase(StressCase):
             place.whole.fill_(float("nan"))
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         if self._gather._channel is not None:
             self._gather._channel.check()
 
@@ -124,7 +124,7 @@ class CopyEngineScatterCase(StressCase):
         self._scatter._channel.tensor((size,), torch.uint8).fill_(0xFF)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         self._scatter._channel.check()
 
 
@@ -145,7 +145,7 @@ def list_configurations() -> list[Configuration]:
             partial(CopyEngineScatterCase, dtype=fp32, result=fp32, starts=1),
         ),
         Configuration(
-            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients on their way as there are slots, bf16",
+            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients in flight as there are slots, bf16",
             partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
         ),
     ]  # fmt: skip

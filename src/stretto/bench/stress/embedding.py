@@ -58,7 +58,7 @@ class LookUp:
 
 
 class EmbeddingCase(StressCase):
-    """Calls of one form of look-up, on whole numbers; every rank knows all ranks' tables, indices and results."""
+    """Calls of one form of look-up, on whole numbers; every rank computes all ranks' tables, indices and results."""
 
     entries = ENTRIES
 
@@ -247,7 +247,7 @@ class EmbeddingCase(StressCase):
         return clones
 
     def _choosing_backward(self) -> Any:
-        """A context in which copy engines push gradients, if the form says so."""
+        """A context in which copy engines push gradients, if the form has `by_copies`."""
         if not self._look_up.by_copies:
             return nullcontext()
         choose = backward.choose_backward_config
@@ -265,12 +265,12 @@ class EmbeddingCase(StressCase):
                 kept.everyones.fill_(float("nan"))
 
     def release_graph(self) -> None:
-        """Give the ring's slots back: a captured slot would stay reserved, though its graph is gone."""
+        """Release the ring's slots: a captured slot would stay reserved after its graph is deleted."""
         for ring in find_output_rings(self._team.group.group_name):
             ring._captures = [None] * ring.outputs
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         self._faults.check()
         if self._look_up.action != "alone":
             ops.check_indices(self._team.group)

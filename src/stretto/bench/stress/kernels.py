@@ -68,7 +68,7 @@ def _is_jitted(node: ast.AST) -> bool:
 def _find_names_on_host(tree: ast.AST) -> set[str]:
     """All names, and attributes of names ("module.name"), that are read outside of jitted functions.
 
-    Not what a function has as its own variable.
+    Excludes local variables of functions.
     """
     found: set[str] = set()
     own: set[str] = set()

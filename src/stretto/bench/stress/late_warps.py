@@ -64,7 +64,7 @@ def delay_ptx(ptx: str) -> str:
 
 
 def delay_source(source: str) -> str:
-    """Insert sleeps into the CUDA C++ of a collective's kernel. ValueError if no function of it can take one."""
+    """Insert sleeps into the CUDA C++ of a collective's kernel. Raises ValueError if it has no kernel."""
     changed, count = _BEGINNINGS.subn(r"\1 be_late();", source)
     if not count:
         raise ValueError("the source has no kernel whose threads could be late")
@@ -76,7 +76,7 @@ def delay_source(source: str) -> str:
 
 def install() -> None:
     """Insert sleeps into all kernels that this process compiles from now on. Call it before Triton is imported."""
-    # The key of Triton 3.6's cache does not show that a kernel was changed.
+    # The cache key of Triton 3.6 does not include these changes.
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".triton", "cache")
     os.environ["TRITON_CACHE_DIR"] = folder.rstrip("/") + "-late-warps"
     from triton import knobs

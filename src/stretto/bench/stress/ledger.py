@@ -51,7 +51,7 @@ class Ledger:
             self._read(path)
 
     def of(self, ranks: int, name: str) -> Account:
-        """The account of a configuration with so many ranks."""
+        """The account of a configuration with `ranks` ranks."""
         return self.accounts.setdefault(ranks, {}).setdefault(name, Account())
 
     def begin(self, ranks: int, seed: int) -> None:
@@ -63,9 +63,9 @@ class Ledger:
         if self.path is None:
             return
         text = json.dumps({"version": _VERSION, "ranks": self.encode()}, indent=1)
-        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        beside.write_text(text)
-        beside.replace(self.path)
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        partial.write_text(text)
+        partial.replace(self.path)
 
     def encode(self) -> dict[str, Any]:
         """All accounts, as JSON has them."""

@@ -118,7 +118,7 @@ def _stress(
     """Run the stress. Returns (how it found the mutation, or "", seconds, a note)."""
     command = [sys.executable, "-m", "stretto", "stress", "--ranks", str(ranks), "--minutes", str(minutes), "--json"]
     command += ["--only", mutation.only, "--stop-at-first", "--limit", str(_BATCH_LIMIT)]
-    if mutation.kind != "wait":  # all other kinds show when warps are far apart
+    if mutation.kind != "wait":  # all other kinds are found when warps drift apart
         command.append("--late-warps")
     try:
         done = subprocess.run(

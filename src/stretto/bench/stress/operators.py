@@ -26,7 +26,7 @@ SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
 
-_DENSITIES = (0.5, 0.25, 0.1, 0.03)  # share of nonzero operands: takes the first with which no sum is rounded
+_DENSITIES = (0.5, 0.25, 0.1, 0.03)  # fraction of nonzero operands: uses the first with which no sum is rounded
 _PROGRAMS = 12  # fewer than the 14 multiprocessors that a rank has when 8 share an H100
 
 
@@ -61,7 +61,7 @@ class OperatorVariant:
     def shrunk(self) -> "OperatorVariant":
         """The same call in small sizes, for interpreted kernels, which are 100,000 times slower than a GPU.
 
-        What the sizes decide stays: whether rows fill tiles, and whether TMA takes the operands.
+        Preserves what depends on the sizes: whether rows fill tiles, and whether TMA supports the operands.
         """
         grain = 16 if self.dtype == FP8 else 8
         n = 48 if self.n % 8 == 0 else 37
@@ -84,7 +84,7 @@ class OperatorCase(StressCase):
     def __init__(self, call: OperatorVariant, team: Team) -> None:
         self._call = call if team.is_cuda else call.shrunk()
         self._team = team
-        # The programs of two groups would hold all of a share while copies, where ranks share a GPU, need a part of it.
+        # Where ranks share a GPU, the programs of two groups would occupy a rank's multiprocessors; copies need some.
         self.leaves_room = call.plan is None or call.plan.blocks != FILLING
         self._run = getattr(ops, call.operator)
         for density in _DENSITIES:
@@ -172,7 +172,7 @@ class OperatorCase(StressCase):
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         check_workspaces(self._team)
 
 
@@ -228,7 +228,7 @@ class MlpCase(StressCase):
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         check_workspaces(self._team)
 
 

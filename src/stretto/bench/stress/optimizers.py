@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stress configurations of optimizers' kernels, and of optimizer state that comes from the host and goes back."""
+"""Stress configurations of optimizers' kernels, and of optimizer state that is offloaded to the host."""
 
 from collections.abc import Sequence
 
@@ -103,7 +103,7 @@ class MixedPrecisionCase(StressCase):
 
 
 class HostStateCase(StressCase):
-    """Steps whose state comes from the host in small buckets, and goes back: fetches, steps and returns overlap."""
+    """Steps whose state is fetched from the host in small buckets and written back; all three overlap."""
 
     entries = ENTRIES
 
@@ -129,7 +129,7 @@ class HostStateCase(StressCase):
         return store
 
     def _step(self, store: OptimizerStateStore, entry: int) -> tuple[Tensor, ...]:
-        """Two steps from one state; the second reads what the first has returned."""
+        """Two steps from one state; the second reads the state that the first has written back."""
         store.residence.synchronize()
         for array in store.slots(0).values():
             array.zero_()

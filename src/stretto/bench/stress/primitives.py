@@ -25,8 +25,8 @@ _LEAST_NUMBERS = 2048
 class TileCase(StressCase):
     """Calls that move every rank's x [rows, columns] int32, in tiles.
 
-    A subclass makes the results of one input, and calls the kernels. slots: how many buffers of `numbers` int32 numbers
-    of each rank calls take in turn.
+    A subclass makes the results of one input, and calls the kernels. slots: number of buffers of each rank that
+    calls use in turn, each of `numbers` int32 numbers.
     """
 
     entries = ENTRIES
@@ -91,12 +91,12 @@ class TileCase(StressCase):
         self.buffer(2 * self.numbers).fill_(-1)
 
     def check(self) -> None:
-        """Raise what the device has reported."""
+        """Raise the error that the device has reported."""
         self.channel.check()
 
 
 class PushCase(TileCase):
-    """One kernel pushes tiles to all ranks, another takes them. has_slots: no wait for ranks one call behind."""
+    """One kernel pushes tiles to all ranks, another reads them. has_slots: no wait for ranks one call behind."""
 
     def __init__(self, team: Team, *, has_slots: bool) -> None:
         self._has_slots = has_slots
@@ -158,7 +158,7 @@ class TileScatterCase(TileCase):
 
 
 class RoutedCase(TileCase):
-    """Tables route tiles: tile t of rank r goes to rank (t + r) modulo world; the caller gives the counts."""
+    """Tables route tiles: tile t of rank r is sent to rank (t + r) modulo world; the caller passes the counts."""
 
     def __init__(self, team: Team) -> None:
         super().__init__(team)
@@ -213,7 +213,7 @@ class RingCase(TileCase):
 
 
 class ExchangeCase(TileCase):
-    """Every rank's row goes to all, signalled by one tile between peers; one kernel begins and ends the call."""
+    """Every rank sends its row to all, signalled by one tile between peers; one kernel begins and ends the call."""
 
     peer_tiles = 1
 
@@ -228,7 +228,7 @@ class ExchangeCase(TileCase):
 
 
 class PacketCase(TileCase):
-    """Every rank's rows go to all as packets."""
+    """Every rank sends its rows to all as packets."""
 
     def __init__(self, team: Team, *, packet_rows: int) -> None:
         self._packet_rows = packet_rows
@@ -316,7 +316,7 @@ class CopyCase(TileCase):
             tiles.rank_notify(self.channel, self.rank * self.channels + index, peer)
 
     def _await(self) -> None:
-        """Wait on the stream; a rank's last signal stands for all its rows."""
+        """Wait on the stream; a rank's last signal covers all its rows."""
         last = self.channels - 1
         if self._waits == "all":
             tiles.rank_wait_all(self.channel, last, self.channels)

@@ -28,7 +28,7 @@ CPU_CALLS = 6  # interpreted kernels are thousands of times slower
 FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
 LIMIT = 120.0
 _MODE_WEIGHTS = {"eager": 5, "graph": 3, "groups": 2}
-_POISONED = 0.3  # share of batches before which workspaces are poisoned; the second batch always is
+_POISONED = 0.3  # fraction of batches before which workspaces are poisoned; always before the second
 _BATCHES_IN_A_ROW = 5  # in a row, of a configuration whose ranks restart for another symmetric-memory backend
 _MOST_FAILURES = 2  # batches that hang or raise before the run leaves their configuration out
 _PROGRESS_SECONDS = 10.0  # between lines of progress
@@ -123,7 +123,7 @@ def stress(setting: StressSetting, report: Callable[[str], None] = print) -> Str
 def choose_mode(modes: Sequence[str], seed: int, name: str, number: int) -> str:
     """Choose the mode of a configuration's batch. It depends on the seed alone, so that a run can be repeated.
 
-    The first batches take each mode once, starting anywhere, so that short runs with several seeds cover all modes.
+    The first batches use each mode once, in a random rotation, so that short runs with several seeds cover all modes.
     """
     if number < len(modes):
         return modes[(mix(seed, "first mode", name) + number) % len(modes)]
@@ -207,7 +207,7 @@ class _StressRun:
         if self._setting.results is not None:
             open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
         least = FLOOR if self._setting.results is None else self._setting.results
-        # Once all have the least number of results, they take turns: fast ones have larger batches.
+        # Once all have the least number of results, configurations alternate: fast ones have larger batches.
         return min(
             open_ones,
             key=lambda name: (min(self._turns[name], least), self._batches[name], self._runs_separately(name)),
@@ -215,7 +215,7 @@ class _StressRun:
         )
 
     def _size_batch(self, name: str, mode: str) -> int:
-        """How many calls the next batch has: more if the last one was fast, so that most time goes into calls."""
+        """The number of calls in the next batch: more if the last one was fast, so that calls take most of the time."""
         seconds = self._seconds.get((self._pool.starts, name, mode))
         if self._setting.calls or seconds is None or not self._has_gpus:
             return self._calls

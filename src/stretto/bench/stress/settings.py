@@ -15,13 +15,13 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class StressSetting:
-    """What a stress run calls, and when it ends. Raises ValueError for impossible settings,
-    patterns that match nothing, and a file to resume from that holds something else.
+    """Settings of `stretto stress`. Raises ValueError for impossible settings, patterns that match nothing, and a file
+    to resume from that is not a stress result.
 
     minutes: no batch begins later. only: patterns of configurations' names. seed: None for a new one. results: the run
-    ends when each configuration has so many. resume: a file whose results the run continues. limit: seconds that a
+    ends when each configuration has this many. resume: a file whose results the run continues. limit: seconds that a
     batch may take (None: the defaults). calls: of a batch (None: by the number of ranks). stops_at_first: end at the
-    first finding. late_warps: insert random sleeps into the kernels, so that warps drift apart; takes a GPU.
+    first finding. late_warps: insert random sleeps into the kernels, so that warps drift apart; needs a GPU.
     """
 
     ranks: int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class Team:
-    """The ranks of one process group. kept: what its cases share, such as the collectives' workspace."""
+    """The ranks of one process group. kept: objects shared by its cases, such as the collectives' workspace."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -48,7 +48,7 @@ class Team:
     def integers(
         self, shape: tuple[int, ...], *words: object, low: int = -1, high: int = 1, density: float = 1.0
     ) -> Tensor:
-        """Random whole numbers from `low` to `high` in fp64; a share of 1 - `density` is set to 0."""
+        """Random whole numbers from `low` to `high` in fp64; a fraction of 1 - `density` is set to 0."""
         generator = self.draw(*words)
         numbers = torch.randint(low, high + 1, shape, generator=generator, device=self.device).double()
         if density < 1:

@@ -30,7 +30,7 @@ def push_tiles(channel, producer, x, buffer, BLOCK: tl.constexpr):  # type: igno
 
 @triton.jit
 def copy_tiles(channel, consumer, gathered, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out = gathered, each tile as soon as it is there; a program a tile, the last one first."""
+    """out = gathered, each tile as soon as it has arrived; a program a tile, the last one first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     ready = tiles.consumer_tile_wait(channel, consumer, tile)
     low, _ = tiles.tile_rows(consumer, tile)
@@ -42,7 +42,7 @@ def copy_tiles(channel, consumer, gathered, out, BLOCK: tl.constexpr):  # type: 
 def gather_by_one_kernel(channel, producer, x, buffer, half, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """`push_tiles` and `copy_tiles` in one launch, by a call that began by `enter`; half: numbers of a slot.
 
-    Waits: for what programs have pushed that wait for nothing before. Reuse: two slots, by the call's number.
+    Waits: for tiles of programs that push before they wait. Reuse: two slots, by the call's number.
     """
     slot = buffer + tiles.call_slot(channel) * half
     push_tiles(channel, producer, x, slot, BLOCK)
@@ -90,7 +90,7 @@ def scatter_tiles(channel, producer, x, staging, BLOCK: tl.constexpr):  # type: 
 
 @triton.jit
 def add_tiles(channel, consumer, staging, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [rows, BLOCK] = the sum of what all ranks have scattered here, each rank's as it comes; a program a tile."""
+    """out [rows, BLOCK] = the sum of all ranks' scattered tiles, each added once it arrives; a program a tile."""
     tile = channel.rank * tl.num_programs(0) + tl.program_id(0)
     low, _ = tiles.tile_rows(consumer, tile)
     low -= channel.rank * consumer.rows
@@ -114,7 +114,7 @@ def route_tiles(channel, producer, x, buffer, ROWS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def take_routed(channel, consumer, buffer, out, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out = what all ranks have routed here; a program waits for all of them, and copies one's."""
+    """out = the tiles that all ranks have routed here; a program waits for all ranks, and copies one rank's."""
     ready = tiles.consumer_tile_wait(channel, consumer, 0)
     at = find_places(tl.program_id(0) * ROWS, ROWS, BLOCK)
     tl.store(out + at, tl.load(buffer + ready + at))
@@ -154,7 +154,7 @@ def exchange_all(channel, x, buffer, half, out, BLOCK: tl.constexpr):  # type: i
 
 @triton.jit
 def exchange_packets(channel, x, packets, half, out, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program p sends x [ROWS, BLOCK] to rank p as packets, and takes that rank's into out [world, ROWS, BLOCK]."""
+    """Program p sends x [ROWS, BLOCK] to rank p as packets, and receives that rank's into out [world, ROWS, BLOCK]."""
     at = find_places(0, ROWS, BLOCK)
     mask = at < ROWS * BLOCK
     peer = tl.program_id(0)
@@ -210,7 +210,7 @@ def pull_when_ready(channel, consumer, buffer, out, BLOCK: tl.constexpr):  # typ
 
 @triton.jit
 def load_by_descriptor(channel, consumer, source, target, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each tile from one descriptor's memory to another's as soon as it is there; a program a tile."""
+    """Copy each tile between two descriptors' memory as soon as it has arrived; a program a tile."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     ready = tiles.consumer_tile_wait(channel, consumer, tile, before_tma=True)
     target.store([tile * ROWS, 0], source.load([tile * ROWS + ready, 0]))
@@ -227,7 +227,7 @@ def load_by_polls(channel, consumer, source, target, count, ROWS: tl.constexpr):
 
 @triton.jit
 def store_and_count(x, stored, counter, threads, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """stored = x, tile after tile, each of which every thread counts once its stores are done; a program a tile."""
+    """stored = x, tile after tile; every thread increments the tile's counter after its stores; a program a tile."""
     at = find_places(tl.program_id(0) * ROWS, ROWS, BLOCK)
     tl.store(stored + at, tl.load(x + at))
     tiles.producer_tile_count(counter, 1, threads)

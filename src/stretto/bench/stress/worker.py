@@ -2,8 +2,8 @@
 """A rank of `stretto stress`: runs batches of calls and compares their results on the device.
 
 The host reads the counts of wrong results once, at the end of a batch. The parent starts each rank as a process, since
-the environment decides what is fixed at import: whether Triton interprets, and the share of a GPU. Requests and replies
-go through a pipe.
+some settings are read from the environment at import: whether Triton interprets, and the MPS percentage. Requests and
+replies are sent through a pipe.
 """
 
 import contextlib
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 
 GRAPH_CALLS = 8  # that one CUDA graph holds
 MODES = ("eager", "graph", "groups")
-GROUP_LIMIT = timedelta(
-    seconds=100
-)  # of waits, on the device too: less than the parent waits for a batch, so that it hears who was missing
+# Of waits, on the device too: shorter than the parent's limit for a batch, so that the missing rank is reported.
+GROUP_LIMIT = timedelta(seconds=100)
 
-_RECENT = 3  # calls whose input is not used again: their leftovers in a workspace would be right
-_LATE_ON_DEVICE, _LATE_ON_HOST = 0.04, 0.004  # shares of calls
+_RECENT = 3  # calls before an input is used again: a workspace's stale data of the same input would pass the check
+_LATE_ON_DEVICE, _LATE_ON_HOST = 0.04, 0.004  # fractions of calls
 _MOST_CYCLES = 600_000  # that the GPU of a late rank sleeps
 _MOST_SECONDS = 0.003  # that the host of a late rank sleeps
 _CPU_LATE, _CPU_MOST_SECONDS = 0.2, 0.01
@@ -41,7 +40,7 @@ _TRACE_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class WorkerSetting:
-    """What a worker gets from its parent at its start."""
+    """The settings of a worker, passed by its parent."""
 
     rank: int
     ranks: int
@@ -102,7 +101,7 @@ class _State:
 
 
 def main() -> None:
-    """Serve requests until the parent is gone."""
+    """Serve requests until the parent exits."""
     pipe = Connection(int(sys.argv[1]))
     setting: WorkerSetting = pipe.recv()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -121,11 +120,11 @@ def main() -> None:
             except Exception:  # noqa: BLE001
                 outcome = BatchOutcome(raised=_trace())
             pipe.send(outcome)
-    os._exit(0)  # no teardown, whose barrier would wait for ranks that may be gone
+    os._exit(0)  # no teardown, whose barrier would wait for ranks that may have exited
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process, whatever it is doing, when its parent is gone."""
+    """Exit this process, even during a request, when its parent has exited."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published figures of clusters that we do not have, simulated: each study is a command of `stretto bench`."""
+"""Simulations of figures published for large clusters: each study is a command of `stretto bench`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frontier and Perlmutter as the studies of Singh's chapter 6 see them: what each library's collectives cost there.
+"""Frontier and Perlmutter in the studies of Singh's chapter 6: the cost of each library's collectives on them.
 
 Every number is from a source that is not the chapter under study: the presets of `stretto.cluster`, the tables by which
 NCCL and RCCL choose their protocols, and one assumption for MPI. Nothing is fitted to the chapter's figures.
@@ -35,9 +35,9 @@ class RingProtocol:
 
 @dataclass(frozen=True)
 class StudiedMachine:
-    """A machine of the chapter, its vendor's library, and what a ring of all ranks of a node carries.
+    """A machine of the chapter, its vendor's library, and the bandwidth of a ring of all ranks of a node.
 
-    ring_bandwidth: bytes/s that each rank sends to the next one of its node while all do.
+    ring_bandwidth: bytes/s that each rank sends to the next one of its node while all ranks send.
     """
 
     name: str
@@ -69,7 +69,7 @@ class StudiedMachine:
         return next(protocol for protocol in self.protocols if protocol.name == "Simple")
 
     def flat_links(self, protocol: RingProtocol) -> Links:
-        """What the vendor's ring over all ranks pays."""
+        """Links of the vendor's ring over all ranks."""
         most = protocol.bandwidth or float("inf")
         return Links(
             in_node_latency=protocol.in_node_latency,
@@ -79,7 +79,7 @@ class StudiedMachine:
         )
 
     def two_level_links(self, leaf_nodes: int | None = None, oversubscription: float = 1.0) -> Links:
-        """What two levels pay: MPI between nodes on all network interfaces, the vendor's library inside."""
+        """Links of two levels: MPI between nodes on all network interfaces, the vendor's library in a node."""
         return Links(
             in_node_latency=self.simple.in_node_latency,
             in_node_bandwidth=self.ring_bandwidth,
@@ -90,7 +90,7 @@ class StudiedMachine:
         )
 
     def mpi_links(self) -> Links:
-        """What Cray MPICH's ring pays: one network interface of a node (the chapter's Explanation 1)."""
+        """Links of Cray MPICH's ring: one network interface of a node (the chapter's Explanation 1)."""
         return Links(
             in_node_latency=MPI_LATENCY,
             in_node_bandwidth=self.ring_bandwidth,
@@ -119,7 +119,7 @@ class StudiedMachine:
     def two_level_seconds(
         self, collective: Collective, algorithm: Algorithm, num_bytes: float, ranks: int, links: Links | None = None
     ) -> float:
-        """Seconds of two levels: the phases, the start of the vendor's collective, and what each rank does alone."""
+        """Seconds of two levels: the phases, the start of the vendor's collective, and each rank's local work."""
         nodes = ranks // self.gpus_per_node
         chosen = links or self.two_level_links()
         phases = predict(collective, algorithm, num_bytes / ranks, nodes, self.gpus_per_node, chosen)
@@ -132,7 +132,7 @@ class StudiedMachine:
         return 2 * num_bytes / self._copied
 
     def addition_seconds(self, num_bytes: float) -> float:
-        """Seconds of adding so many bytes that arrived: two are read and one is written for each."""
+        """Seconds of adding `num_bytes` received bytes: two are read and one is written for each."""
         return 3 * num_bytes / self._copied
 
     @property
@@ -140,8 +140,8 @@ class StudiedMachine:
         return COPY_EFFICIENCY * self.cluster.require("gpu.memory_bandwidth")
 
 
-# RCCL has tables for six kinds of nodes (tuning_model_0 to _5), of which the default counts here. Which one it takes on
-# Frontier is not known; their hops between nodes differ by twenty times. Seconds of protocol Simple.
+# RCCL has tables for six kinds of nodes (tuning_model_0 to _5); this is the default. Which one it selects on Frontier
+# is unknown; their hops between nodes differ by a factor of twenty. Seconds of protocol Simple.
 RCCL_START = 17e-6
 RCCL_HOPS = {
     "0 (default)": (3.6e-6, 15.1e-6),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench simulated-dlrm`: section 4.4 of Punniyamurthy et al., a DLRM's step with fused look-up and all-to-all.
 
-The paper's nodes and network (table 2); what it does not say is varied. Its kernels' times, an MI210's, are not
-published: here they are that GPU's datasheet's, or an H200's as they were measured. Nothing is fitted to the paper.
+The paper's nodes and network (table 2); unstated parameters are varied. Its kernels' times on an MI210 are not
+published: they are estimated from that GPU's datasheet, or measured on an H200. Nothing is fitted to the paper.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 BANDWIDTH, LATENCY = 25e9, 700e-9  # 200 Gb/s a link and direction; table 2
 SIZES = {128: (16, 8), 256: (16, 16), 512: (32, 16), 1024: (32, 32)}  # of the torus
 PUBLISHED = 0.10  # forward pass fused, 128 nodes, "on average"
-SLICES = 16  # of what a rank sends to another on 128 ranks; in all as many on more ranks
+SLICES = 16  # of the message from a rank to another on 128 ranks; as many in total on more ranks
 # Written before the study ran, from the load of the busiest link and the kernels' times: less time, forward and both.
 PREDICTED: dict[tuple[str, str, str], tuple[float, float]] = {
     ("MI210", "direct", "closed-form"): (0.025, 0.025),
@@ -198,7 +198,7 @@ def _vary_shapes(step: RecommendationStep, rates: KernelRates) -> list[Row]:
 
 
 def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]:
-    """What the paper leaves open, one change at a time."""
+    """The parameters that the paper does not state, changed one at a time."""
     half = replace(rates, lookup=rates.lookup / 2, memory=rates.memory / 2)
     slow = replace(rates, flops=rates.flops / 2, launch=4 * rates.launch)
     network = _torus(128)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench simulated-scaling`: figures 5.4, 5.5 and 5.7 of Singh's dissertation, and why Table 5.2 is slower.
 
-Grids are those of `stretto.planner`. Steps of figures 5.4 and 5.5 are simulated, in closed form: what is overlapped
-there is all-reduces, reduce-scatters and all-gathers; the sums over data come after the backward pass.
+Grids are those of `stretto.planner`. Steps of figures 5.4 and 5.5 are simulated, in closed form: all-reduces,
+reduce-scatters and all-gathers are overlapped there; the all-reduces over data follow the backward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -175,7 +175,7 @@ def _climb(run: PublishedRun, batch: int) -> Row:
 
 
 def _grid_gain_of_rings(run: PublishedRun, cluster: Cluster, batch: int) -> float | None:
-    """What the model's grid saves where rings in nodes carry what the study of collectives takes, if that is less."""
+    """The saving of the model's grid with the ring bandwidth of the study of collectives, if that is lower."""
     studied = MACHINES.get(run.cluster)
     if studied is None or studied.ring_bandwidth >= cluster.require("in_node.bandwidth"):
         return None
@@ -231,7 +231,7 @@ def _overlap(model: str, batch: int) -> list[Row]:
 
 
 def _baseline(plans: Mapping[str, GridPlan], node: int) -> GridPlan | None:
-    """Tensor parallelism over a node, and data parallelism across nodes that shards no more than memory asks for."""
+    """Tensor parallelism over a node, and data parallelism across nodes that shards no more than memory requires."""
     found = [each for each in plans.values() if each.grid["x"] == node and each.grid["y"] == 1]
     return min(found, key=lambda each: each.grid["z"], default=None)
 
@@ -279,7 +279,7 @@ def _scale_strongly(model: str, counts: tuple[int, ...], batch: int) -> list[Row
 
 
 def _explain(run: PublishedRun, batch: int) -> Row:
-    """How much too fast the full model's plan is, and what is left when idealizations go, one after the other.
+    """How much too fast the full model's plan is, and the rest as idealizations are removed one after the other.
 
     The grid is the plan's. Ratios are published seconds over predicted ones.
     """

@@ -63,7 +63,7 @@ class SimulatedZero3Setting:
 
 @dataclass(frozen=True)
 class SimulatedScalingSetting:
-    """Which runs of Singh's chapter 5 are planned, and the global batch, which the text does not give."""
+    """Which runs of Singh's chapter 5 are planned, and the global batch, which the text does not state."""
 
     clusters: Annotated[tuple[str, ...], Option("Of perlmutter, frontier and alps.")] = (
         "perlmutter",
@@ -81,7 +81,7 @@ class SimulatedScalingSetting:
 
 @dataclass(frozen=True)
 class SimulatedDlrmSetting:
-    """What of Punniyamurthy et al.'s section 4.4 is simulated. Raises ValueError for ranks that no torus here has."""
+    """Which runs of Punniyamurthy et al.'s section 4.4 are simulated. ValueError for ranks without a torus."""
 
     ranks: Annotated[tuple[int, ...], Option("Nodes of the study of growth: 128, 256, 512 or 1024.")] = (
         128, 256, 512, 1024,

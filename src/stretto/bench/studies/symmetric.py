@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over many equal nodes, event-driven: one node is simulated, and stands for all.
+"""Collectives over many equal nodes, event-driven: one node is simulated, and represents all.
 
-In the collectives here all nodes do the same at the same time: what node n sends to node n - d, node n + d sends to n.
-So one node sends to a second, whose links only receive, and takes what it sends as what it receives. The queues are
-those of the whole system as long as nodes share nothing but one switch that never blocks. `simulated_nodes` of all
-nodes checks that: the tests compare both.
+In these collectives all nodes act identically at the same time: what node n sends to node n - d, node n + d sends to n.
+So one node sends to a second, whose links only receive, and its own sent messages serve as its received ones. The
+queues equal those of the whole system as long as nodes only share one non-blocking switch. Tests compare this with a
+simulation of all nodes (`simulated_nodes`).
 
 A rank sends to the next of its node over one link, and to other nodes through the network interface of its place; these
 are one hop each to the switch. The latency of a message between nodes is counted on its first link.
@@ -25,7 +25,7 @@ _INSIDE = 1e15  # bytes/s between a GPU and its network interface, which shall n
 
 @dataclass(frozen=True)
 class NodeShape:
-    """A node: its ranks, its network interfaces, and what its links take, as `Links` has them."""
+    """A node: its ranks, its network interfaces, and the costs of its links as in `Links`."""
 
     ranks: int
     nics: int
@@ -35,7 +35,7 @@ class NodeShape:
 class NodeRows:
     """The ranks of the nodes that are simulated, and their numbers in a topology.
 
-    With fewer nodes than there are, one is simulated, and a second one receives what it sends to others.
+    Unless all nodes are simulated, there are two: one acts, and a second one receives its messages.
     """
 
     def __init__(self, shape: NodeShape, nodes: int, *, whole: bool) -> None:
@@ -46,11 +46,11 @@ class NodeRows:
         return node * self.shape.ranks + place
 
     def receiver(self, node: int, distance: int) -> int:
-        """The node that a message to the one `distance` before this one goes to."""
+        """The simulated receiver of a message to the node `distance` before this one."""
         return (node - distance) % self.nodes if self.whole else 1
 
     def sender(self, node: int, distance: int) -> int:
-        """The simulated node whose message stands for what comes from the one `distance` after this one."""
+        """The simulated node whose message represents that of the node `distance` after this one."""
         return (node + distance) % self.nodes if self.whole else 0
 
     def topology(self) -> NetworkTopology:
@@ -90,7 +90,7 @@ def flat_seconds(
 
 
 def _add_ring(builder: GraphBuilder, rows: NodeRows, first: int, part: float, steps: int) -> None:
-    """One channel: every rank sends its part and then what it received, to the next rank, `steps` times in all.
+    """One channel: every rank sends its part and then each received part to the next rank, `steps` times in all.
 
     The last place before `first` sends to the place `first` of the node before.
     """

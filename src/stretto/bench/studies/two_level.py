@@ -45,7 +45,7 @@ CELLS = (
 
 @dataclass(frozen=True)
 class PublishedSpeedup:
-    """What the chapter says of two levels over a library. high: None for "more than"; over: "vendor" or "mpi"."""
+    """A published speed-up of two levels over a library. high: None for "more than"; over: "vendor" or "mpi"."""
 
     figure: str
     machine: str
@@ -117,10 +117,10 @@ RECURSION = (
     Column("event_driven", "event-driven", "{:.2f}"),
     Column("groups", "groups of 128 nodes, closed-form", "{:.2f}"),
 )
-# A group of Frontier's dragonfly has 128 nodes, whose links to other groups carry 57% of what they send (Atchley et
+# A group of Frontier's dragonfly has 128 nodes, whose links to other groups have 57% of their bandwidth (Atchley et
 # al., "Frontier: exploring exascale", SC 2023).
 GROUP_NODES, GROUP_OVERSUBSCRIPTION = 128, 1 / 0.57
-# Corners of figure 6.9, of all-gathers, with what the paper has.
+# Corners of figure 6.9, of all-gathers, with the paper's values.
 CORNERS = {(32, 1024): "0.52", (2048, 16): "over 30", (2048, 64): "over 30", (2048, 512): "11.4", (2048, 1024): "7"}
 TABLES = (
     Column("table", "RCCL's table"),
@@ -182,7 +182,7 @@ def bench_simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> d
 def _cell(
     machine: StudiedMachine, collective: Collective, ranks: int, mb: int, setting: SimulatedTwoLevelSetting
 ) -> Row:
-    """One collective on so many ranks, in milliseconds."""
+    """One collective on `ranks` ranks, in milliseconds."""
     num_bytes, packet = mb * MIB, setting.packet_kib * 1024
     links = machine.two_level_links(setting.leaf_nodes, setting.oversubscription)
     protocol = machine.choose_protocol(num_bytes, ranks)
@@ -191,7 +191,7 @@ def _cell(
         machine.two_level_seconds(collective, algorithm, num_bytes, ranks, links) for algorithm in BETWEEN_NODES
     )
     flat_event = symmetric.flat_seconds(machine, protocol, num_bytes, ranks, packet)
-    # The event-driven network has one switch: with others, only the closed form knows their links.
+    # The event-driven network has one switch: only the closed form models several.
     event = event_ring = None
     if setting.leaf_nodes is None:
         event, event_ring = (
@@ -218,7 +218,7 @@ def _cell(
 
 
 def _compare(rows: list[Row]) -> Iterator[Row]:
-    """The published speed-ups that were simulated, beside these."""
+    """The published speed-ups that were simulated, with the simulated ones."""
     cells = {(row["machine"], row["collective"], row["ranks"], row["mb"]): row for row in rows}
     for claim in PUBLISHED:
         cell = cells.get((claim.machine, claim.collective, claim.ranks, claim.mb))
@@ -245,7 +245,7 @@ def _compare(rows: list[Row]) -> Iterator[Row]:
 
 
 def _typical_speedup(machine: StudiedMachine, claim: PublishedSpeedup) -> float:
-    """The same with the latencies that `TwoLevelGroup` assumes of machines that it does not know, for all messages."""
+    """The same with the latencies that `TwoLevelGroup` assumes for unknown machines, for all messages."""
     num_bytes = claim.mb * MIB
     flat, two_level = machine.flat_links(machine.simple), machine.two_level_links()
     nodes, size = claim.ranks // machine.gpus_per_node, machine.gpus_per_node
@@ -264,7 +264,7 @@ def _typical_speedup(machine: StudiedMachine, claim: PublishedSpeedup) -> float:
 def _hops(machine: StudiedMachine, claim: PublishedSpeedup, cell: Row) -> Row:
     """How long a hop of the flat ring starts, on average: so that the published speed-up results, and by the tables.
 
-    Not a fit: nothing uses it. It tells how far the tables are from what the chapter measured.
+    Not a fit: it is not used, and only shows how far the tables are from the chapter's measurements.
     """
     protocol = machine.choose_protocol(claim.mb * MIB, claim.ranks)
     carried = claim.mb * MIB / machine.flat_links(protocol).node_bandwidth
@@ -304,7 +304,7 @@ def _first_win(cells: list[Row], key: str) -> float | None:
 
 
 def _compare_tables() -> Iterator[Row]:
-    """How much the speed-ups depend on which of its tables RCCL takes."""
+    """How much the speed-ups depend on the table that RCCL selects."""
     for table in RCCL_HOPS:
         machine = with_rccl_table(MACHINES["frontier"], table)
         speedups = {
@@ -317,7 +317,7 @@ def _compare_tables() -> Iterator[Row]:
 
 
 def _recursion(rows: list[Row]) -> Iterator[Row]:
-    """Figure 6.6 (left): the corners of the heat map, and what a dragonfly's fewer links between groups change."""
+    """Figure 6.6 (left): the corners of the heat map, and the effect of a dragonfly's fewer links between groups."""
     found = [row for row in rows if (row["machine"], row["collective"]) == ("frontier", "reduce_scatter")]
     shown_ranks, shown_sizes = ({min(values), max(values)} if values else set() for values in _spans(found))
     machine = MACHINES["frontier"]

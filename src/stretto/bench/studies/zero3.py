@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench simulated-zero3`: figure 6.12 of Singh's dissertation, ZeRO-3 over flat and two-level collectives.
 
-All ranks do the same, so one is simulated: a stream of products, and one of collectives, which run one at a time in the
-order in which DeepSpeed issues them. How long a collective takes is what `stretto bench simulated-two-level` finds.
+All ranks act identically, so one is simulated: a stream of products, and one of collectives, which run one at a time in
+the order in which DeepSpeed issues them. The durations of collectives are those of `stretto bench simulated-two-level`.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from stretto.simulator import ClosedFormNetwork, Execution, GraphBuilder, execut
 SEQ_LEN = 2048
 # GPT-3's sizes (Brown et al., table 2.1).
 MODELS = {"7B": GPTConfig(layers=32, hidden=4096, heads=32), "13B": GPTConfig(layers=40, hidden=5120, heads=40)}
-# DeepSpeed's defaults: gradients are reduced in buckets of so many numbers (reduce_bucket_size).
+# DeepSpeed's default bucket of gradients, in numbers (reduce_bucket_size).
 REDUCE_BUCKET = 500_000_000
 ELEMENT = 2  # bytes
 PACKET = 64 * 1024
 
 Seconds = Callable[[Collective, float], float]
 Library = Literal["vendor", "two levels"]
-# Of the batch time, what two levels save, by machine and GPUs: of 7B and of 13B, lowest and highest.
+# The part of the batch time that two levels save, by machine and GPUs: of 7B and of 13B, lowest and highest.
 PUBLISHED = {
     ("frontier", 512): {"7B": (0.30, 0.30), "13B": (0.16, 0.16)},
     ("frontier", 1024): {"7B": (0.60, 0.60), "13B": (0.39, 0.39)},
@@ -61,7 +61,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """What ZeRO-3 gathers at once: a linear or a table, in numbers, with its seconds in each pass."""
+    """A unit that ZeRO-3 gathers at once: a linear or a table, in numbers, with its seconds in each pass."""
 
     numbers: float
     forward: float
@@ -130,8 +130,8 @@ def _seconds(
 def list_pieces(config: GPTConfig, machine: StudiedMachine, ranks: int, batch: int) -> list[Piece]:
     """The model in the order of the forward pass: each linear of each block, then the head.
 
-    Each rank takes all of its sequences at once. Norms, attention and element-wise work are shared out among the
-    linears by their weights. The token embedding is the head's table; its look-up takes no time of its own.
+    Each rank computes all of its sequences at once. The time of norms, attention and element-wise work is distributed
+    over the linears by their weights. The token embedding is the head's table; the time of its look-up is neglected.
     """
     architecture = read_architecture(config, SEQ_LEN)
     workload = StepWorkload(architecture, batch, SEQ_LEN)
@@ -151,7 +151,7 @@ def list_pieces(config: GPTConfig, machine: StudiedMachine, ranks: int, batch: i
 
 
 def run_step(pieces: list[Piece], seconds: Seconds) -> Execution:
-    """Execute one step on one rank. seconds: of a collective that gathers or reduces so many bytes.
+    """Execute one step on one rank. seconds: of a collective that gathers or reduces the given bytes.
 
     Forward, every piece is gathered while the one before it is computed. Backward, blocks are computed again
     (activation checkpointing) from weights that are gathered again, which then stay for their gradients: DeepSpeed

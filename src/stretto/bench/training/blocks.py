@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench blocks`: models without roles, sharded block by block, beside torch's FSDP2 of the same blocks.
+"""`stretto bench blocks`: models without roles, sharded block by block, compared with torch's FSDP2 of the same blocks.
 
 Both train the same model from the same weights on the same samples, with torch's fused AdamW, bf16 compute and
 gradients reduced in fp32, once with blocks that are freed after their forward pass and once with blocks that are kept.
@@ -94,7 +94,7 @@ class _Convolutions(nn.Module):
 
 
 class UNet(nn.Module):
-    """A denoiser of images: blocks of convolutions on the way down and on the way up, with skips."""
+    """An image denoiser: a down-sampling and an up-sampling path of convolution blocks, with skip connections."""
 
     def __init__(self, width: int, levels: int, depth: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Workload:
 def _models(
     is_small: bool, given_layers: int | None
 ) -> dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], int]]:
-    """By name: what makes the model, what draws `count` samples, and samples a rank."""
+    """By name: the functions that make the model and draw `count` samples, and the samples a rank."""
     width, layers, vocab, length = (64, 2, 128, 8) if is_small else (1024, 8, 32_000, 512)
     layers = layers if given_layers is None else given_layers
     patch, side = (4, 8) if is_small else (14, 224)

@@ -4,8 +4,8 @@
 Singh, figure 3.6: with k buckets an all-reduce, steps of a chunk's buckets run while later chunks travel. Ranks are
 processes of one machine, over a link that is made by waiting: a thread of its own waits for each message's latency and
 bytes, and then sums it. Relative to a step of all buckets, the link has the dissertation's proportions: an all-reduce
-of everything takes 2.5 times as long (figure 3.4), and of a message's fixed cost that of one bucket's bytes is
-`latency`.
+of all gradients takes 2.5 times as long (figure 3.4), and `latency` is a message's fixed cost over the time of one
+bucket's bytes.
 """
 
 import os
@@ -52,7 +52,7 @@ class _LinkWork:
 
 
 class _SlowLink:
-    """A communicator whose messages take `latency` seconds and `bytes / rate` more, one after another."""
+    """A communicator whose messages take `latency + bytes / rate` seconds, one after another."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.latency, self.rate = 0.0, float("inf")
@@ -90,7 +90,7 @@ def bench_chunks(setting: ChunksSetting, out: Path) -> list[dict[str, Any]]:
 
 
 def measure_chunks(setting: ChunksSetting) -> dict[str, Any]:
-    """The job of each rank: rows for each link and k, measured in turn, and what the prediction would have chosen."""
+    """The job of each rank: rows for each link and k, measured in turn, and the predicted choice."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     link = _SlowLink(dist.group.WORLD)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def _build(setting: ChunksSetting, k: int, link: _SlowLink) -> OptimizerStateSto
 
 
 def _time(store: OptimizerStateStore, link: _SlowLink, *, alone: bool = False) -> float:
-    """Seconds from the end of the backward pass to the end of the step. alone: over a link that takes no time."""
+    """Seconds from the end of the backward pass to the end of the step. alone: over an infinitely fast link."""
     kept = link.latency, link.rate
     if alone:
         link.latency, link.rate = 0.0, float("inf")

@@ -2,7 +2,7 @@
 """`stretto bench ddp`: torch's DistributedDataParallel over Stretto's backend, of two checkouts, on one GPU.
 
 Each rank traces one step. The picture has rank 0's kernels, of the backward pass and of the buckets' all-reduces, of
-both checkouts. The checkouts take turns with fresh processes, and each step's time is the median over their steps.
+both checkouts. The checkouts alternate in fresh processes, and each step's time is the median over their steps.
 """
 
 import json
@@ -68,7 +68,7 @@ def bench_ddp(setting: DdpSetting, out: Path) -> list[dict[str, Any]]:
 
 
 def _measure(source: Path, setting: DdpSetting) -> list[dict[str, Any]]:
-    """Run the ranks of one checkout. Returns what each wrote."""
+    """Run the ranks of one checkout. Returns each rank's result."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-bench-")))
         environment = {
@@ -85,7 +85,7 @@ def _measure(source: Path, setting: DdpSetting) -> list[dict[str, Any]]:
         for rank, file in enumerate(written):
             processes.append(_start(rank, setting, folder / "store", file, environment))
             stack.callback(processes[-1].wait)
-            stack.callback(processes[-1].kill)  # does nothing to one that has ended
+            stack.callback(processes[-1].kill)  # does nothing to a process that has exited
         _wait(processes, [file.with_suffix(".err") for file in written], setting.seconds)
         found = [json.loads(file.read_text()) for file in written]
     for each in found:

@@ -30,7 +30,7 @@ _COLLECTIVE = "run"  # the name of the kernel of every schedule
 
 
 def main() -> None:
-    """Train a stack of linear layers, and write what was measured."""
+    """Train a stack of linear layers, and write the measurements."""
     setting = json.loads(sys.argv[1])
     is_cuda = setting["device"] == "cuda"
     store = dist.FileStore(setting["store"], setting["world"])

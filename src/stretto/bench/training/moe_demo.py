@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench moe-demo`: a mixture of experts beside a dense model that computes as much for each token.
+"""`stretto bench moe-demo`: a mixture of experts compared with a dense model of the same FLOPs a token.
 
 Both are trained by `stretto train`'s loop on the same data, in the same order, on 4 processes of the CPU: the mixture
 as configs/moe.toml says, with its experts divided among ranks; the dense model with the same options but those of
@@ -21,7 +21,7 @@ from stretto.train.preflight import preflight
 from stretto.train.trainer import train
 
 MIXTURE, DENSE = "mixture of experts", "dense"
-# What makes the dense model of the same active size of configs/moe.toml.
+# Options that turn configs/moe.toml into the dense model of the same active size.
 WITHOUT_EXPERTS = [
     f"model.{name}=none"
     for name in (

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench offload`: training with optimizer state on the host, on one GPU.
 
-buckets: steps of flat state without a model, for sizes and numbers of buckets, beside what the host links allow.
-tiles: a step of SGD with momentum in tiles, at once, and by torch's own optimizer: time, and memory above what lies
-there. train: tokens/s and memory of a model with state on the host, and beside it with state on the device, where that
-fits. peers: the same beside FSDP2 with `CPUOffloadPolicy`. largest: the model that the planner says fits, and one layer
-more.
+buckets: steps of flat state without a model, for sizes and numbers of buckets, and the host links' bound. tiles: a step
+of SGD with momentum in tiles, at once, and by torch's own optimizer: time, and additional peak memory. train: tokens/s
+and memory of a model with state on the host and, where that fits, on the device. peers: the same, compared with FSDP2
+with `CPUOffloadPolicy`. largest: the largest model that the planner predicts to fit, and one layer more.
 """
 
 import gc
@@ -125,7 +124,7 @@ def _measure(setting: OffloadSetting) -> dict[str, Any]:
 
 
 def measure_links(device: torch.device) -> dict[str, float]:
-    """GB/s between pinned host memory and the device: each way alone, and both ways at once, together."""
+    """GB/s between pinned host memory and the device: each direction alone, and the sum of both at once."""
     if device.type != "cuda":
         return {"to_device": 10.0, "to_host": 10.0, "both": 20.0}  # there is no link: a try
     link = measure_host_link(device, partial(time_steps, warm_up=2, repeats=7))
@@ -134,7 +133,7 @@ def measure_links(device: torch.device) -> dict[str, float]:
 
 
 def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> Iterator[dict[str, Any]]:
-    """Steps of AdamW over state of so many numbers, for each size of a bucket."""
+    """Steps of AdamW over flat state, for each size of a bucket."""
     numbers = setting.numbers if not setting.cpu else 1 << 16
     scale = 1 if not setting.cpu else 1 << 10
     tried = [(True, size, 3, "device") for size in (1, 2, 4, 8, 16, 32, 64)]
@@ -231,7 +230,7 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, 
 
 
 def _spike(device: torch.device, step: Callable[[], Any]) -> float | None:
-    """MiB that a step allocates above what is allocated before it."""
+    """MiB that a step allocates in addition to the memory allocated before it."""
     if device.type != "cuda":
         step()
         return None
@@ -242,7 +241,7 @@ def _spike(device: torch.device, step: Callable[[], Any]) -> float | None:
 
 
 def _train(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
-    """State on the host beside state on the device, for each number of micro-batches."""
+    """State on the host compared with state on the device, for each number of micro-batches."""
     config = setting.model()
     for name, options in (
         ("host, split", StateOptions("host")),
@@ -327,7 +326,7 @@ def _train_one(
 
 
 def _activations(device: torch.device, store: OptimizerStateStore, run: Callable[[], Any]) -> float:
-    """Bytes that a forward and backward pass takes beside weights, gradients and state."""
+    """Bytes that a forward and backward pass takes in addition to weights, gradients and state."""
     if device.type != "cuda":
         run()
         return 0.0
@@ -339,7 +338,7 @@ def _activations(device: torch.device, store: OptimizerStateStore, run: Callable
 
 
 def _largest(setting: OffloadSetting, grid: Grid, links: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """The most layers that the planner says fit this machine, trained; and one layer more, which it refuses."""
+    """Train the most layers that the planner predicts to fit this machine; and one layer more, which it refuses."""
     machine = Cluster.detect()
     rates = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
     machine = replace(machine, host_link=HostLink(*rates))

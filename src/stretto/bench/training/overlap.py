@@ -44,7 +44,7 @@ COLUMNS = (
 def bench_overlap(name: str, workload: TrainingWorkload, ranks: int, grids: str, out: Path) -> list[dict[str, Any]]:
     """Measure, print the table, and write overlap.json and overlap.png to `out`.
 
-    Raises ValueError, before anything starts, for what is no grid of so many ranks.
+    Raises ValueError, before anything starts, for an invalid grid.
     """
     parse_grids(grids, ranks)
     rows = run_ranks(ranks, measure_overlap, workload, ranks, grids)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench peers`: one model under Stretto, FSDP2, DTensor tensor parallelism, and the latter two together.
 
-Everyone trains `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clip: first
-loss, gradient norm and last loss show it. FSDP2 is measured with its weights kept and freed, with gradients reduced in
+All train `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clipping, as first
+and last loss and gradient norm show. FSDP2 is measured with its weights kept and freed, with gradients reduced in
 fp32 (its usual setting) and in bf16 (as Stretto's travel), compiled and not. Compiled ones are also measured as one
-CUDA graph a step ("captured"): with a small batch the host is the limit otherwise. Tensor parallelism has torch's async
-one beside it ("async"), which is compiled, and not captured: torch cannot.
+CUDA graph a step ("captured"): with a small batch the host is the limit otherwise. Tensor parallelism is
+also run as torch's async-TP ("async"), which is compiled, and not captured: torch does not support that.
 """
 
 import itertools
@@ -62,7 +62,7 @@ def bench_peers(
     """Measure each global batch in a job of its own, print its table, and write peers-NAME-BATCH.json and a picture.
 
     grids: Stretto's ("z=4, x=2 z=2"; default: all that can cut the batch). only: parts of names; a run is measured if
-        it has one of them. tunes_matmuls: for Stretto, as `parallelize` says.
+        it has one of them. tunes_matmuls: for Stretto, as in `parallelize`.
     Returns the rows by batch. Raises ValueError if there is nothing to measure.
     """
     if grids is not None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench pipeline`: a step in pipeline stages that sleep, by schedule, beside the timing model's makespan.
+"""`stretto bench pipeline`: a step in pipeline stages that sleep, by schedule, and the timing model's makespan.
 
-Ranks are processes of one machine, whose blocks sleep for their share of a unit in place of computing: F, I and W of a
-stage take a unit each. What the host does for an action is a part of its unit, as on a GPU, which computes meanwhile: a
-unit begins when the one before has ended, or when a message has come that the rank has waited for. Messages are real,
-and arrive a latency after they were sent. What is measured is the order in which ranks compute and the time that they
-wait, which processes that share a few cores can show when they sleep.
+Ranks are processes of one machine, whose blocks sleep for their part of a unit instead of computing: F, I and W of a
+stage take a unit each. The host's work for an action is a part of its unit, as on a GPU, which computes meanwhile: a
+unit begins when the previous one has ended, or when an awaited message has arrived. Messages are real, and arrive a
+latency after they were sent. Measured are the order in which ranks compute and the time that they wait, which sleeping
+processes show even where they share a few cores.
 """
 
 import os
@@ -56,7 +56,7 @@ _BACKWARD_FIRST: ServeFirst = "backward"
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run a step. live: the most micro-batches that a rank has in flight, of whole stages."""
+    """A schedule and its options. live: the most micro-batches that a rank has in flight, of whole stages."""
 
     label: str
     schedule: str
@@ -68,13 +68,13 @@ class Case:
 
 
 class Pace:
-    """When a rank has computed what it was given: units follow each other, whatever the host needs between them."""
+    """The time at which a rank's units end: they follow each other, however long the host needs between them."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
 
     def waited(self) -> None:
-        """Begin the next unit now: its message has just come."""
+        """Begin the next unit now: its message has just arrived."""
         self.free_at = max(self.free_at, time.perf_counter())
 
     def spend(self, seconds: float) -> None:
@@ -129,7 +129,7 @@ class SleepingBlock(nn.Module):
         self.pace = Pace()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [rows, 8]. What the block really computes comes before each sleep, since it is a part of it."""
+        """x [rows, 8]. The block's real computation precedes each sleep and counts as a part of it."""
         if (
             torch.is_grad_enabled() and not x.requires_grad
         ):  # the model's input: the first block has a backward pass, too
@@ -243,7 +243,7 @@ def list_cases(pipe: int, micro_batches: int, latency: float) -> list[Case]:
 
 
 def plan_message_driven(pipe: int, micro_batches: int, latency: float) -> tuple[int, ServeFirst]:
-    """The limit, at most twice the stages, and what is served first, with the shortest step in the timing model."""
+    """The limit, at most twice the stages, and the order (`serve_first`) with the shortest step in the timing model."""
     costs, links = StageCosts.uniform(pipe), StageLinks(latency)
     orders: tuple[ServeFirst, ...] = ("backward", "arrival")
 
@@ -258,7 +258,7 @@ def plan_message_driven(pipe: int, micro_batches: int, latency: float) -> tuple[
 
 
 def model_of(case: Case, pipe: int, micro_batches: int, latency: float) -> PipelineTimeline:
-    """What the timing model says of a case, in units."""
+    """The timing model's prediction of a case, in units."""
     links = StageLinks(latency)
     if case.schedule == "message-driven":
         costs = StageCosts.uniform(pipe)
@@ -297,7 +297,7 @@ def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[dic
         runs = {case: prepare_pipeline(case, grid, setting.unit, latency) for case in cases}
         x = torch.ones(micro_batches, 8)
         for pipeline in runs.values():
-            pipeline.step(x)  # connects, and learns shapes
+            pipeline.step(x)  # connects, and exchanges shapes
         times: dict[Case, list[float]] = {case: [] for case in cases}
         for _ in range(setting.repeats):
             for case, pipeline in runs.items():

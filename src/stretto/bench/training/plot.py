@@ -42,7 +42,7 @@ _TERMS = {
     "compiled": "Compiled: by torch.compile.",
     "captured": "Captured: a step is one CUDA graph.",
 }
-"""What words of a run's name mean, by patterns."""
+"""Explanations of words in runs' names, by pattern."""
 
 
 def plot_train(result: Path, picture: Path) -> None:
@@ -168,7 +168,7 @@ def plot_ddp(result: Path, picture: Path) -> None:
             for place, (times, label, look) in enumerate(
                 ((work, "computation", STRETTO), (subtract(communication, alone), "all-reduces beside it", PEER))
             ):
-                if times:  # the legend names what is drawn
+                if times:  # the legend only has drawn bars
                     panel.broken_barh(_bars(times), (place - 0.4, 0.8), color=look.colour, label=label)
             if alone:
                 panel.broken_barh(
@@ -256,7 +256,7 @@ def _name_sets(count: int) -> str:
 
 
 def plot_pipeline(result: Path, picture: Path) -> None:
-    """Draw a panel for each pipeline and latency: measured makespan beside the timing model's, by schedule."""
+    """Draw a panel for each pipeline and latency: measured makespan and the timing model's, by schedule."""
     data = json.loads(result.read_text())
     keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))
     most = max(sum(_panel_of(row) == key for row in data["rows"]) for key in keys)
@@ -308,7 +308,7 @@ def plot_moe_demo(result: Path, picture: Path) -> None:
 
 
 def plot_experts(result: Path, picture: Path) -> None:
-    """Draw a step of each run as a bar of its parts, and beside them what is saved of the baseline's times."""
+    """Draw a step of each run as a bar of its parts, and next to it the savings relative to the baseline."""
     data = json.loads(result.read_text())
     rows = {(row["name"], row["part"]): row for row in data["rows"]}
     names = list(dict.fromkeys(row["name"] for row in data["rows"]))[::-1]

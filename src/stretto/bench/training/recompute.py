@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench recompute`: steps of recomputation modes over slow links between CPU ranks, beside the prediction.
+"""`stretto bench recompute`: steps of recomputation modes over slow links between CPU ranks, and predictions.
 
-Recomputing whole blocks ("full") sends activations again; "communication" keeps what was sent. Ranks are processes of
-one machine, and a link of so many bytes/s is made by waiting: each collective begins after the time that a ring
-algorithm's bytes take over it. Nothing is hidden (overlap=False), so a step is predicted to be shorter by the bytes
-that recomputation no longer sends, over the link's rate. The products that it does not compute again come on top; the
+Recomputing whole blocks ("full") sends activations again; "communication" keeps the results of collectives. Ranks are
+processes of one machine, and a link's bandwidth is emulated by waiting: each collective begins after the time that a
+ring algorithm's bytes take over it. Nothing is overlapped (overlap=False), so a step is predicted to be shorter by the
+bytes that recomputation no longer sends, over the link's rate. It also saves products that are not computed again; the
 rows without a link show them, and a second prediction adds them.
 """
 
@@ -97,10 +97,10 @@ def _build(setting: RecomputeSetting, grid: Grid, mode: str, link: int | None, s
 
 
 def compare(setting: RecomputeSetting, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add what the planner predicts, and by how much each step is shorter than full's over the same link."""
+    """Add the planner's prediction, and by how much each step is shorter than full's over the same link."""
     full = {row["link_megabytes"]: row for row in rows if row["recompute"] == "full" and "error" not in row}
     predicted = {mode: _predict(setting, mode) for mode in setting.modes}
-    computation = {  # what is not computed again, by the rows without a link
+    computation = {  # time of products that are not computed again, by the rows without a link
         row["recompute"]: full[None]["step_milliseconds"] - row["step_milliseconds"]
         for row in rows
         if row["link_megabytes"] is None and None in full and "error" not in row

@@ -43,7 +43,7 @@ MAX_NORM = 1.0
 
 
 class Stepped(NamedTuple):
-    """What a step returns: this rank's loss, and the global norm of the gradients before clipping."""
+    """A step's result: this rank's loss, and the global norm of the gradients before clipping."""
 
     loss: Tensor
     gradient_norm: Tensor
@@ -53,7 +53,7 @@ Step = Callable[[], Stepped]
 
 
 class TimedWorkload(Protocol):
-    """What `measure` needs of a workload: the global batch, tokens of a sequence, and how steps are timed."""
+    """The workload that `measure` expects: global batch, tokens of a sequence, and how steps are timed."""
 
     @property
     def batch(self) -> int: ...
@@ -68,7 +68,7 @@ class TimedWorkload(Protocol):
 
 
 class TrainedModel(Protocol):
-    """What a batch is drawn for: the model, sequences of the global batch, and tokens of each."""
+    """The sizes of a batch: the model, sequences of the global batch, and tokens of each."""
 
     @property
     def model(self) -> GPTConfig: ...
@@ -80,7 +80,7 @@ class TrainedModel(Protocol):
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One setup that trains the workload: its name in tables, and what builds its step. is_peer: not Stretto's."""
+    """One setup that trains the workload. name: in tables; build: makes its step; is_peer: not Stretto's."""
 
     name: str
     build: Callable[[], Step]
@@ -115,7 +115,7 @@ def measure(
     A row has name, is_peer, and either error (the reason why the run could not) or seconds (the median of each round),
     step_seconds (of each round, those of every step), step_milliseconds (of the best round), tokens_per_second_per_gpu,
     peak_memory_gib (None on a CPU), loss and gradient_norm (at the weights that a run starts from), last_loss (after as
-    many steps in every run), and what `extra` finds out from a step.
+    many steps in every run), and the columns that `extra` returns for a step.
     """
     rows: dict[str, dict[str, Any]] = {run.name: {"name": run.name, "is_peer": run.is_peer} for run in runs}
     for _, run in itertools.product(range(workload.rounds), runs):
@@ -139,7 +139,7 @@ def _measure_once(
     device: torch.device,
     extra: Callable[[Step], dict[str, Any]] | None,
 ) -> None:
-    empty_memory()  # also frees what a failed run has left
+    empty_memory()  # also frees the memory of a failed run
     step = run.build()
     with _closed_afterwards(step):
         empty_memory()
@@ -166,7 +166,7 @@ def _measure_once(
 def _closed_afterwards(step: Step) -> Iterator[None]:
     """Close a step, also one that has failed: threads of a pipeline would keep its model alive.
 
-    What has failed first is what is raised.
+    Raises the first error.
     """
     close = getattr(step, "close", None)
     try:
@@ -279,13 +279,13 @@ def build_stretto(
 
 
 def stretto_run(workload: TrainingWorkload, grid: Grid, name: str, **options: Any) -> TrainingRun:
-    """A run of `measure` whose step `build_stretto` makes."""
+    """A run of `measure` whose step is made by `build_stretto`."""
     build = partial(build_stretto, workload, grid, **options)
     return TrainingRun(name, build, is_compiled=bool(options.get("is_compiled")))
 
 
 def cluster_of_a_byte_a_second(ranks: int) -> Cluster:
-    """A node of CPU ranks whose links take a second for a byte: predicted seconds are the bytes that a rank sends."""
+    """A node of CPU ranks with links of 1 byte/s: predicted seconds equal the bytes that a rank sends."""
     return Cluster(
         name="CPU ranks",
         gpus_per_node=ranks,

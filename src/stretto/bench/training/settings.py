@@ -47,7 +47,7 @@ BLOCK_MODELS = ("translator", "vision-transformer", "u-net")
 
 @dataclass(frozen=True)
 class TrainingWorkload:
-    """What is trained: model, global batch in sequences, and how it is timed. ValueError for impossible sizes."""
+    """A training workload: model, global batch in sequences, and how it is timed. ValueError for impossible sizes."""
 
     model: GPTConfig
     batch: int
@@ -91,7 +91,7 @@ def grids_of(ranks: int) -> list[dict[str, int]]:
 
 
 def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
-    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for what is no grid of that many ranks."""
+    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for an invalid grid of that many ranks."""
     grids = []
     for part in text.split(","):
         fields = re.split(r"[\s]+", part.strip())
@@ -123,7 +123,7 @@ class ThroughputSetting:
     has_peers: Annotated[bool, Option("Measure FSDP2 too.", "--peers/--no-peers")] = True
 
     def workload(self, ranks: int) -> TrainingWorkload:
-        """The workload of so many ranks. Raises ValueError for an unknown model."""
+        """The workload of `ranks` ranks. Raises ValueError for an unknown model."""
         overrides = {} if self.layers is None else {"layers": self.layers}
         return TrainingWorkload(
             GPTConfig.preset(self.model, max_seq_len=self.seq_len, vocab=self.vocab, **overrides),
@@ -161,9 +161,9 @@ class PeersSetting:
     rounds: Rounds = 2
 
     def workloads(self, ranks: int) -> dict[str, list[TrainingWorkload]]:
-        """The workloads of so many ranks: for each model, one a batch size.
+        """The workloads of `ranks` ranks: for each model, one a batch size.
 
-        ValueError for unknown models, and for what is no grid of so many ranks.
+        ValueError for unknown models, and for an invalid grid.
         """
         if self.grids is not None:
             parse_grids(self.grids, ranks)
@@ -188,7 +188,7 @@ class OverlapSetting:
     rounds: Rounds = 3
 
     def workload(self, ranks: int) -> TrainingWorkload:
-        """The workload of so many ranks. Raises ValueError for an unknown model or wrong grids."""
+        """The workload of `ranks` ranks. Raises ValueError for an unknown model or wrong grids."""
         parse_grids(self.grids, ranks)
         config = model_config(self.model, self.layers, self.seq_len)
         batch = 2 * ranks if self.batch is None else self.batch
@@ -355,7 +355,9 @@ class RecomputeSetting:
     """What `stretto bench recompute` trains, over which links. Raises ValueError for settings that cannot work."""
 
     ranks: Annotated[int, Option("Processes of the CPU, along x.")] = 2
-    modes: Annotated[tuple[str, ...], Option("Modes of recomputation beside full, with commas.")] = ("communication",)
+    modes: Annotated[tuple[str, ...], Option("Modes of recomputation in addition to full, with commas.")] = (
+        "communication",
+    )
     links: Annotated[tuple[int, ...], Option("Bandwidths of links in MB/s, with commas.")] = (10, 3)
     layers: Annotated[int, Option("Transformer blocks.")] = 4
     hidden: Annotated[int, Option("Width of a token's vector; heads are of 64.")] = 128

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench stages`: what a pipeline's machinery costs: several virtual stages on one rank, beside accumulation.
+"""`stretto bench stages`: the overhead of a pipeline: several virtual stages on one rank, compared with accumulation.
 
 On one rank a pipeline has no bubbles and sends nothing, so the difference to plain accumulation of micro-batches is the
 price of cutting the model's forward into stages, and of their backward passes, which autograd runs one by one.
@@ -131,7 +131,7 @@ def _pass(model: nn.Module, tokens: Tensor, targets: Tensor, count: int) -> Tens
 
 
 class _StagedStep:
-    """A step through a pipeline, and what the host has spent in its actions."""
+    """A step through a pipeline, and the host's seconds in its actions."""
 
     def __init__(self, pipeline: Pipeline, tokens: Tensor, targets: Tensor) -> None:
         self.pipeline, self.tokens, self.targets = pipeline, tokens, targets
@@ -171,7 +171,7 @@ def split_backward(schedule: PipelineSchedule) -> PipelineSchedule:
 
 
 class _TorchStage(nn.Module):
-    """A part of a GPT's blocks, as a stage of torch.distributed.pipelining takes it."""
+    """A part of a GPT's blocks, as the module of a stage of torch.distributed.pipelining."""
 
     def __init__(self, model: GPT, blocks: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()

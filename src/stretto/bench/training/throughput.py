@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench train`: training throughput of a GPT on every grid, beside torch's FSDP2 of the same model.
+"""`stretto bench train`: training throughput of a GPT on every grid, compared with torch's FSDP2 of the same model.
 
 Same model, same global batch, same optimizer (fused AdamW, fp32 parameters, bf16 compute). FSDP2 reduces gradients in
 fp32, its usual setting; Stretto's travel in bf16 unless --reduce-fp32. All runs share one job; rounds interleave them.

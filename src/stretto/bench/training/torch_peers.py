@@ -221,7 +221,7 @@ class FsdpOptions:
 def build_accumulating(
     config: GPTConfig, tokens: Tensor, micro_batch: int, device: torch.device, options: FsdpOptions
 ) -> Callable[[], Stepped]:
-    """Build a step over this rank's rows, int64 [rows, seq_len + 1], in micro-batches of so many rows.
+    """Build a step over this rank's rows, int64 [rows, seq_len + 1], in micro-batches of `micro_batch` rows.
 
     Gradients accumulate, unreduced, until the last of them. The loss that a step returns is the mean over these rows.
     """

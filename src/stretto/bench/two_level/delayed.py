@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport that delays what it sends, to stand for a link with a long latency."""
+"""A transport that delays its messages, to emulate a link with a long latency."""
 
 import queue
 import threading
@@ -13,9 +13,9 @@ from stretto.collectives.two_level import Message, MessageWork, Transport
 class DelayedTransport:
     """Wraps a transport and passes each message on to it `seconds(peer)` after it was sent.
 
-    A receive therefore ends no earlier than that after the send, and then takes as long as the link below needs for the
-    bytes: a latency in front of a bandwidth. Delays of several messages overlap, as on a long wire, and messages keep
-    their order; the sender does not block. Receives, and messages without delay, go straight to the transport below.
+    A receive takes at least this latency plus the wrapped transport's time for the bytes. Delays of several messages
+    overlap, as on a long wire, and messages keep their order; the sender does not block. Receives, and messages without
+    delay, are passed to the wrapped transport at once.
     """
 
     def __init__(self, below: Transport, seconds: Callable[[int], float]) -> None:

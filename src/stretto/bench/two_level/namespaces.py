@@ -135,7 +135,7 @@ def _shape(device: str, bandwidth: float, namespace: str | None = None) -> None:
 
 def _remove() -> None:
     for name in list_leftovers():
-        # removing a namespace removes its end of a link, and the end its other one: ignore what is gone already
+        # removing a namespace removes both ends of its link: ignore missing ones
         kind = ["netns"] if name.startswith("stretto-node") else ["link"]
         subprocess.run(["ip", *kind, "del", name], capture_output=True, check=False)
 

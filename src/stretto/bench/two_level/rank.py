@@ -43,7 +43,7 @@ def main() -> None:
 def measure(job: TwoLevelJob) -> dict[str, Any]:
     """Measure the software overheads, and seconds of each collective, size and algorithm: medians of `repeats` runs.
 
-    Seconds count from a moment on which all ranks agreed until the last rank is done; the ranks share a clock.
+    Seconds count from a start time agreed by all ranks until the last rank is done; the ranks share a clock.
     """
 
     def transport(group: dist.ProcessGroup, delay: float, ranks_per_node: int) -> DelayedTransport:
@@ -99,7 +99,7 @@ def _collective(group: TwoLevelGroup, name: str, algorithm: Any, shard_bytes: in
 
 
 def _interleave(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
-    """Time the runs in turn, after one of each that does not count: median, least and most seconds of each."""
+    """Time the runs in turn, after a warm-up of each: median, least and most seconds of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
@@ -126,7 +126,7 @@ def _summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def _end_with_parent() -> None:
-    """End this process, whatever it is doing, when the process that holds its stdin is gone."""
+    """Exit this process at any time when the process that holds its stdin has exited."""
     while os.read(0, 4096):  # not sys.stdin, whose lock this thread would hold at exit
         pass
     os._exit(1)

@@ -2,7 +2,7 @@
 """`stretto bench two-level`: recursive, ring and flat collectives between network namespaces, and where they cross.
 
 The Linux kernel limits the bandwidth (tbf on every link), and the transport adds the delay (`DelayedTransport`). The
-prediction takes both as they were set, and measures only the software time of a message, in the same run.
+prediction uses both settings, and only the software time of a message is measured, in the same run.
 """
 
 import json
@@ -80,7 +80,7 @@ def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
 
 
 def _run(setting: TwoLevelSetting) -> dict[str, Any]:
-    """Start one process a rank, each in its node's namespace; returns what rank 0 wrote."""
+    """Start one process a rank, each in its node's namespace. Returns rank 0's result."""
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         job = setting.job(folder)

@@ -15,7 +15,7 @@ _MEGABIT = 1e6 / 8
 
 @dataclass(frozen=True)
 class TwoLevelJob:
-    """What the ranks measure. folder: for the ranks' store and for rank 0's result."""
+    """Settings of the ranks. folder: for the ranks' store and for rank 0's result."""
 
     folder: str
     nodes: int

@@ -30,7 +30,7 @@ the same for one slice of every table at a time. remote_first: all slices for ot
 3.2). oblivious: rank 0's samples first on every rank."""
 
 UNIT = tl.constexpr(16)
-"""Bytes: the unit in which a rank tells the others where its output lies in its ring."""
+"""Bytes: the unit of the offsets that ranks send each other, of outputs in their rings."""
 
 HAS_TABLES = tl.constexpr(Announced.HAS_TABLES.value)
 NEEDS_GRAD = tl.constexpr(Announced.NEEDS_GRAD.value)
@@ -92,11 +92,11 @@ def begin_pooling(  # type: ignore[no-untyped-def]
     own = tl.cast(announced, tl.int64)
     other, refusing, needing, reluctant = -1, -1, -1, -1
     for peer in tl.static_range(channel.world):
-        said = tl.load(destinations + ((epoch & 1) * channel.world + peer) * 2 + 1 + ready)
-        needs_grad = ((said >> NEEDS_GRAD) & 1) == 1
-        other = tl.where(((said ^ own) & 0x7FFFFFFF) != 0, peer, other)
-        refusing = tl.where(((said >> REFUSES) & 1) == 1, peer, refusing)
-        needing = tl.where(needs_grad & (((said >> HAS_TABLES) & 1) == 1), peer, needing)
+        announcement = tl.load(destinations + ((epoch & 1) * channel.world + peer) * 2 + 1 + ready)
+        needs_grad = ((announcement >> NEEDS_GRAD) & 1) == 1
+        other = tl.where(((announcement ^ own) & 0x7FFFFFFF) != 0, peer, other)
+        refusing = tl.where(((announcement >> REFUSES) & 1) == 1, peer, refusing)
+        needing = tl.where(needs_grad & (((announcement >> HAS_TABLES) & 1) == 1), peer, needing)
         reluctant = tl.where(needs_grad, reluctant, peer)
     permits = tl.where(needing >= 0, _PERMITS_GRADIENTS, _PERMITS)
     if (other >= 0) | (refusing >= 0) | ((needing >= 0) & (reluctant >= 0)):

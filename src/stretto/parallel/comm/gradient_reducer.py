@@ -73,7 +73,7 @@ class GradientReducer:
     biases and positions come through autograd's hooks (`watch`). While `is_syncing` is False, gradients accumulate
     unsummed; the next pass that syncs sums all of them. Those of weights are reduce-scattered over z all the same, so
     that each rank keeps its shard alone; while `keeps_unsharded` is True, they are kept whole until a pass that syncs.
-    accumulates_unsharded: what `no_sync` sets `keeps_unsharded` to unless it is told.
+    accumulates_unsharded: the default of `no_sync`'s `unsharded`, which sets `keeps_unsharded`.
 
     A backward pass inside another one (reentrant activation checkpointing) has its gradients summed at its own end.
 
@@ -304,7 +304,7 @@ class GradientReducer:
             self._give(current, self.sink, parameter, mine)
 
     def _give(self, current: BackwardPass, sink: GradientSink, parameter: nn.Parameter, mine: Tensor) -> None:
-        """Give a part of a gradient to the sink, and tell it when that was the last one of the step."""
+        """Give a part of a gradient to the sink, and notify it after the last one of the step."""
         sink.add(parameter, mine)
         current.counts[parameter] = current.counts.get(parameter, 0) + 1
         if self.is_syncing and current.counts[parameter] == self._expected.get(parameter):

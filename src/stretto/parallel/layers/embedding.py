@@ -95,7 +95,7 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
         self.group = group
         self.first_row = first_row
         self.padding_idx = padding_idx
-        # -1 tells the kernel that sums gradients that there is no such row
+        # -1 means to the kernel that sums gradients that there is no such row
         padding_row = -1 if padding_idx is None else padding_idx - first_row
         self.padding_row = padding_row if 0 <= padding_row < plan.rows else -1
 

@@ -152,7 +152,7 @@ class LinearPlan:
 
         def make() -> Tensor:
             y = self._make_output(x, product, matrix, bias)
-            # Autograd lets nobody write to a view that a Function made, as Falcon's code does to its MLP's output. What
+            # Autograd forbids writes to a view that a Function made, as Falcon's code does to its MLP's output. What
             # is kept must be this tensor: only its version shows that code has written to it.
             return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -234,7 +234,7 @@ class LinearPlan:
         return kept
 
     def make_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
-        """Make the weight's gradient now, or leave that to whoever has asked to defer it."""
+        """Make the weight's gradient now, or pass it to the caller that defers it."""
         deferred = self.shard.gradients.deferred
         if deferred is None:
             self.reduce_weight_gradient(parameter, x, gradient)

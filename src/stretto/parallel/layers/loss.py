@@ -288,7 +288,7 @@ class ParallelLoss(nn.Module):
     def __init__(self, head: ParallelHead) -> None:
         super().__init__()
         self._head = (head,)  # in a tuple: not a submodule, or its parameters would be there under two names
-        self.was_computed = False  # since whoever asks has set it to False
+        self.was_computed = False  # since the caller that reads it has set it to False
 
     @torch.compiler.disable
     def forward(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor:

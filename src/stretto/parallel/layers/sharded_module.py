@@ -85,7 +85,7 @@ def whole_as_shards(
 ) -> dict[str, Tensor]:
     """This rank's shards of a state dict's whole tensors, for some of a module's own parameters.
 
-    Raises ValueError where `load_state_dict` was told to assign, and for shards of another grid.
+    Raises ValueError for `load_state_dict(assign=True)`, and for shards of another grid.
     """
     if local_metadata.get("assign_to_params_buffers"):
         whose = prefix.rstrip(".") or "the model"

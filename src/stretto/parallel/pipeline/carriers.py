@@ -57,7 +57,7 @@ def choose_carrier(group: dist.ProcessGroup | None, device: torch.device | str) 
     _, size = find_own_rank(group)
     device = torch.device(device)
     if size == 1:
-        return GlooCarrier.name  # hands over, and connects to nobody
+        return GlooCarrier.name  # passes messages on, and connects to no rank
     if device.type == "cpu":
         return SharedMemoryCarrier.name if _share_memory(group) else GlooCarrier.name
     whole = dist.group.WORLD if group is None else group

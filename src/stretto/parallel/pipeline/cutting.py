@@ -216,7 +216,7 @@ def _is_called_before(owner: nn.Module, key: str, around: Sequence[str]) -> bool
 
 
 def _is_named_before(name: str, module: nn.Module, otherwise: bool) -> bool:
-    """Whether a module comes before the blocks, by its name and kind; `otherwise` where these do not tell."""
+    """Whether a module comes before the blocks, by its name and kind; `otherwise` where these do not decide."""
     if _NAMES_AFTER.search(name):
         return False
     return otherwise or "embed" in name or isinstance(module, nn.Embedding)

@@ -169,7 +169,7 @@ class StepFailures:
                         return f"rank {rank} of the job (global rank {rank}) {reasons[rank]}"
             if time.monotonic() > deadline:
                 silent = [f"rank {rank} of the job (global rank {rank})" for rank in others if rank not in reasons]
-                return f"{' and '.join(silent)} said nothing of a failure: ended, stopped or hung"
+                return f"{' and '.join(silent)} did not report a failure: ended, stopped or hung"
             time.sleep(_PERIOD)
         return ""
 

@@ -317,8 +317,8 @@ class Carrier(ABC):
     def _fail(self, ranks: Collection[int], text: str) -> None:
         """Note a failure, unless there is one already; called from any thread.
 
-        ranks: who caused it, as far as this rank can tell. text: what happened, in the past tense without a subject
-        where it was this rank itself that ends.
+        ranks: the ranks that caused it, as far as this rank can determine. text: what happened, in the past tense;
+        without a subject where it is this rank that ends.
         """
         with self._changed:
             if self._failure is not None or self._is_closed:

@@ -153,7 +153,7 @@ class SharedMemoryCarrier(Carrier):
         moved = False
         try:
             moved = self._move(finished)
-        except Exception as error:  # noqa: BLE001  (no memory, for one: whoever waits for this rank must learn of it)
+        except Exception as error:  # noqa: BLE001  (such as no memory: ranks that wait for this one must be informed)
             problem = f"could not move its messages: {error!r}"
         finally:
             self._moving.release()

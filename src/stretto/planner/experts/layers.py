@@ -14,8 +14,8 @@ from stretto.axes import GridSizes
 from stretto.planner.layers import STATISTIC, BlockLayer, Linear, MlpLayer
 
 IMBALANCE = 1.1
-"""Rows of the busiest rank over the mean, where nothing else is said. It is an assumption: routers that are kept in
-balance by a loss or a bias stay near it over the experts of a rank, and one that is not may reach several times it."""
+"""Default ratio of the busiest rank's rows to the mean. It is an assumption: routers that are balanced by a loss or a
+bias stay near it over the experts of a rank, and others may reach several times it."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the topologies that have names: rings, tori, switches, fat trees, dragonflies, nodes with several NICs.
 
-Bandwidths are bytes/s in one direction, latencies seconds a link. Every link exists in both directions, unless said.
+Bandwidths are bytes/s in one direction, latencies seconds a link. Links are bidirectional unless
+documented otherwise.
 """
 
 from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-([0-9]{8,})")
 _EARLIER = "earlier-run-"  # folders of checkpoints that another run has written
 # Environment variable with checksums of the messages already printed about checkpoints; child processes inherit it.
-_PRINTED = "STRETTO_SAID_OF_CHECKPOINTS"
+_PRINTED = "STRETTO_PRINTED_CHECKPOINTS"
 
 
 def checkpoint_path(out: Path, step: int) -> Path:

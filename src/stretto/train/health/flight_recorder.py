@@ -62,7 +62,7 @@ def dump() -> dict[str, Any]:
 
 
 def nccl_entries() -> list[dict[str, Any]]:
-    """The entries of NCCL's collectives, oldest first; none where torch is built without NCCL, or cannot tell."""
+    """The entries of NCCL's collectives, oldest first; none where torch is built without NCCL, or has no recorder."""
     with suppress(RuntimeError, ValueError):
         for name, function in _functions():
             if name == "nccl":

@@ -6,8 +6,8 @@ progress, the culprits are, in this order:
 
 1. silent ranks: no heartbeat arrives;
 2. stalled ranks: others wait for them, in a collective that they have not entered or for a message, and they wait for
-   nobody;
-3. stalled ranks: ranks whose main thread is in no call that waits, as far as Python's frames and the recorder tell;
+   no other rank;
+3. stalled ranks: ranks whose main thread is in no call that waits, as far as Python's frames and the recorder show;
 4. the same as 2 for threads that write checkpoints, while main threads wait for these;
 5. ranks that wait for each other, since they have entered collectives in different orders;
 6. where main threads make progress: ranks whose thread that writes a checkpoint makes none, and waits for no rank.

@@ -10,7 +10,7 @@ from stretto.train.config.options import AnyConfig
 def resolve_device(config: AnyConfig) -> AnyConfig:
     """Replace device "auto" by "cuda", if there is a GPU for each rank of this machine, or else by "cpu".
 
-    Where a launcher does not tell how many ranks are on this machine, one GPU is enough: `Grid` counts them later, and
+    Where a launcher does not set the number of ranks on this machine, one GPU is enough: `Grid` counts them later, and
     raises if there are too few. Raises ValueError if "cuda" was asked for and there are too few GPUs, and for options
     that need a GPU on a CPU.
     """

@@ -6,7 +6,7 @@ with another WORLD_SIZE. The configuration then takes the first grid of that siz
 
 Rank 0 leaves a mark in the run's folder once training begins: the job's id (TORCHELASTIC_RUN_ID) and the step after
 which it began. A rank that finds its own job's mark resumes the newest checkpoint after that step; older checkpoints
-are of an earlier run. TORCHELASTIC_RESTART_COUNT cannot tell alone: torchrun does not count nodes that come or go, and
+are of an earlier run. TORCHELASTIC_RESTART_COUNT does not suffice: torchrun does not count nodes that come or go, and
 a node that is new counts from 0.
 """
 

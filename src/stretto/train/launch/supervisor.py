@@ -97,7 +97,7 @@ class Supervisor:
         return self._stop_signal
 
     def request_stop(self) -> None:
-        """Ask the ranks to stop, with the next `check`, as if a signal had come; `stop_signal` does not tell of it."""
+        """Stop the ranks at the next `check`, as after a signal; `stop_signal` does not report it."""
         if not self._is_asked and self._stop_signal is None:
             self._is_asked, self._stop_requested = True, time.monotonic()
 

@@ -77,7 +77,7 @@ class RankWatch:
     def find_culprit(self, running: Collection[int], failures: Sequence[Failure]) -> Failure | None:
         """What has caused failures that are all consequences: a rank that is stuck, or a lost connection.
 
-        None where heartbeats do not tell. failures: of the ranks that have failed; others may wait.
+        None where heartbeats do not show it. failures: of the ranks that have failed; others may wait.
         """
         if self.monitor is None:
             return None
@@ -99,9 +99,9 @@ class RankWatch:
         except RuntimeError as error:
             logger.debug("heartbeats cannot be read: %s", error)
             return None
-        rank, said = describe_lost(pairs, list(lost))
+        rank, description = describe_lost(pairs, list(lost))
         own = next((each for each in failures if each.rank == rank), None)
-        reason = f"{said}: {(own or failures[0]).reason}"
+        reason = f"{description}: {(own or failures[0]).reason}"
         order = (0, min(each.order[1] for each in failures))
         return Failure(rank, reason, None if own is None else own.trace, order, "lost connection")
 
@@ -128,10 +128,10 @@ def rank_environment() -> dict[str, str]:
 
 
 def describe_unstopped(out: Path, monitor: Monitor | None, running: Collection[int], seconds: float) -> str:
-    """Say, in a line, which ranks did not stop, where they are, and which steps of the run in `out` are not saved.
+    """Describe in one line which ranks did not stop, where they are, and which steps of the run in `out` are not saved.
 
-    monitor: reads the ranks' heartbeats, which tell a stuck rank from those that wait for it; None before there are
-    any. running: the ranks whose processes still run. seconds: since they were asked to stop.
+    monitor: reads the ranks' heartbeats, which distinguish a stuck rank from those that wait for it; None before
+    there are any. running: the ranks whose processes still run. seconds: since they were asked to stop.
     """
     who, places = sorted(running), ""
     if monitor is not None:
@@ -148,7 +148,7 @@ def describe_unstopped(out: Path, monitor: Monitor | None, running: Collection[i
 
 
 def _places(monitor: Monitor, ranks: Collection[int]) -> str:
-    """The phases and steps that ranks are in, as far as heartbeats tell."""
+    """The phases and steps of ranks, as far as heartbeats show them."""
     known = {rank: monitor.beats[rank] for rank in ranks if rank in monitor.beats}
     places = {
         rank: f"phase {beat.phase}" + ("" if beat.step is None else f" of step {beat.step}")

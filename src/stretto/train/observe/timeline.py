@@ -288,7 +288,7 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str], e
 
 
 def _waits(events: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Collect the waits of a pipeline stage, whose ends are marked: bubbles, and messages on their way."""
+    """Collect the waits of a pipeline stage, whose ends are marked: bubbles, and messages in flight."""
     spans = []
     for event in events:
         if event.get("cat") == "user_annotation" and (found := _WAIT.fullmatch(event["name"])):

@@ -195,10 +195,10 @@ class EmulatedWorkspace:
         return None  # there is one
 
     def check(self):
-        said = describe_report(self.report.tolist(), self.kernels, self.limit)
-        assert said is not None or not self.summary[0]
-        if said is not None:
-            raise PeerError(said)
+        description = describe_report(self.report.tolist(), self.kernels, self.limit)
+        assert description is not None or not self.summary[0]
+        if description is not None:
+            raise PeerError(description)
 
     def abort(self, kernel):
         words = words_of_broken_off(kernel)

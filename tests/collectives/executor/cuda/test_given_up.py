@@ -115,8 +115,8 @@ def test_with_copy_engines_a_failed_rank_signals_neither_data_nor_free_slots(nam
         workspaces[1].check()
     head = workspaces[0].area_memories[1][: planner.HEAD].view(torch.int64)
     assert head[planner.ENTRY_FLAGS // 8] != 0, "a rank that has begun says so"
-    assert head[0] == 0, "rank 0 said that it was done"
-    assert not head[planner.FLAGS // 8 :].any(), "rank 0 said that its messages were there"
+    assert head[0] == 0, "rank 0 signalled that it was done"
+    assert not head[planner.FLAGS // 8 :].any(), "rank 0 signalled that its messages had arrived"
 
 
 def test_a_failure_in_one_group_ends_the_waits_of_another(folder):

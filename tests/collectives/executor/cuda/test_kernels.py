@@ -239,8 +239,8 @@ def test_a_thread_block_that_waits_for_another_leaves_it_to_that_one_to_name_the
             PeerError, match=r"thread block 0 waited in vain for rank 1's message \(step 1, r, channel 0\), 0.3 s$"
         ):
             workspace.check()
-    said = kernel.describe_wait(1, 1, 2)  # where that one has no time limit of its own: another fault
-    assert said == "its own thread block 0 to end step 1 (step 1, re, channel 0)"
+    description = kernel.describe_wait(1, 1, 2)  # where that one has no time limit of its own: another fault
+    assert description == "its own thread block 0 to end step 1 (step 1, re, channel 0)"
 
 
 @pytest.mark.sampled(2)

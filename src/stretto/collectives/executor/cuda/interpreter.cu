@@ -4,7 +4,7 @@
 //
 // Waits: a receive waits for its message; a send for a free FIFO slot of its connection, which the receiver counts at the
 // sender; a step that depends on another thread block's step for that block's count of ended steps, on this GPU. All
-// counts carry the call's epoch in their upper half, so they need no reset. Why memory may be used again: FIFOs and
+// counts carry the call's epoch in their upper half, so they need no reset. Reuse of memory: FIFOs and
 // counts use two halves in turn, and no call ends before all ranks have begun it (the tokens at its end, or a fused
 // kernel's messages): a rank that has begun call n has ended n - 1, so all have begun n - 1 and ended n - 2.
 //
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(512)
   const BlockRow block = blocks[blockIdx.x];
   const u32 epoch = next_epoch(state);
   const u64 call_flag = (u64)epoch << 32, side = (epoch & 1) * half;
-  const bool leads = threadIdx.x == 0;
+  const bool is_leader = threadIdx.x == 0;
   u64* ended = state->ended;
   char* own = peers[RANK] + side;
   Wait wait(state, report, failed, limit, kernel, epoch);
@@ -121,25 +121,25 @@ extern "C" __global__ void __launch_bounds__(512)
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
       if (peer != RANK) raise_flag((u64*)(peers[peer] + side) + RANK, call_flag);
   // Counts of messages that this rank has received, and of slots that are free again for it, by connection.
-  u64* came = (u64*)(own + counts) + block.receive_number;
+  u64* arrived = (u64*)(own + counts) + block.receive_number;
   u64* freed = (u64*)(own + counts) + connections + block.send_number;
   char* receiver = block.send_peer < 0 ? 0 : peers[block.send_peer] + side;
   char* sender = block.receive_peer < 0 ? 0 : peers[block.receive_peer] + side;
-  u64* came_there = receiver ? (u64*)(receiver + counts) + block.send_number : 0;
+  u64* arrived_there = receiver ? (u64*)(receiver + counts) + block.send_number : 0;
   u64* freed_there = sender ? (u64*)(sender + counts) + connections + block.receive_number : 0;
   u64 sent = 0, received = 0, done = 0;
   bool is_lost = false;  // the same in all threads of the block
   for (u64 tile = 0; tile < tiles; ++tile) {
     for (int at = 0; at < block.steps; ++at) {
       const StepRow step = steps[block.first_step + at];
-      if (leads) {
+      if (is_leader) {
         if (step.awaited_block >= 0) {
           u64 target = tile * blocks[step.awaited_block].steps + step.awaited_step + 1;
           await_flag(ended + step.awaited_block, call_flag + target, local_wait, at, FOR_THREAD_BLOCK);
         }
         if (step.kind & SENDS && sent >= slots) await_flag(freed, call_flag + sent - slots + 1, wait, at, FOR_SLOT);
 #if PROTOCOL == SIMPLE
-        if (step.kind & RECEIVES) await_flag(came, call_flag + received + 1, wait, at, FOR_MESSAGE);
+        if (step.kind & RECEIVES) await_flag(arrived, call_flag + received + 1, wait, at, FOR_MESSAGE);
 #endif
       }
       is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);
@@ -150,9 +150,9 @@ extern "C" __global__ void __launch_bounds__(512)
       if (step.kind & SENDS) ++sent;
       if (step.kind & RECEIVES) ++received;
       is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);
-      if (leads && !is_lost) {
+      if (is_leader && !is_lost) {
 #if PROTOCOL == SIMPLE
-        if (step.kind & SENDS) raise_flag(came_there, call_flag + sent);
+        if (step.kind & SENDS) raise_flag(arrived_there, call_flag + sent);
 #endif
         if (step.kind & RECEIVES) raise_flag(freed_there, call_flag + received);
         if (step.kind & AWAITED) {

@@ -4,7 +4,7 @@
 // WORLD, UNROLL.
 //
 // A thread handles one vector at once: PACK_BYTES of a chunk, which take 16 bytes of a message. Vector v begins at
-// byte 16 v of the message. What a message looks like (`put`, `take`):
+// byte 16 v of the message. The layout of a message (`put`, `take`):
 //
 //     LL, 8 bytes of data a vector; each store of 16 bytes carries two flags, which are the halves of one 64-bit flag:
 //
@@ -19,7 +19,7 @@
 //
 //     Simple, 16 bytes of data a vector, and its flag outside of the message.
 //
-// How data is published: LL writes 4 bytes of data with a 4-byte flag beside them, twice in a 16-byte store; LL128 writes
+// How data is published: LL writes 4 bytes of data followed by a 4-byte flag, twice in a 16-byte store; LL128 writes
 // lines of 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole
 // (one store: the warp must have reconverged after any branch, `converge`, and also before it reads a line); Simple writes
 // data, then a barrier of the block, and one thread raises a flag (fence and release, system). A reader of LL and LL128
@@ -31,11 +31,11 @@
 // that no call has written to for long is cleared (`end_call`), and 0 is no call's number. A call uses one of two halves
 // of each rank's memory, by the parity of its number.
 //
-// After a wait of this process has timed out, in whichever group, nothing is published: a thread that has given up, or
-// begins when the process has failed (`Wait`), puts no message of LL, its warp no line of LL128 (`warp_any`), and its
-// block raises no flag of Simple. Its own messages cannot hold data that never arrived, so its peers' waits time out, too,
-// and fail by themselves. Nor does it store to memory whose reuse it has not awaited. Tokens, by which ranks signal that
-// they have begun a call, carry no data and are always sent.
+// After a wait of this process has timed out, in any group, nothing is published: a thread that has given up, or begins
+// when the process has failed (`Wait`), writes no LL message, its warp no LL128 line (`warp_any`), and its block raises no
+// flag of Simple. So no message holds data that never arrived, and the peers' waits time out, too. Nor does a thread store
+// to memory whose reuse it has not awaited. Tokens, by which ranks signal that they have begun a call, carry no data and
+// are always sent.
 
 #define SUM 0
 #define MAX 1
@@ -54,8 +54,8 @@
 #define CALLS_BETWEEN_CLEANINGS (1u << 28)  // a power of 2, and far from 2^32
 #endif
 #define TO_BEGIN 0xffffffffu  // in a report, instead of a level or step: the wait was for a rank to begin
-#define TO_AGREE 0xfffffffeu  // and here for one that has begun another call
-#define FOR_MESSAGE 0u  // in a report of the interpreter: which of a step's waits it was
+#define TO_AGREE 0xfffffffeu  // the same: the rank has begun another call
+#define FOR_MESSAGE 0u  // in a report of the interpreter: the kind of a step's wait
 #define FOR_SLOT 1u
 #define FOR_THREAD_BLOCK 2u
 
@@ -136,12 +136,12 @@ __device__ __forceinline__ u32 load_part(const char* from) {
   return PART == 1 ? *(const unsigned char*)from : PART == 2 ? *(const unsigned short*)from : *(const u32*)from;
 }
 
-// The user's tensors begin and end anywhere: whole, aligned vectors take one or two accesses, others one for each
+// The user's tensors have any alignment and length: whole, aligned vectors take one or two accesses, others one for each
 // element.
 //
-// Elements past the end are read from the first one's place and masked, in 32-bit words. The plain way, zeros that
-// conditional loads overwrite, is miscompiled: ptxas 13.0 to 13.5 forgets that zeroing a pair of registers (CS2R) takes
-// its time if a write under a predicate follows, and sums got what the registers held before
+// Elements past the end are read from the first one's address and masked, in 32-bit words. The obvious code, zeros that
+// conditional loads overwrite, is miscompiled: ptxas 13.0 to 13.5 ignores the latency of zeroing a pair of registers
+// (CS2R) if a predicated write follows, so that sums included stale registers
 // (docs/decisions/017-zeros-that-come-late.md).
 __device__ __noinline__ Pack load_slowly(const char* from, int bytes) {
   Pack pack;
@@ -176,9 +176,9 @@ __device__ __noinline__ void store_slowly(char* to, Pack pack, int bytes) {
     if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) ((ELEMENT*)to)[i] = packed.elements[i];
 }
 
-// LL128 has 120 bytes of data a line, so every other line of an aligned tensor begins 8 bytes beside a multiple of 16, and
-// every line's last vector has 8 bytes: all of these take words of 8 bytes. (The second word is loaded in any case, from
-// an address that is valid: a load under a predicate would overwrite a zero, see above.)
+// LL128 has 120 bytes of data a line, so every other line of an aligned tensor begins 8 bytes off a multiple of 16, and
+// every line's last vector has 8 bytes: all of these use accesses of 8 bytes. (The second word is always loaded, from a
+// valid address: a predicated load would overwrite a zero, see above.)
 __device__ __forceinline__ bool is_in_words(const char* at, int bytes) {
   return PROTOCOL == LL128 && !((u64)at & 7) && (bytes == 16 || bytes == 8);
 }
@@ -217,7 +217,7 @@ __device__ __forceinline__ int valid(u64 length, u64 at, int width) {
   return left < width ? (int)left : width;
 }
 
-// The state of waits: how long one may take, and where a failure is recorded. `State` is in this GPU's memory (its
+// The state of waits: their time limit, and where a failure is recorded. `State` is in this GPU's memory (its
 // `ended` counts the steps of the interpreter's thread blocks; `is_broken` is set by the first wait of this workspace
 // that times out, `has_followed` by the first kernel that ends early because another workspace's did). `Report` is the
 // workspace's failure record in pinned host memory, and `failed` the process's failure flag on this GPU
@@ -255,7 +255,7 @@ __device__ __noinline__ void record_following(State* state, Report* report, u32 
   write_report(report, FOLLOWED, kernel, epoch, 0, 0);
 }
 
-// The time since which a wait polls in vain, in nanoseconds; 0 if it must give up.
+// The time at which an unsuccessful wait began, in nanoseconds; 0 if it must give up.
 __device__ __noinline__ u64 look_around(State* state, Report* report, u32* failed, u64 limit, u32 kernel, u32 epoch,
                                         u64 began, u32 level, u32 message) {
   u64 now = nanoseconds();
@@ -266,7 +266,7 @@ __device__ __noinline__ u64 look_around(State* state, Report* report, u32* faile
   return 0;
 }
 
-// Its slow paths are separate functions that take values, so that a wait itself stays in registers.
+// Its slow paths are separate functions with parameters by value, so that a wait itself stays in registers.
 struct Wait {
   State* state;
   Report* report;
@@ -282,7 +282,7 @@ struct Wait {
       : state(state), report(report), failed(failed), limit(limit), kernel((u32)kernel), epoch(epoch),
         is_given_up(has_failed(failed)) {}
 
-  // Whether to poll again, after a poll in vain. Once one wait of the process has timed out, all others give up.
+  // Whether to poll again, after an unsuccessful poll. Once one wait of the process has timed out, all others give up.
   __device__ __forceinline__ bool again(u32 level, u32 message) {
     if (is_given_up) return false;
     if (++polls % POLLS_BETWEEN_LOOKS) return true;
@@ -296,7 +296,7 @@ struct Wait {
     record_failure(state, report, failed, kernel, epoch, level, message);
   }
 
-  // At a kernel's end: this workspace's results are void, too, if another's failure has ended its waits.
+  // At a kernel's end: this workspace's results are invalid, too, if another's failure has ended its waits.
   __device__ __forceinline__ void conclude() {
     if (is_given_up) record_following(state, report, kernel, epoch);
   }
@@ -328,8 +328,8 @@ __device__ __forceinline__ bool take(const char* message, u64 vector, Pack& pack
 #endif
 }
 
-// A vote of the warp by LL128, otherwise the thread's own predicate: whether the predicate holds in all threads. Eight
-// threads read a line, and one of them its flag: it must share what it knows.
+// With LL128, a vote of the warp: whether the predicate holds in all threads; otherwise the thread's own predicate. Eight
+// threads read a line, but only one of them its flag, so that the others need its result.
 __device__ __forceinline__ bool warp_all(bool predicate) {
 #if PROTOCOL == LL128
   return __all_sync(0xffffffffu, predicate);
@@ -338,9 +338,8 @@ __device__ __forceinline__ bool warp_all(bool predicate) {
 #endif
 }
 
-// The same vote for whether the predicate holds in any thread: it decides whether a message must not be put, a thread's
-// message of LL by itself, a line of LL128 if one of the warp's threads has given up. (Simple asks all of its block, at a
-// barrier.)
+// The same vote for whether the predicate holds in any thread: it suppresses a message, with LL that of the thread alone,
+// with LL128 the warp's lines if one of its threads has given up. (With Simple the whole block votes, at a barrier.)
 __device__ __forceinline__ bool warp_any(bool predicate) {
 #if PROTOCOL == LL128
   return __any_sync(0xffffffffu, predicate);
@@ -372,7 +371,7 @@ __device__ __forceinline__ void await_epoch(const u64* flag, u64 epoch, Wait& wa
   }
 }
 
-// This call's number. After 2^32 - 1, which is odd, comes 2: parities alternate, and cleared memory shows 0.
+// This call's number. 2^32 - 1, which is odd, is followed by 2: parities alternate, and cleared memory shows 0.
 __device__ __forceinline__ u32 next_epoch(const State* state) {
   u32 next = state->epochs[blockIdx.x] + 1;
   return next ? next : 2;

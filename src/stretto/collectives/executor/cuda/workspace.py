@@ -302,13 +302,13 @@ class CollectiveWorkspace:
 
         Returns the current stream's handle.
 
-        On another stream than the last call's it waits for the end that `mark_end` has told, or else for all that the
-        last call's stream has. While a graph is captured, nothing outside of it can be waited for: the caller orders
-        its replays.
+        If the current stream is not the last call's, it waits for the event that `mark_end` recorded, or else for all
+        work in the last call's stream. While a graph is captured, nothing outside of it can be waited for: the caller
+        orders its replays.
         """
         raw = torch._C._cuda_getCurrentRawStream(self._device_index)
         if raw == self._raw_stream:
-            if self._stream is None:  # `resume` has told its handle
+            if self._stream is None:  # `resume` has set its handle
                 self._stream = torch.cuda.current_stream(self.device)
             self._end = None
             return raw

@@ -48,7 +48,7 @@ class PutExchange(NamedTuple):
 
 @triton.jit
 def begin_putting(channel, exchange, counts, fingerprint, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin a call: advance its number and targets, and tell all other ranks so. One program of one warp.
+    """Begin a call: advance its number and targets, and signal all other ranks. One program of one warp.
 
     counts: int64 [world, capacity], the vectors that each source sends here in the call.
     Signals: `begun` of the call's parity, at all other ranks. All threads of the warp issue NVSHMEM's signal, which
@@ -159,7 +159,7 @@ def put_bags(channel, exchange, tables, pooling, out, counter, samples, destinat
     with a signal is ordered after its own data alone. Such a put signals once, while `signal_op` would signal once for
     each thread.
     Reuse: a program has one staging place. Puts of this kind return when the source may be written to again, and the
-    barrier at the end tells all threads so.
+    barrier at the end informs all threads.
     """
     slice_first, first, end = samples
     place = exchange.staging + tl.program_id(0).to(tl.int64) * (pooling.bags * tables.block)

@@ -29,7 +29,7 @@ extern "C" __global__ void wait_for_peers(State* state, Report* report, u32* fai
     } else {
       await_epoch(entry_flags + peer, entry, wait, TO_BEGIN, (u32)peer);
       u64 seen = see_flag(entry_flags + peer);
-      // A peer that is a call ahead has needed nothing of this rank, nor of its tensors.
+      // A peer that is already one call ahead did not depend on this rank or its tensors.
       if (seen >> KEY_BITS == epoch && seen != (entry | tensor_key)) wait.give_up(TO_AGREE, (u32)peer);
     }
   }

@@ -23,7 +23,7 @@ sends inputs, level 1 reduces them and sends the sums; the list is read from lef
   epoch, into the receiver's flag. It has its own stream: a copy of 4 bytes would queue behind all copies that wait
   for the same engine.
 - A level's kernel waits for its messages' flags, reduces and stores.
-- `release_mailboxes` ("release") tells the peers that this rank is done with the piece's mailbox set.
+- `release_mailboxes` ("release") signals to the peers that this rank is done with the piece's mailbox set.
 
 CUDA graphs: streams that are captured become the branches of a graph, which CUDA may execute in any order, one after
 another. A kernel that waits for peers must then not precede the operations for which peers wait, or all ranks wait
