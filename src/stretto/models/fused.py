@@ -2,10 +2,10 @@
 """Rotary position embedding and SwiGLU: one kernel each on GPUs, and few saved tensors everywhere.
 
 The same by PyTorch's operators takes some forty kernels a block, most of them on strided halves of heads, and saves
-activations that a backward pass can do without. Where PyTorch itself has to differentiate the operators or to trace them
+activations that a backward pass can do without. Where PyTorch itself has to differentiate or trace the operators
 (`torch.compile`, `make_fx`, `torch.func`, forward-mode derivatives, tensor subclasses), they are used instead. Dispatch
-modes other than Stretto's own see operators in place of a kernel, and the same tensors are saved under them: a block's
-forward pass may run under a mode and its recomputation not, or the other way round.
+modes other than Stretto's own see operators in place of a kernel, but the same tensors are saved: a block's forward
+pass may run under a mode, and its recomputation without it, or the other way round.
 """
 
 from typing import Any
