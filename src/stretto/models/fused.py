@@ -55,8 +55,7 @@ def rotate_heads(qkv: Tensor, angles: Angles, queries_per_group: int) -> tuple[T
     if _needs_operators(qkv, *angles) or any(angle.requires_grad for angle in angles) or not qkv.numel():
         query, key, value = qkv.split((queries_per_group, 1, 1), dim=-2)
         query, key = _rotate(query, angles), _rotate(key, angles)
-        # Not flatten, which `torch.autograd.grad(is_grads_batched=True)` does not support.
-        return tuple(part.reshape(_flat_shape(part)) for part in (query, key, value))
+        return _flatten(query), _flatten(key), _flatten(value)
     heads: tuple[Tensor, Tensor, Tensor] = _RotateHeads.apply(qkv, *angles, queries_per_group)
     return heads
 
@@ -105,6 +104,11 @@ def _rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = (angle.to(x.dtype)[:, None, None] for angle in angles)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def _flatten(heads: Tensor) -> Tensor:
+    """Not by `flatten`, which `torch.autograd.grad(is_grads_batched=True)` does not support."""
+    return heads.reshape(_flat_shape(heads))
 
 
 def _flat_shape(heads: Tensor) -> tuple[int, int, int, int]:
