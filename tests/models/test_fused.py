@@ -6,11 +6,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.tiles.machine_code import compile_to_ptx, find_spills
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
-from stretto.models.fused import _rotate, rotary_angles, rotate_heads, swiglu
+from stretto.models.fused import _is_watched, _rotate, rotary_angles, rotate_heads, swiglu
 from stretto.parallel import Grid, count_collectives, recomputation_contexts
 
 SEED = 3
@@ -100,6 +102,50 @@ def test_transformed_and_traced_calls_are_right():
         compiled(qkv[0], gate, up), (*rotate_heads(qkv[0], angles, 1), swiglu(gate, up)), strict=True
     ):
         torch.testing.assert_close(found, right)
+
+
+def test_gradients_of_batched_and_dual_gradients_are_right():
+    """The forward pass is plain: only the backward pass is transformed."""
+    angles = rotary_angles(3, 4, CPU)
+    qkv = draw(SEED, 1, 3, 2, 3, 4).requires_grad_()
+    gate, up = draw(1, 6, 5).requires_grad_(), draw(2, 6, 5).requires_grad_()
+    for outputs, inputs in ((rotate_heads(qkv, angles, 1), (qkv,)), ((swiglu(gate, up),), (gate, up))):
+        weights = [[draw(10 * batch + place, *one.shape) for place, one in enumerate(outputs)] for batch in range(3)]
+        right = [torch.autograd.grad(outputs, inputs, one, retain_graph=True) for one in weights]
+        batches = list(map(torch.stack, zip(*weights, strict=True)))
+        expected = list(map(torch.stack, zip(*right, strict=True)))
+
+        def differentiate(*weights, outputs=outputs, inputs=inputs):
+            return torch.autograd.grad(outputs, inputs, weights, retain_graph=True, create_graph=True)
+
+        found = torch.autograd.grad(
+            outputs, inputs, batches, is_grads_batched=True, retain_graph=True, create_graph=True
+        )
+        torch.testing.assert_close(list(found), expected)
+        torch.testing.assert_close(list(torch.func.vmap(differentiate)(*batches)), expected)
+        with forward_ad.dual_level():
+            found = differentiate(*map(forward_ad.make_dual, *weights[:2]))
+            tangents = [forward_ad.unpack_dual(one).tangent for one in found]
+        torch.testing.assert_close(tangents, list(right[1]))
+
+
+def test_angles_that_are_trained_have_gradients():
+    angles = tuple(angle.double() for angle in rotary_angles(3, 4, CPU))
+    qkv = draw(SEED, 1, 3, 2, 3, 4).requires_grad_()
+    trained = [angle.requires_grad_() for angle in angles]
+    assert torch.autograd.gradcheck(lambda x, cos, sin: rotate_heads(x, (cos, sin), 1), (qkv, *trained))
+
+
+def test_heads_may_be_changed_in_place_and_be_none():
+    angles = rotary_angles(3, 4, CPU)
+    qkv = draw(SEED, 1, 3, 2, 3, 4).requires_grad_()
+    for one, weight in zip(rotate_heads(qkv, angles, 1), (2.0, 3.0, 4.0), strict=True):
+        right = one.detach() * weight
+        assert torch.equal(one.mul_(weight), right)
+    nothing = torch.zeros(1, 3, 0, 3, 4, requires_grad=True)
+    heads = rotate_heads(nothing, angles, 1)
+    assert [list(one.shape) for one in heads] == [[1, 3, 0, 4]] * 3
+    assert torch.autograd.grad(sum(one.sum() for one in heads), nothing)[0].shape == nothing.shape
 
 
 def test_a_gate_of_another_dtype_or_shape_is_promoted_and_broadcast():
@@ -195,8 +241,28 @@ class WatchingMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+def test_a_block_is_recomputed_right_if_a_mode_sees_only_one_of_both_passes(watched):
+    """A mode around one of them, say a FLOP counter, changes neither what is saved nor its order."""
+    angles = rotary_angles(5, 8, CPU)
+    qkv, up = draw(SEED, 1, 5, 2, 4, 8).requires_grad_(), draw(1, 1, 5, 4, 8).requires_grad_()
+
+    def compute(qkv, up):
+        return swiglu(rotate_heads(qkv, angles, 2)[0], up).sin().sum()
+
+    right = torch.autograd.grad(compute(qkv, up), (qkv, up))
+    with WatchingMode() if watched == "forward" else nullcontext():
+        output = checkpoint(compute, qkv, up, use_reentrant=False)
+    with WatchingMode() if watched == "backward" else nullcontext():
+        found = torch.autograd.grad(output, (qkv, up))
+    assert all(map(torch.equal, found, right))
+
+
 def note_functions():
-    """Whether rotated heads and SwiGLU come from one function each: plainly, under Stretto's modes, under a user's."""
+    """Of plain calls, under Stretto's modes, and under a user's: whether kernels may run.
+
+    Rotated heads and SwiGLU come from one function each in any case, so that the same tensors are saved.
+    """
     qkv, angles = draw(SEED, 1, 5, 2, 4, 8).requires_grad_(), rotary_angles(5, 8, CPU)
     modes = {
         "none": nullcontext(),
@@ -208,7 +274,8 @@ def note_functions():
     for name, mode in modes.items():
         with mode:
             functions = rotate_heads(qkv, angles, 2)[0].grad_fn.name(), swiglu(qkv, qkv).grad_fn.name()
-        found[name] = functions == ("_RotateHeadsBackward", "_SwiGLUBackward")
+            found[name] = not _is_watched()
+        assert functions == ("_RotateHeadsBackward", "_SwiGLUBackward")
     return found
 
 

@@ -186,6 +186,24 @@ def test_gradients_computed_after_their_chunk_was_sent_are_added() -> None:
     torch.testing.assert_close(store.weight(1), values[1] - 1)
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_the_norm_does_not_depend_on_the_order_of_the_sums(clip: float | None) -> None:
+    """A process's first backward pass may complete gradients in another order than later ones do."""
+    sizes = [64] * 30
+    gradients = [torch.randn(64, generator=torch.Generator().manual_seed(index)) for index in range(30)]
+    norms = set()
+    for seed in range(8):
+        options = StateOptions("device", bucket_size=64, coarsening=1)
+        store, _ = flat_store(sizes, sgd_update(), options)
+        store.clip = None if clip is None else lambda norm: clip / norm
+        for index in random.Random(seed).sample(range(30), 30):
+            store.add(index, gradients[index])
+            store.complete(index)
+        store.finish()
+        norms.add(store.step(0.1).item())
+    assert len(norms) == 1
+
+
 def test_a_step_needs_summed_gradients_and_does_nothing_without_any() -> None:
     store, values = flat_store([100, 50], sgd_update(), StateOptions("device"), decay=0.0)
     assert float(store.step(1.0)) == 0

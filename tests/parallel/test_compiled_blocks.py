@@ -61,8 +61,8 @@ def compile_blocks(make_model: Callable[[], nn.Module], how: str) -> tuple[int, 
     torch.manual_seed(0)
     model = parallelize(make_model(), Grid(), dtype=torch.float64 if how == "wider" else None)
     sink = Sink()
-    if how == "recomputed":
-        checkpoint_activations(model, "full")
+    if how.startswith("recomputed"):
+        checkpoint_activations(model, "full" if how == "recomputed" else "every:2")
     elif how == "sink":
         model.gradient_reducer.send_to(sink)
     graphs = []
@@ -92,7 +92,7 @@ def test_a_block_on_one_rank_is_one_graph(ranks, make_model):
     assert far < 1e-5
 
 
-@pytest.mark.parametrize("how", ["recomputed", pytest.param("wider", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["recomputed", "recomputed together", pytest.param("wider", marks=pytest.mark.long)])
 def test_operations_that_cannot_be_traced_break_the_graph(ranks, how):
     ((graphs, _, far, _),) = ranks(1).run(compile_blocks, make_gpt, how)
     assert graphs != 1

@@ -208,6 +208,16 @@ def test_a_cost_model_that_there_is_not_is_refused(ask):
         ask(CONFIG, cluster(), **options, batch=16, seq_len=1024, cost="whole")
 
 
+@pytest.mark.parametrize("cluster", [None, 3])
+def test_what_is_no_cluster_or_grid_is_refused(cluster):
+    with pytest.raises(ValueError, match="must be a Cluster"):
+        stretto.plan("gpt2-small", cluster, gpus=4, batch=4, seq_len=128)
+    with pytest.raises(ValueError, match="must be a Cluster"):
+        predict("gpt2-small", cluster, grid={"x": 2}, batch=4, seq_len=128)
+    with pytest.raises(ValueError, match="must be a mapping"):
+        predict("gpt2-small", "perlmutter", grid=cluster, batch=4, seq_len=128)
+
+
 def test_a_dtype_that_was_not_measured_is_named_with_those_that_were():
     probed = cluster(peak_flops=FlopRates(), empirical_flops=FlopRates(fp32=1e11))
     with pytest.raises(

@@ -2,8 +2,10 @@
 """Rotary position embedding and SwiGLU: one kernel each on GPUs, and few saved tensors everywhere.
 
 The same by PyTorch's operators takes some forty kernels a block, most of them on strided halves of heads, and saves
-activations that a backward pass can do without. Where PyTorch has to see the operators (`torch.compile`, `torch.func`,
-forward-mode derivatives, dispatch modes other than Stretto's own, tensor subclasses), they are used.
+activations that a backward pass can do without. Where PyTorch itself has to differentiate or trace the operators
+(`torch.compile`, `make_fx`, `torch.func`, forward-mode derivatives, tensor subclasses), they are used instead. Dispatch
+modes other than Stretto's own see operators in place of a kernel, but the same tensors are saved: a block's forward
+pass may run under a mode, and its recomputation without it, or the other way round.
 """
 
 from typing import Any
@@ -50,10 +52,10 @@ def rotate_heads(qkv: Tensor, angles: Angles, queries_per_group: int) -> tuple[T
             f"angles of {qkv.shape[1]} positions and heads of {qkv.shape[4]} features are two tensors "
             f"{[qkv.shape[1], qkv.shape[4] // 2]}, not {list(angles[0].shape)} and {list(angles[1].shape)}"
         )
-    if _needs_operators(qkv):
+    if _needs_operators(qkv, *angles) or any(angle.requires_grad for angle in angles) or not qkv.numel():
         query, key, value = qkv.split((queries_per_group, 1, 1), dim=-2)
         query, key = _rotate(query, angles), _rotate(key, angles)
-        return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+        return _flatten(query), _flatten(key), _flatten(value)
     heads: tuple[Tensor, Tensor, Tensor] = _RotateHeads.apply(qkv, *angles, queries_per_group)
     return heads
 
@@ -71,23 +73,30 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _needs_operators(*tensors: Tensor) -> bool:
-    """Whether PyTorch must see operators. As `stretto.ops.dispatch`, whose import takes Triton, has it for kernels."""
+    """Whether PyTorch must differentiate or trace operators. As `stretto.ops.dispatch` (whose import takes Triton)."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
-        or (is_in_torch_dispatch_mode() and not _are_selective(_get_current_dispatch_mode_stack()))
+        or (is_in_torch_dispatch_mode() and any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()))
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or any(type(tensor) is not Tensor for tensor in tensors)
+        or any(type(tensor) is not Tensor or _is_batched(tensor) for tensor in tensors)
     )
 
 
-def _are_selective(modes: list[Any]) -> bool:
-    return all(isinstance(mode, SelectiveMode) for mode in modes)
+# Of `torch.autograd.grad(is_grads_batched=True)`.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _suits_kernel(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dim() > 0 and tensor.dtype in _KERNEL_DTYPES
+    return tensor.is_cuda and tensor.dim() > 0 and tensor.dtype in _KERNEL_DTYPES and not _is_watched()
+
+
+def _is_watched() -> bool:
+    """Whether a dispatch mode that is not Stretto's own has to see operators."""
+    return is_in_torch_dispatch_mode() and not all(
+        isinstance(mode, SelectiveMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _rotate(x: Tensor, angles: Angles) -> Tensor:
@@ -95,6 +104,24 @@ def _rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = (angle.to(x.dtype)[:, None, None] for angle in angles)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def _flatten(heads: Tensor) -> Tensor:
+    """Not by `flatten`, which `torch.autograd.grad(is_grads_batched=True)` does not support."""
+    return heads.reshape(_flat_shape(heads))
+
+
+def _flat_shape(heads: Tensor) -> tuple[int, int, int, int]:
+    batch, seq, groups, heads_of_group, dim = heads.shape
+    return batch, seq, groups * heads_of_group, dim
+
+
+def _join(query: Tensor, key: Tensor, value: Tensor, angles: Angles) -> Tensor:
+    """Rotate queries and keys by the negative angles, and join them with the values, by PyTorch's operators."""
+    batch, seq, groups, dim = key.shape
+    query, key, value = (part.reshape(batch, seq, groups, -1, dim) for part in (query, key, value))
+    back = angles[0], -angles[1]
+    return torch.cat((_rotate(query, back), _rotate(key, back), value), dim=-2)
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -110,11 +137,16 @@ class _RotateHeads(torch.autograd.Function):
         query, key, value = qkv.split((queries, 1, 1), dim=-2)
         query, key = _rotate(query, (cos, sin)), _rotate(key, (cos, sin))
         # The values are copied so that they do not keep the linear's whole output alive.
-        return query.flatten(2, 3), key.flatten(2, 3), value.clone(memory_format=torch.contiguous_format).flatten(2, 3)
+        value = value.clone(memory_format=torch.contiguous_format)
+        # No views, which could not be modified in place.
+        return tuple(torch.ops.aten._unsafe_view(part, _flat_shape(part)) for part in (query, key, value))
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None, None]:
-        return _JoinHeads.apply(query, key, value, *ctx.saved_tensors), None, None, None
+        cos, sin = ctx.saved_tensors
+        if _needs_operators(query, key, value, cos, sin):
+            return _join(query, key, value, (cos, sin)), None, None, None
+        return _JoinHeads.apply(query, key, value, cos, sin), None, None, None
 
 
 class _JoinHeads(torch.autograd.Function):
@@ -129,12 +161,11 @@ class _JoinHeads(torch.autograd.Function):
             from stretto.ops.rotary import rotate_back_and_join
 
             return rotate_back_and_join(query, key, value, cos, sin)
-        query, key, value = (part.unflatten(2, (groups, -1)) for part in (query, key, value))
-        return torch.cat((_rotate(query, (cos, -sin)), _rotate(key, (cos, -sin)), value), dim=-2)
+        return _join(query, key, value, (cos, sin))
 
     @staticmethod
     def backward(ctx: Any, qkv: Tensor) -> tuple[Tensor | None, ...]:
-        return *_RotateHeads.apply(qkv, *ctx.saved_tensors, ctx.queries), None, None
+        return *rotate_heads(qkv, ctx.saved_tensors, ctx.queries), None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -152,7 +183,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for gradients of gradients
+        if torch.is_grad_enabled() or _needs_operators(gate, up, grad):  # for gradients of gradients
             share = gate.sigmoid()
             return grad * up * (share * (1 + gate * (1 - share))), grad * (gate * share)
         if _suits_kernel(gate):

@@ -109,7 +109,11 @@ def _checkpoints_itself(layer: nn.Module) -> bool:
 
 
 def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
-    """The function that runs each block. A compiler does not trace it; functions that it calls may be compiled."""
+    """The function that runs each block.
+
+    A compiler traces neither it nor the block: the recomputation, which no compiler calls, has to save what the forward
+    pass has saved. torch's `checkpoint` does the same. What was compiled before, say a block's MLP, stays so.
+    """
     mode, contexts = Recomputation.parse(recompute), partial(recomputation_contexts, recompute)
     run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     runners: list[_Runner] = [run] * blocks
@@ -118,7 +122,7 @@ def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
         runners = [partial(loop.run, number) for number in range(blocks)]
     elif mode.kind == "host":
         runners = [_InputsOnHost(run).run] * blocks
-    return [torch.compiler.disable(runner, recursive=False) for runner in runners]
+    return [torch.compiler.disable(runner) for runner in runners]
 
 
 def _run_layers_by(model: nn.Module, recompute: str) -> None:

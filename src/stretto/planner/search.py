@@ -66,7 +66,7 @@ def plan(
     ValueError for invalid input, for a cluster that lacks a required value, and if no grid can divide the model's sizes
     and the batch.
     """
-    machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    machine = _find_cluster(cluster)
     asked: dict[str, Any] = {**search}
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
@@ -157,7 +157,7 @@ def _judge_choices(searched: PipelineSearch, grid: GridSizes, impossible: str | 
 
 def predict(
     model: Any,
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     grid: Mapping[str, int],
     batch: int,
@@ -179,6 +179,9 @@ def predict(
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
+    cluster = _find_cluster(cluster)
+    if not isinstance(grid, Mapping):
+        raise ValueError(f"grid is {grid!r}, but must be a mapping of axes to sizes, such as {{'x': 2, 'z': 4}}")
     asked: dict[str, Any] = {**changes}
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
@@ -279,6 +282,15 @@ def _check_sharding(shards: bool, model: Architecture, cost: str) -> None:
             f"{model.name} does not take shard_sequence: inside attention its code takes batch size and sequence "
             "length from the input; stretto.models.GPT does"
         )
+
+
+def _find_cluster(cluster: object) -> Cluster:
+    """The cluster itself, or that of a preset's name or of a file. Raises ValueError for anything else."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, str):
+        return Cluster.find(cluster)
+    raise ValueError(f"cluster is {cluster!r}, but must be a Cluster, the name of a preset, or the path of a file")
 
 
 def _check_gpus(cluster: Cluster, gpus: int | None) -> int:

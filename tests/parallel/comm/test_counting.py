@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, count_collectives, no_sync, parallelize
@@ -272,6 +274,36 @@ def test_strettos_own_counter_reports_what_was_handed_to_the_groups(ranks, sizes
     print(f"seed {SEED}")
     for observed in ranks(prod(sizes)).run(observe, sizes, LLAMA, options):
         assert observed.stretto_bytes_by_axis == observed.bytes_by_axis
+
+
+def count_calls() -> dict[str, dict[tuple[str, str], int]]:
+    """What is counted of calls of 32 bytes a rank that Stretto itself does not make."""
+    grid = Grid(z=2)
+    group, rank = grid.group("z"), grid.coordinate("z")
+    parts = [torch.ones(8), torch.ones(8)]
+    wide = [torch.ones(16), torch.ones(16)]
+    calls = {
+        "all_reduce": lambda: funcol.all_reduce_coalesced(parts, "sum", group),
+        "all_gather": lambda: funcol.all_gather_into_tensor_coalesced(parts, group),
+        "reduce_scatter": lambda: funcol.reduce_scatter_tensor_coalesced(wide, "sum", [0, 0], group),
+        "gather": lambda: dist.gather(parts[0], parts if rank == 0 else None, 0, group=group),
+        "scatter": lambda: dist.scatter(torch.empty(8), parts if rank == 0 else None, 0, group=group),
+    }
+    found = {}
+    for name, call in calls.items():
+        with count_collectives(grid) as counts:
+            for tensor in call() or ():
+                tensor.sum()  # waits
+        found[name] = counts.bytes_by_kind()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_coalesced_and_rooted_collectives_count_as_well(ranks):
+    """2 x 32 bytes of each kind in a ring of two ranks, and 16 on average of those with a root."""
+    expected = {name: {("z", name): 64} for name in ("all_reduce", "all_gather", "reduce_scatter")}
+    expected |= {name: {("z", name): 16} for name in ("gather", "scatter")}
+    assert ranks(2).run(count_calls) == [expected] * 2
 
 
 @pytest.mark.long

@@ -208,18 +208,18 @@ class OptimizerStateStore:
         self.residence.begin(buckets, are_summed=comes_first)
         scale = torch.ones((), dtype=torch.float32, device=device)
         skip = torch.zeros(1, dtype=torch.int32, device=device)
-        squares = torch.zeros((), dtype=torch.float64, device=device)
+        squares: dict[int, Tensor] = {}
         if self.step_order is StepOrder.CHUNK_BY_CHUNK:
             self._begin_update(lr, scale, skip)
             for number in order:
-                squares += self._wait(number)
+                squares[number] = self._wait(number)
                 for bucket in self.layout.chunks[number].buckets:
                     self._update(bucket)
-            norm = self.communicator.sum_squares(squares).sqrt()
+            norm = self._norm(squares)
         else:
             for number in order:
-                squares += self._wait(number)
-            norm = self.communicator.sum_squares(squares).sqrt()
+                squares[number] = self._wait(number)
+            norm = self._norm(squares)
             if self.loss_scale is not None:
                 norm = norm / self.loss_scale.value[0]
                 scale = scale / self.loss_scale.value[0]
@@ -238,6 +238,15 @@ class OptimizerStateStore:
         self.update.end()
         self._step = _StepGradients()
         return norm
+
+    def _norm(self, squares: dict[int, Tensor]) -> Tensor:
+        """The gradient's global 2-norm, from the sum of squares of each chunk.
+
+        Added in the chunks' order: the order of their sums is another in a process's first step, so that a resumed run
+        would have other last bits.
+        """
+        total = torch.stack([squares[chunk] for chunk in sorted(squares)]).sum()
+        return self.communicator.sum_squares(total).sqrt()
 
     def _wait(self, chunk: int) -> Tensor:
         """Wait for a chunk's sum. Returns the sum of its squares, fp64, each number counted once over all ranks."""
