@@ -53,6 +53,7 @@ POOL_SIZE = 8
 FEW = 4  # workers that are started at first: the others only for a job of more ranks
 START_LIMIT = 120.0  # seconds for all workers to come up
 MANY_OBJECTS = 1000
+MOST_COLLECTIONS = 5
 JOIN_LIMIT = 30.0  # seconds for all ranks to join the process group
 JOIN_ATTEMPTS = 3
 GRACE = 10.0  # seconds for the other ranks to end once one has raised
@@ -482,12 +483,13 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
         pipe.recv()  # all ranks have an outcome
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Twice: what the first collection frees holds, in C++, other objects that only the second one finds. They would be
-    # frozen otherwise, never be freed, and nor would their process groups.
-    for _ in range(2):
+    # Until nothing is found: what one collection frees may hold, in C++, what only the next one finds. The rest would be
+    # frozen, never be freed, and nor would its process groups.
+    for _ in range(MOST_COLLECTIONS):
         for clear in caches:
             clear()
-        gc.collect()
+        if not gc.collect():
+            break
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.freeze()  # modules and torch's caches, so that collecting stays cheap
     pipe.send("left")

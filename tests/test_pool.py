@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, parallelize
 from tests.pool import Pool, RankError
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +75,17 @@ def use_a_mesh(names: tuple[str, str]) -> None:
     (matrix @ matrix).redistribute(placements=[Replicate(), Replicate()])
 
 
+def train_a_model() -> None:
+    """Its groups are held by a graph of autograd that is in a cycle with the model."""
+    grid = Grid(x=2, z=2)
+    config = GPTConfig(layers=2, hidden=16, heads=2, vocab=31, max_seq_len=8)
+    model = parallelize(GPT(config), grid, recompute="full")
+    tokens = torch.randint(31, (2, 9))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    model.last_loss = loss
+
+
 def number_of_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
@@ -110,6 +123,7 @@ def test_a_job_leaves_no_thread_of_its_process_groups_behind(ranks):
     before = ranks(4).run(number_of_threads)
     for turn in range(3):
         ranks(4).run(use_a_mesh, (f"a{turn}", f"b{turn}"))
+        ranks(4).run(train_a_model)
     assert ranks(4).run(number_of_threads) == before
 
 

@@ -107,7 +107,10 @@ def _rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def _flatten(heads: Tensor) -> Tensor:
-    """Not by `flatten`, which `torch.autograd.grad(is_grads_batched=True)` does not support."""
+    """Merge groups and their heads: [batch, seq, groups, heads, head_dim] -> [batch, seq, groups * heads, head_dim].
+
+    Not by `Tensor.flatten`, which `torch.autograd.grad(is_grads_batched=True)` does not support.
+    """
     return heads.reshape(_flat_shape(heads))
 
 

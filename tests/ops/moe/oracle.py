@@ -29,18 +29,20 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def make_layer(seed: int, tokens: int, k: int, num_experts: int, *, chosen: range | None = None) -> Layer:
+def make_layer(
+    seed: int, tokens: int, k: int, num_experts: int, *, chosen: range | None = None, hidden: int = 6, ffn: int = 5
+) -> Layer:
     """A layer of random numbers, whose tokens have k different experts each, of those in `chosen` (None: of all)."""
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
     experts = torch.tensor(list(chosen or range(num_experts)))
     ids = [experts[torch.randperm(len(experts), generator=generator)[:k]] for _ in range(tokens)]
     return Layer(
-        draw(seed + 1, tokens, 6),
+        draw(seed + 1, tokens, hidden),
         torch.stack(ids) if ids else torch.empty(0, k, dtype=torch.int64),
         draw(seed + 2, tokens, k).abs(),
-        draw(seed + 3, num_experts, 10, 6),
-        draw(seed + 4, num_experts, 6, 5),
+        draw(seed + 3, num_experts, 2 * ffn, hidden),
+        draw(seed + 4, num_experts, hidden, ffn),
     )
 
 
