@@ -483,8 +483,8 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
         pipe.recv()  # all ranks have an outcome
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Until nothing is found: what one collection frees may hold, in C++, what only the next one finds. The rest would be
-    # frozen, never be freed, and nor would its process groups.
+    # Until nothing is found: what one collection frees may hold, in C++, what only the next one finds. The rest would
+    # be frozen and never be freed, with its process groups.
     for _ in range(MOST_COLLECTIONS):
         for clear in caches:
             clear()
