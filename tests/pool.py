@@ -461,6 +461,7 @@ def _find_caches() -> list[Callable[[], object]]:
 
 
 def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], backend: str) -> None:
+    threads = _count_threads()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
@@ -483,16 +484,22 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
         pipe.recv()  # all ranks have an outcome
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Until nothing is found: what one collection frees may hold, in C++, what only the next one finds. The rest would
-    # be frozen and never be freed, with its process groups.
+    # Until the process groups' threads have ended: what one collection frees may hold, in C++, what only the next one
+    # finds. The rest would be frozen and never be freed.
     for _ in range(MOST_COLLECTIONS):
         for clear in caches:
             clear()
-        if not gc.collect():
+        gc.collect()
+        if _count_threads() <= threads:
             break
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.freeze()  # modules and torch's caches, so that collecting stays cheap
     pipe.send("left")
+
+
+def _count_threads() -> int:
+    """The threads of this process, those of C++ too; 0 where there is no /proc."""
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
