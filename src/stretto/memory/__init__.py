@@ -18,10 +18,7 @@ from stretto.memory.symmetric import (
     MAX_SIGNALS,
     Backoff,
     PeerError,
-    PeerWait,
     SymmetricMemory,
-    current_wait,
-    waiting_for,
 )
 
 if shared_gpus.is_enabled():  # before this rank's first collective
@@ -33,12 +30,10 @@ __all__ = [
     "Backoff",
     "HostMemory",
     "PeerError",
-    "PeerWait",
     "SymmetricMemory",
     "allocate",
     "allocate_in_process",
     "allocated_bytes",
-    "current_wait",
     "empty",
     "exchange",
     "failures",
@@ -48,7 +43,6 @@ __all__ = [
     "is_debugging",
     "peer_tensor",
     "store_all_gather",
-    "waiting_for",
 ]
 
 __getattr__ = alias(__name__, {"tell": "store_all_gather"})

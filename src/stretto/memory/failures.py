@@ -37,6 +37,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from stretto import counters
 from stretto.memory.symmetric import PeerError
 
 RECORD_WORDS = 16
@@ -85,7 +86,8 @@ def check() -> None:
 def synchronize(device: torch.device) -> None:
     """Wait for everything that was launched on the device, then `check`."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        with counters.waiting_for((), "this rank's GPU"):
+            torch.cuda.synchronize(device)
     check()
 
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of symmetric memory and its signals, and how a process polls for a peer."""
 
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 
 from torch import Tensor
+
+from stretto import counters
 
 MAX_BYTES = 1 << 40
 MAX_SIGNALS = 1 << 20
@@ -73,46 +71,6 @@ def has_reached(seen: int, target: int) -> bool:
     return not (seen - target) & _SIGN
 
 
-@dataclass(frozen=True)
-class PeerWait:
-    """The ranks, and the data, that a thread waits for.
-
-    ranks: global ones, empty if it is not known which. what: of them; may be empty. has_failed: whether a wait for
-    another rank has failed before, and this one is for the others' reports of it.
-    """
-
-    ranks: tuple[int, ...] = ()
-    what: str = ""
-    has_failed: bool = False
-
-
-_UNKNOWN = PeerWait()
-_waits: dict[int, PeerWait] = {}  # by thread
-
-
-def current_wait(thread: int | None) -> PeerWait | None:
-    """What a thread of this process waits for at present in `waiting_for` or `Backoff.pause`; None if for nothing."""
-    return None if thread is None else _waits.get(thread)
-
-
-@contextmanager
-def waiting_for(ranks: Collection[int], what: str, *, has_failed: bool = False) -> Iterator[None]:
-    """Say that this thread waits for one of the ranks in the block, so that a stall is not taken for its own.
-
-    The arguments are `PeerWait`'s fields.
-    """
-    thread = threading.get_ident()
-    before = _waits.get(thread)
-    _waits[thread] = PeerWait(tuple(ranks), what, has_failed)
-    try:
-        yield
-    finally:
-        if before is None:
-            del _waits[thread]
-        else:
-            _waits[thread] = before
-
-
 class Backoff:
     """Pauses between polls that grow from 0 to 1 ms until `reset`: the rank that is waited for may need this core."""
 
@@ -134,12 +92,10 @@ class Backoff:
         if self._looks <= _LOOKS_AT_ONCE:
             time.sleep(0)
             return now - self._since
-        thread = threading.get_ident()
-        is_outermost = _waits.setdefault(thread, _UNKNOWN) is _UNKNOWN
+        wait = counters.begin_wait("a peer") if counters.current_name() == 0 else None
         try:
             time.sleep(self._pause)
         finally:
-            if is_outermost:
-                del _waits[thread]
+            counters.end_wait(wait)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         return now - self._since

@@ -4,6 +4,7 @@
 It loops over optimizer steps. The loop over a step's micro-batches is in `stretto.train.step_executor`.
 """
 
+import json
 import logging
 import os
 import resource
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto import counters
 from stretto.axes import NAMES
+from stretto.counters import note, phase
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, prepare_folder
@@ -28,11 +31,13 @@ from stretto.train.checkpoint.saver import Saver
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
-from stretto.train.health import Heartbeat, flight_recorder, heartbeats, note, phase
+from stretto.train.health import device_waits
+from stretto.train.health.joining import watched
+from stretto.train.health.slow_ranks import SLOW_RANK_FILE
 from stretto.train.launch import resolve_device
 from stretto.train.launch.elastic import mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
-from stretto.train.launch.stopping import StopRequest
+from stretto.train.launch.stopping import StopRequest, meet_ranks
 from stretto.train.nonfinite import require_finite_start, save_batch
 from stretto.train.observe.metrics import (
     SUMMARY_FILE,
@@ -66,13 +71,14 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     require_loggers(config.train)
     is_callers_group = dist.is_initialized()
     is_captured = isinstance(config, TrainConfig) and config.train.cuda_graph
-    os.environ.update(flight_recorder.environment(times_nccl=not is_captured))  # before the process group is made
+    os.environ.update(device_waits.environment(times_nccl=not is_captured))  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
-    with heartbeats(config.train.timeout, config.out, ranks=config.ranks):
+    with watched(config.train.timeout, config.out):
         note("start")
+        meet_ranks()
         grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
-        flight_recorder.name_groups(grid.group_names())
+        counters.name_groups(grid.group_names())
         try:
             with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
                 _train_on(grid, config, display)
@@ -153,9 +159,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             reporter.print_message(_describe_prediction(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
-        if Heartbeat.running is not None:
-            is_captured = isinstance(config, TrainConfig) and config.train.cuda_graph
-            Heartbeat.running.begin_steps(grid.device.type, is_captured=is_captured)
+        _measure_waits(grid, is_captured=isinstance(config, TrainConfig) and config.train.cuda_graph)
         try:
             bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)
         except DivergenceError as error:
@@ -235,9 +239,22 @@ def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
 
 
 def _slow_rank() -> dict[str, Any]:
-    """The rank that was last reported as slow, for `summary.json`; empty if none was."""
-    reported = None if Heartbeat.running is None else Heartbeat.running.slow_rank()
-    return {} if reported is None else {"slow_rank": reported}
+    """The rank that the watcher has reported last as slow, for `summary.json`; empty if it has reported none."""
+    folder = counters.shared_folder()
+    with suppress(OSError, ValueError):
+        if folder is not None:
+            return {"slow_rank": json.loads((folder / SLOW_RANK_FILE).read_text())}
+    return {}
+
+
+def _measure_waits(grid: Grid, *, is_captured: bool) -> None:
+    """Choose how this rank measures the time of a step in which it waits: see `health.slow_ranks`."""
+    if grid.device.type != "cuda":
+        counters.measure_windows("cpu")
+    elif is_captured:  # collectives in a CUDA graph are not recorded
+        counters.measure_windows("host")
+    else:
+        counters.measure_windows("nccl", device_waits.NcclWindows())
 
 
 def _train_steps(

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from stretto import counters
+
 # torch 2.13 renamed these two, and warns at each call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -37,26 +39,67 @@ _running = _Running()
 
 
 class collective:
-    """Marks what a `with` statement issues as a collective of this kind: "all_reduce", say."""
+    """Marks what a `with` statement issues as a collective of this kind: "all_reduce", say.
 
-    __slots__ = ("_before", "_kind", "_record")
+    group: counts it among the group's, in this rank's counters; what blocks in the statement waits for that group.
+    """
 
-    def __init__(self, kind: str) -> None:
+    __slots__ = ("_before", "_group", "_kind", "_number", "_record", "_wait")
+
+    def __init__(self, kind: str, group: dist.ProcessGroup | None = None) -> None:
         self._kind = kind
+        self._group = -1 if group is None else _index_of(group)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "collective":
         self._before, _running.kind = _running.kind, self._kind
+        self._number = counters.enter_collective(self._group, self._kind)
+        self._wait = counters.begin_wait(self._kind, self._group, self._number)
         # Only under a profiler: without one a record would cost the host several microseconds at each call.
         self._record = record_function(COLLECTIVE_MARK + self._kind) if torch.autograd._profiler_enabled() else None
         if self._record is not None:
             self._record.__enter__()
+        return self
+
+    def watch(self, work: "dist.Work | None") -> "Started | None":
+        """The collective's work, whose wait is in this rank's counters. For an `async_op=True` in the statement."""
+        return None if work is None else Started(work, self._kind, self._group, self._number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if self._record is not None:
             self._record.__exit__(kind, error, where)
+        counters.end_wait(self._wait)
         _running.kind = self._before
+
+
+def _index_of(group: dist.ProcessGroup) -> int:
+    """The index of a group in this rank's counters."""
+    name = group.group_name
+    index = _indices.get(name)
+    if index is None:
+        label = "world" if group.group_desc == "default_pg" else group.group_desc.removeprefix("mesh_")
+        index = _indices[name] = counters.group_index(name, label or name, dist.get_process_group_ranks(group))
+    return index
+
+
+_indices: dict[str, int] = {}
+
+
+class Started:
+    """A collective that was issued, and whose `wait` is in this rank's counters."""
+
+    __slots__ = ("_group", "_kind", "_number", "work")
+
+    def __init__(self, work: dist.Work, kind: str, group: int, number: int) -> None:
+        self.work, self._kind, self._group, self._number = work, kind, group, number
+
+    def wait(self) -> None:
+        before = counters.begin_wait(self._kind, self._group, self._number)
+        try:
+            self.work.wait()
+        finally:
+            counters.end_wait(before)
 
 
 def running_collective() -> str | None:
@@ -69,7 +112,7 @@ class Pending:
     """A started collective. `result` is valid once `wait` has returned, on the stream that waited."""
 
     result: Tensor
-    work: dist.Work | None = None
+    work: Started | None = None
     source: Tensor | None = None  # what is being sent, which must live until then
 
     def wait(self) -> Tensor:
@@ -95,7 +138,7 @@ NO_GROUP = cast(dist.ProcessGroup, _NoGroup())
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over the group in place, and return it."""
     if group.size() > 1:
-        with collective("all_reduce"):
+        with collective("all_reduce", group):
             dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
@@ -112,8 +155,8 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
     """Begin to sum `tensor` over the group in place."""
     if group.size() == 1:
         return Pending(tensor)
-    with collective("all_reduce"):
-        return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
+    with collective("all_reduce", group) as issued:
+        return Pending(tensor, issued.watch(dist.all_reduce(tensor, group=group, async_op=True)))
 
 
 def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -132,8 +175,8 @@ def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Pen
     chunk = -(-rows // size)
     whole = shard.new_empty(chunk * size, *shard.shape[1:])
     source = _padded(shard, chunk)
-    with collective("all_gather"):
-        return Pending(whole[:rows], _all_gather(whole, source, group=group, async_op=True), source)
+    with collective("all_gather", group) as issued:
+        return Pending(whole[:rows], issued.watch(_all_gather(whole, source, group=group, async_op=True)), source)
 
 
 def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -149,15 +192,16 @@ def start_scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup)
     chunk = -(-whole.shape[0] // size)
     part = whole.new_empty(chunk, *whole.shape[1:])
     source = _padded(whole, chunk * size)
-    with collective("reduce_scatter"):
-        return Pending(part[:local_rows], _reduce_scatter(part, source, group=group, async_op=True), source)
+    with collective("reduce_scatter", group) as issued:
+        work = issued.watch(_reduce_scatter(part, source, group=group, async_op=True))
+        return Pending(part[:local_rows], work, source)
 
 
 def all_to_all(
     received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Send `sends[rank]` numbers of `sent` to each rank, in order; receive `receives[rank]` of each in `received`."""
-    with collective("all_to_all"):
+    with collective("all_to_all", group):
         dist.all_to_all_single(received, sent, list(receives), list(sends), group=group)
     return received
 

@@ -66,7 +66,7 @@ class ShardedTokens:
         if self._has_kernel(part):
             from stretto.ops import all_gather_matmul_gathered
 
-            with collective("all_gather_matmul"):
+            with collective("all_gather_matmul", self.group):
                 return all_gather_matmul_gathered(part, weight, self.group)
         gathered = self.gather(part)
         return gathered @ weight.t(), gathered
@@ -76,7 +76,7 @@ class ShardedTokens:
         if self._has_kernel(x):
             from stretto.ops import matmul_reduce_scatter
 
-            with collective("matmul_reduce_scatter"):
+            with collective("matmul_reduce_scatter", self.group):
                 return matmul_reduce_scatter(x, weight, self.group)
         return scatter_rows(x @ weight.t(), x.shape[0] // self.group.size(), self.group)
 

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from stretto.memory import PeerError, waiting_for
+from stretto.counters import waiting_for
+from stretto.memory import PeerError
 
 GRACE = 1.5
 """Seconds that a rank has to write its report, from the moment that another rank asks for it."""

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from stretto.memory import PeerError, find_own_rank, group_timeout, store_all_gather, waiting_for
+from stretto.counters import waiting_for
+from stretto.memory import PeerError, find_own_rank, group_timeout, store_all_gather
 from stretto.memory.failures import register
 from stretto.parallel.pipeline.failure_reports import FailureReports, Report
 from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey, ReceiveBuffers

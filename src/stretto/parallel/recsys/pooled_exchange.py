@@ -76,7 +76,7 @@ def pool_and_exchange(
         if update is None or not torch.is_grad_enabled():
             return _look_up(operators, lookups, tables, group, name)
         how = operators.TableUpdate(update.optimizer, update.settings, update.states)
-        with collective("embedding_all_to_all"):
+        with collective("embedding_all_to_all", group):
             return operators.embedding_all_to_all_updating(
                 lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
             )
@@ -124,7 +124,7 @@ def _find_operators() -> Any | None:
 def _look_up(
     operators: Any, lookups: TableLookups, tables: Sequence[Tensor], group: dist.ProcessGroup, name: str
 ) -> Tensor:
-    with collective("embedding_all_to_all"):
+    with collective("embedding_all_to_all", group):
         return operators.embedding_all_to_all(
             lookups.indices, lookups.offsets, list(tables), group, batch=lookups.batch, name=name, sparse=True
         )

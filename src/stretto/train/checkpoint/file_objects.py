@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from stretto.counters import advance
 from stretto.train.checkpoint.integrity import combine, crc32_in_background, to_text
 
 
@@ -36,6 +37,7 @@ class _ChecksummedFile:
             self._file.write(view)
         self._crc = combine(self._crc, checksum(), len(view)) if self._length else checksum()
         self._length += len(view)
+        advance()
         return len(view)
 
     def flush(self) -> None:

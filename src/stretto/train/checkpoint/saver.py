@@ -10,11 +10,9 @@ different steps by then: they end together, at the next step on which the ranks 
 """
 
 import logging
-import math
 import os
 import socket
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -27,6 +25,7 @@ import torch.distributed as dist
 
 from stretto.cluster.host_memory import host_memory_available
 from stretto.cluster.local_ranks import count_ranks_here
+from stretto.counters import saving
 from stretto.memory import exchange, group_timeout
 from stretto.train.checkpoint.folders import checkpoint_path
 from stretto.train.checkpoint.retention import Retention, remove_surplus
@@ -41,8 +40,6 @@ from stretto.train.checkpoint.writing import (
     free_bytes,
     write_checkpoint,
 )
-from stretto.train.health import advance
-from stretto.train.health.progress import writing
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
@@ -50,10 +47,9 @@ logger = logging.getLogger(__name__)
 AsyncSave = Literal["auto"] | bool
 USABLE_MEMORY = 0.8
 """Of the host memory that is left: copies take so much at most. The rest is for files that are read and written."""
-MOST_WRITERS = 4
+MAX_WRITERS = 4
 """Writer threads of a rank, at most; results/saves has what more of them gain."""
-LOOK = 0.5  # seconds between two polls of how much of a checkpoint is written
-LONGEST_END = 30.0
+MAX_END = 30.0
 """Seconds for which a rank that has failed alone waits for the write that runs."""
 
 
@@ -78,7 +74,7 @@ class Saver:
         self._out, self._device, self._retention, self._log = out, device, retention, log
         self._wanted, self._is_async = is_async, False
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._writers = writers or max(1, min(MOST_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
+        self._writers = writers or max(1, min(MAX_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
         self._gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread has the first one
         self._timeout = group_timeout(None)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout), group_desc="saves")
@@ -163,7 +159,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises its error, which all ranks have. Collective."""
         if self._thread is not None:
-            self._join(None)
+            self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
@@ -175,32 +171,20 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the write that runs: after an error that only this rank may have, at most LONGEST_END seconds."""
+        """Wait for the write that runs: after an error that only this rank may have, at most MAX_END seconds."""
         if error is None:
             self.wait()
             return
         if self._thread is None:
             return
         is_of_all = isinstance(error, DivergenceError | CorruptionError)
-        self._join(None if is_of_all else min(LONGEST_END, self._timeout))
+        self._thread.join(None if is_of_all else min(MAX_END, self._timeout))
         if self._thread.is_alive():
             logger.warning("the checkpoint that is being written is given up")
             if self._rank == 0 and self._writer is not None:
                 self._writer.discard()
         elif self._error is not None:
             logger.warning("%s", self._error)
-
-    def _join(self, limit: float | None) -> None:
-        """Wait for the thread, for at most so many seconds. Its writes count as this rank's progress."""
-        assert self._thread is not None
-        assert self._writer is not None
-        end = math.inf if limit is None else time.monotonic() + limit
-        written = -1
-        while self._thread.is_alive() and (left := end - time.monotonic()) > 0:
-            self._thread.join(min(LOOK, left))
-            before, written = written, self._writer.bytes_written(self._rank)
-            if written != before:
-                advance()
 
     # What the ranks agree on, by collectives of the main thread.
 
@@ -263,7 +247,7 @@ class Saver:
                 torch.cuda.set_device(self._gpu)
             if self._is_async:
                 self.staging.wait_on_host()
-            with writing(writer.description["step"], lambda: writer.bytes_written(self._rank), self._group.group_name):
+            with saving(writer.description["step"]):
                 write_checkpoint(state, writer, needed=needed, group=self._group, is_async_save=self._is_async)
             if self._rank == 0:
                 self._remove_surplus()

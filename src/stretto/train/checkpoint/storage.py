@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from stretto.counters import advance
 from stretto.train.checkpoint.file_objects import ChecksummedFiles, MemoryFile
 from stretto.train.checkpoint.folders import delete_tree, hide_folder
 from stretto.train.checkpoint.integrity import DamagedError, file_checksum
@@ -61,7 +62,6 @@ from stretto.train.checkpoint.metadata import (
     TensorEntry,
 )
 from stretto.train.checkpoint.pieces import StoredPiece, read_ahead, read_piece
-from stretto.train.health import advance
 
 INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
 # Replaces torch's message, which advises to load the file with weights_only=False.

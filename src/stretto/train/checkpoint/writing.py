@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stretto.train.checkpoint.storage import AtomicWriter, ShardedState, StateSavePlanner
-from stretto.train.health.progress import WRITES_FILE
+from stretto.train.health.ranks import WRITES_FILE
 
 OVERHEAD = 0.01
 """Of a checkpoint's tensors: what headers, padding and the index add, at most, beside BYTES_OF_BOX."""
@@ -99,13 +99,6 @@ class CheckpointWriter(AtomicWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for of_part in written for result in of_part])
         return done
-
-    def bytes_written(self, rank: int) -> int:
-        """Bytes that a rank has written so far."""
-        files = self.working_path.glob(f"__{rank}_*")
-        with suppress(OSError):  # the folder is final by now, or deleted
-            return sum(file.stat().st_size for file in files)
-        return 0
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stretto.counters import advance, note
 from stretto.models import DLRM
 from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.comm.collectives import all_reduce
@@ -20,7 +21,6 @@ from stretto.train.data import Sampler, rank_rows
 from stretto.train.data.clicks import BatchPrefetcher, ClickBatch
 from stretto.train.dlrm.evaluation import evaluate
 from stretto.train.dlrm.preflight import check_dlrm_checkpoint, open_clicks, optimizer_name
-from stretto.train.health import advance, note
 from stretto.train.optimizer import TableOptimizer, build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import Evaluation, TrainTask

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.axes import BATCH
 from stretto.cluster import Cluster
+from stretto.counters import advance, note
 from stretto.models.moe import routers, update_biases
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
@@ -33,7 +34,6 @@ from stretto.train.gpt.preflight import (
     open_held_out,
     predict_run,
 )
-from stretto.train.health import advance, note
 from stretto.train.observe.experts import NUMBERS_OF_ROUTER, pack
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
 from stretto.train.step_executor import PipelineExecutor, StepExecutor, StepFunctions, build_executor

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stuck ranks: heartbeats of all ranks, the monitor that reads them, and the stacks it collects (docs/stalls.md).
+"""Finds stuck and slow ranks from outside, by the counters that each rank keeps (docs/stalls.md). Needs no torch.
 
-`note`, `phase` and `advance` say what this process works on; they need no torch. The rest is imported on first use.
+Modules: `ranks` (reads counters, the kernel's view of a process, and stacks), `monitor` (finds who keeps the others
+waiting), `slow_ranks`, `evidence` (the folder of a stall), `stacks` (taken from outside), `connections`, `failures`
+(kinds of failures), `watcher` (the process that watches under torchrun and outlives a launcher), `joining` (a rank's
+part: it shares its counters), `device_waits` (a rank's part on GPUs: how long NCCL's kernels run).
+
+Your own training loop calls `note` and `advance`: see `stretto.counters`.
 """
 
-from typing import TYPE_CHECKING
+from stretto.counters import advance, note, phase
 
-from stretto.lazy import attach
-from stretto.train.health.progress import advance, note, phase
-
-if TYPE_CHECKING:
-    from stretto.train.health.heartbeat import Heartbeat, heartbeats
-    from stretto.train.health.monitor import Monitor, Stall
-
-__all__ = ["Heartbeat", "Monitor", "Stall", "advance", "heartbeats", "note", "phase"]
-
-__getattr__, __dir__ = attach(
-    __name__,
-    dict.fromkeys(("Heartbeat", "heartbeats"), "stretto.train.health.heartbeat")
-    | dict.fromkeys(("Monitor", "Stall"), "stretto.train.health.monitor"),
-)
+__all__ = ["advance", "note", "phase"]

@@ -1,63 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the ranks that lost a connection to each other, by the addresses in gloo's errors.
+"""Finds the ranks of this machine that lost a connection to each other, from outside, by the kernel's tables of TCP.
 
-Each rank writes the local addresses of its TCP connections to the job's store when it has made new groups. gloo's
-errors have the remote address of the connection that was lost, which is the local one of the rank at its other end.
+While ranks train, the connections between their processes are listed now and then. A rank whose error says that it lost
+a peer closes that connection: a pair of ranks that had one more connection before than now has lost it.
 """
 
-import json
 import os
-import re
-import socket
-import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
+from stretto.train.health.monitor import list_ranks
 
-from stretto.train.health.beat import list_ranks
-
-_LISTENS = "0A"  # the state of a socket that waits for connections, in /proc/net/tcp
-ADDRESS = re.compile(r"\[([0-9a-fA-F.:%]+)\]:(\d+)")  # as gloo writes it: [127.0.0.1]:17293
+_ESTABLISHED = "01"  # a connection's state in /proc/net/tcp
 
 
-def _key(rank: int) -> str:
-    return f"connections {rank}"
+class Connections:
+    """Lists the connections between ranks' processes. PERIOD: seconds between two lists that were asked for."""
+
+    PERIOD = 2.0
+
+    def __init__(self) -> None:
+        self._most: Counter[tuple[int, int]] = Counter()  # by pair of ranks
+        self._looked = -self.PERIOD
+
+    def look(self, pids: Mapping[int, int], now: float) -> None:
+        """Count the connections of each pair of ranks, if it is time. pids: the ranks' processes; now: seconds."""
+        if now - self._looked >= self.PERIOD:
+            self._looked = now
+            self._most |= count_connections(pids)
+
+    def find_lost(self, pids: Mapping[int, int], failed: Sequence[int]) -> list[tuple[int, int]]:
+        """The pairs of ranks, one of which is in `failed`, that have fewer connections than they had."""
+        now = count_connections(pids)
+        return sorted(pair for pair, most in self._most.items() if now[pair] < most and set(pair) & set(failed))
 
 
-def write_addresses(store: dist.Store, rank: int, known: set[str]) -> None:
-    """Write the local addresses of this process's connections to the store. Linux.
-
-    known: those that were found before, which are written too, since they may have been lost since; updated.
-    """
-    known |= _local_addresses()
-    store.set(_key(rank), json.dumps(sorted(known)))
-
-
-def find_lost_pairs(store: dist.Store, reasons: Mapping[int, str], ranks: int) -> list[tuple[int, int]]:
-    """Find the pairs of ranks that lost their connection, by the errors of ranks (`reasons`)."""
-    owners: dict[str, int] = {}
-    for rank in range(ranks):
-        if store.check([_key(rank)]):
-            owners |= dict.fromkeys(json.loads(store.get(_key(rank))), rank)
-    pairs = set()
-    for rank, reason in reasons.items():
-        # What follows a semicolon is another rank's error, which ranks of a pipeline quote.
-        for host, port in ADDRESS.findall(reason.partition("; ")[0]):
-            # gloo (as of torch 2.13) prints the port's two bytes in network order, that is, swapped.
-            swapped = int(port) % 256 * 256 + int(port) // 256
-            peer = owners.get(f"{host} {swapped}", owners.get(f"{host} {port}"))
-            if peer is not None and peer != rank:
-                pairs.add((min(rank, peer), max(rank, peer)))
-    return sorted(pairs)
+def count_connections(pids: Mapping[int, int]) -> Counter[tuple[int, int]]:
+    """The number of established connections between each pair of ranks. Linux; empty elsewhere."""
+    ends: dict[tuple[str, str], int] = {}
+    for rank, pid in pids.items():
+        inodes = set()
+        with suppress(OSError):  # the process is gone, or another system than Linux
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):  # it has been closed since
+                    target = os.readlink(f"/proc/{pid}/fd/{name}")
+                    if target.startswith("socket:["):
+                        inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+        for table in ("tcp", "tcp6"):
+            with suppress(OSError):
+                for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == _ESTABLISHED and fields[9] in inodes:
+                        ends[fields[1], fields[2]] = rank
+    found: Counter[tuple[int, int]] = Counter()
+    for (local, remote), rank in ends.items():
+        other = ends.get((remote, local))
+        if other is not None and rank < other:
+            found[rank, other] += 1
+    return found
 
 
 def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
     """Describe lost connections. Returns the rank that all of them have in common, else the lowest, and a sentence.
 
-    pairs: of `find_lost_pairs`; empty if that is not known, and then only that the ranks `failed` lost some connection.
+    pairs: of `Connections.find_lost`; empty if that is not known, and then only that the ranks `failed` lost some.
     """
     if not pairs:
         whose = "its connection to another rank" if len(failed) == 1 else "connections to other ranks"
@@ -71,33 +79,3 @@ def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tu
         return common, f"rank {common} lost its connections to {list_ranks(peers)}, and all processes live"
     shown = ", ".join(f"{one} and {other}" for one, other in pairs)
     return common, f"pairs of ranks lost their connections, and all processes live: {shown}"
-
-
-def _local_addresses() -> set[str]:
-    """The local addresses of this process's TCP connections, as "HOST PORT", by /proc.
-
-    A Python socket object of a connection's descriptor would set it to non-blocking if the program has called
-    `socket.setdefaulttimeout`, and gloo's and NCCL's calls would fail.
-    """
-    inodes = set()
-    with suppress(OSError):  # another system than Linux
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # it has been closed since
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith("socket:["):
-                    inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with suppress(OSError):  # a system without IPv6
-            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] != _LISTENS and fields[9] in inodes:
-                    found.add(_read_address(fields[1], family))
-    return found
-
-
-def _read_address(text: str, family: int) -> str:
-    """Convert an address as the kernel lists it: 0100007F:1F90, in words of the machine's byte order."""
-    host, _, port = text.partition(":")
-    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-    return f"{socket.inet_ntop(family, struct.pack(f'={len(words)}I', *words))} {int(port, 16)}"

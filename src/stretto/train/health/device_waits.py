@@ -9,14 +9,23 @@ collective has finished (`duration_ms`). Nothing waits for the device. Collectiv
 The recorder's buffer is read as JSON, in 30 to 50 ms for 2,000 collectives, in which Python's interpreter lock is held.
 """
 
+import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from stretto.train.health import flight_recorder
+TIMING = "TORCH_NCCL_ENABLE_TIMING"
+SETTINGS = {
+    "TORCH_FR_BUFFER_SIZE": "2000",  # entries: the collectives of several steps
+    # An event more on the device for each collective of NCCL, and a query of it when it has finished.
+    TIMING: "1",
+}
+OLD_NAMES = {TIMING: "NCCL_ENABLE_TIMING"}  # torch knows them, too
 
 READING = 0.05  # seconds in which a reading may keep the main thread from going on
-SHARE = 1e-3  # of the training's time, at most, for readings
+SHARE = 5e-4  # of the training's time, at most, for readings
 FIRST_WINDOWS = 4  # all of them are read, so that short runs are measured, too: 0.2 s of a run at most
 
 StepStart = tuple[int, int]
@@ -40,7 +49,62 @@ def read_seconds(starts: Sequence[StepStart]) -> tuple[float, float] | None:
 
     None if there are none, as where collectives are gloo's or are in a CUDA graph, or if they are not timed.
     """
-    return seconds_in_collectives(flight_recorder.nccl_entries(), starts)
+    return seconds_in_collectives(nccl_entries(), starts)
+
+
+def environment(*, times_nccl: bool) -> dict[str, str]:
+    """The environment variables that switch torch's flight recorder on, without those that the user has set.
+
+    times_nccl: also record how long NCCL's kernels run. Not for steps that a CUDA graph holds: it would capture the
+    events, which are not read.
+    """
+    return {
+        name: value
+        for name, value in SETTINGS.items()
+        if not {name, OLD_NAMES.get(name, name)} & os.environ.keys() and (times_nccl or name != TIMING)
+    }
+
+
+def nccl_entries() -> list[dict[str, Any]]:
+    """The entries of NCCL's collectives, oldest first; none where torch is built without NCCL, or has no recorder."""
+    with suppress(ImportError, RuntimeError, ValueError):
+        from torch._C._distributed_c10d import _dump_nccl_trace_json
+
+        return list(json.loads(_dump_nccl_trace_json(True, False)).get("entries", ()))
+    return []
+
+
+class NcclWindows:
+    """Measures windows of steps by NCCL's kernels, for `counters.measure_windows`."""
+
+    def __init__(self) -> None:
+        self._begun = 0  # windows that were due
+        self._has_nccl = self._gave_up = False
+
+    def __call__(
+        self, number: int, steps: Sequence[StepStart], host: tuple[float, float]
+    ) -> tuple[float, float] | None:
+        """Seconds of a step, and of waits in it; None to leave the window out.
+
+        host: the same two by the host's waits. Raises LookupError where NCCL's times are not to be had.
+        """
+        a_step, waited = host
+        if self._gave_up:
+            raise LookupError("NCCL's collectives are not recorded")
+        if not is_due(number, self._begun, len(steps) * a_step):
+            return None
+        self._begun += 1
+        read = read_seconds(steps)
+        if read is not None:
+            self._has_nccl = True
+            share, (a_step, in_nccl) = waited / max(a_step, 1e-9), read
+            # Kernels of a rank that launches them first wait in every step, though all hosts be equally slow: a rank
+            # whose host never waits is not delayed by others.
+            return a_step, min(in_nccl, share * a_step)
+        if self._has_nccl:  # the other ranks have it, probably
+            return None
+        self._gave_up = self._begun == FIRST_WINDOWS
+        raise LookupError("no collective of NCCL is recorded yet")
 
 
 def seconds_in_collectives(

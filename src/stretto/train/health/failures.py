@@ -21,7 +21,7 @@ LOST_PEER = (
     "remote process exited", "communicator was aborted",  # NCCL
     "distnetworkerror",  # the store
 )  # fmt: skip
-# Errors of ranks that waited for another one until a time limit: heartbeats identify which.
+# Errors of ranks that waited for another one until a time limit: counters identify which.
 TIME_LIMIT = (
     "timed out", "timeout",  # gloo, NCCL and the store
     "did not meet all ranks", "waited in vain", "has called nothing like it",  # Stretto's own
@@ -33,8 +33,7 @@ Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connecti
 """How a rank failed.
 
 raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
-silent: no heartbeat arrives, since it is stopped, lost, or holds Python's interpreter lock. stalled: it makes no
-progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
+silent: nothing comes from its host any more. stalled: it makes no progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
 corrupted: CorruptionError, replicas of a weight differ. invalid: ValueError, so that the same run would fail again.
 """
 

@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of processes that may not respond, and the states of such processes, which Linux reports in /proc.
+"""Takes stacks of another process from outside, by py-spy, which reads its memory: the process need not run.
 
-`register` makes a signal write the stacks of all threads. Its handler is C and needs no interpreter lock, so it works
-in an endless loop and in C code. A stopped process runs it when it is continued, for a moment. The stacks go to a file
-without a name, which a process of the same user reads through /proc, so nothing is left behind.
+So it works for a process that is stopped, in an endless loop, in C code or without the interpreter's lock, and harms
+none (cases that read frames from inside have crashed: cpython #106883). Where the kernel does not allow it (Yama's
+ptrace_scope without `allow_reading`, a container without CAP_SYS_PTRACE) or py-spy is missing, a signal makes
+faulthandler write stacks, once, in a process that will be ended anyway.
 """
 
 import ctypes
 import faulthandler
+import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 from typing import IO, Any
 
 # A real-time signal, since Slurm, Python and profilers use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - (3 if hasattr(signal, "SIGRTMAX") else 0)
-PY_SPY_LIMIT = 10.0  # seconds
+PR_SET_PTRACER, PTRACER_ANY = 0x59616D61, -1
+READING = 10.0  # seconds that py-spy has
 ANSWER = 2.0  # seconds that a process has to write its stacks in
+TRIES = 3  # of a process that runs meanwhile, whose memory may be inconsistent when it is read
 GONE = "its process is gone"
 STATES = {
     "T": "its process is stopped by a signal",
@@ -35,45 +40,90 @@ UNABLE = (GONE, STATES["T"], STATES["t"], STATES["Z"])  # a process in these sta
 _file: IO[bytes] | None = None
 
 
-def register() -> None:
-    """Let STACK_SIGNAL write the stacks of this process's threads to `stack_file`. Does nothing the second time."""
-    global _file
-    if _file is not None:
-        return
-    _file = tempfile.TemporaryFile(prefix="stretto-stacks-")  # noqa: SIM115  (open as long as the process)
-    faulthandler.register(STACK_SIGNAL, file=_file, all_threads=True, chain=False)
+@dataclass(frozen=True)
+class Frame:
+    """A Python frame: its function, the file's name and path, and the line."""
+
+    function: str
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.path).name}:{self.line} in {self.function.rpartition('.')[2]}"
 
 
-def stack_file() -> int | None:
-    """The descriptor of the file to which this process writes stacks, if `register` was called."""
-    return None if _file is None else _file.fileno()
+@dataclass(frozen=True)
+class Thread:
+    """A thread of another process: the kernel's id, Python's name for it, and its frames, innermost first."""
+
+    native_id: int
+    name: str
+    frames: tuple[Frame, ...]
 
 
-def write_own(path: Path) -> None:
-    """Write the stacks of all threads of this process, as STACK_SIGNAL does."""
-    with open(path, "w") as file:
-        faulthandler.dump_traceback(file=file, all_threads=True)
+def allow_reading() -> None:
+    """Let other processes of this user read this one's memory, which Yama (Ubuntu, Debian) allows ancestors alone.
 
-
-def read_stacks(pid: int, descriptor: int | None) -> str | None:
-    """Ask another process of this user on this machine for its stacks; None if it does not answer.
-
-    The process must have called `register`; `descriptor` is what `stack_file` returned there. A process that is stopped
-    is continued for the necessary time, a few milliseconds: only call this if it is to be ended anyway.
+    Also registers the signal of `ask`. For a rank's process, once.
     """
-    if descriptor is None or not _catches(pid, STACK_SIGNAL):
+    global _file
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PTRACER_ANY), 0, 0, 0)
+    if _file is None:
+        _file = tempfile.TemporaryFile(prefix="stretto-stacks-")  # noqa: SIM115  (as long as the process)
+        faulthandler.register(STACK_SIGNAL, file=_file, all_threads=True, chain=False)
+
+
+def read_threads(pid: int) -> list[Thread]:
+    """The threads of another process with their Python frames, without its help; empty where that is impossible."""
+    for _ in range(TRIES):
+        found = _run_py_spy(pid, "--json", "--nonblocking")
+        with suppress(ValueError, KeyError, TypeError):
+            return [_thread_of(each) for each in json.loads(found or "")]
+    return []
+
+
+def _thread_of(values: dict[str, Any]) -> Thread:
+    frames = (Frame(str(each["name"]), str(each["filename"]), int(each["line"])) for each in values["frames"])
+    return Thread(int(values["os_thread_id"] or 0), str(values["thread_name"] or ""), tuple(frames))
+
+
+def read_text(pid: int) -> str | None:
+    """The stacks of another process as text, Python's and where possible native frames; None where that fails."""
+    return _run_py_spy(pid, "--native", "--nonblocking") or _run_py_spy(pid, "--nonblocking")
+
+
+def _run_py_spy(pid: int, *options: str) -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else which("py-spy")
+    if program is None:
         return None
-    path = Path(f"/proc/{pid}/fd/{descriptor}")
-    was_stopped = (_status(pid) or {}).get("State", "").startswith("T")
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [program, "dump", *options, "--pid", str(pid)], capture_output=True, text=True, timeout=READING, check=True
+        )
+        return done.stdout
+    return None
+
+
+def ask(pid: int) -> str | None:
+    """Make a process write its own stacks by a signal; None if it does not. Only for one that will be ended anyway.
+
+    The handler reads frames without the interpreter's lock and may crash. A stopped process is continued for it, for
+    some milliseconds, and stopped again.
+    """
+    if not _catches(pid, STACK_SIGNAL):
+        return None
+    was_stopped = process_state(pid) == STATES["T"]
     try:
-        before = path.stat().st_size
+        path = _stack_file(pid)
+        if path is None:
+            return None
+        before = size = path.stat().st_size
+        _signal_main_thread(pid, STACK_SIGNAL)
         if was_stopped:
-            _signal_main_thread(pid, STACK_SIGNAL)
             os.kill(pid, signal.SIGCONT)
-        else:
-            os.kill(pid, STACK_SIGNAL)
         deadline = time.monotonic() + ANSWER
-        size = before
         while time.monotonic() < deadline:
             time.sleep(0.02)
             last, size = size, path.stat().st_size
@@ -86,30 +136,16 @@ def read_stacks(pid: int, descriptor: int | None) -> str | None:
         return None
     finally:
         if was_stopped:
-            _stop(pid)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
 
 
-def _stop(pid: int) -> None:
-    """Stop a process, and wait until it has stopped.
-
-    The kernel delivers the signal to one thread, and the others run until that thread is scheduled. The heartbeat
-    thread could overwrite the report with stacks from after the process was continued.
-    """
-    with suppress(OSError):
-        os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + ANSWER
-    while process_state(pid) not in UNABLE and time.monotonic() < deadline:
-        time.sleep(0.002)
-
-
-def spy(pid: int) -> str | None:
-    """The stacks of a process that does not answer, by py-spy; None where it is not installed, or not allowed to."""
-    if (program := shutil.which("py-spy")) is None:
-        return None
-    command = [program, "dump", "--pid", str(pid), "--nonblocking"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_LIMIT, check=True)
-        return f"by py-spy {' '.join(command[1:])}\n{done.stdout}"
+def _stack_file(pid: int) -> Path | None:
+    """The open file without a name to which `allow_reading` lets a process write its stacks."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            if Path(os.readlink(link)).name.startswith("stretto-stacks-"):
+                return link
     return None
 
 
@@ -132,11 +168,17 @@ def is_there(pid: int) -> bool:
     return True
 
 
-def _signal_main_thread(pid: int, number: int) -> None:
-    """Signal a process so that its main thread handles it before it continues.
+def cpu_seconds(pid: int) -> float:
+    """Seconds of CPU time that a process has used; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
-    If a process is continued, another thread may run a signal's handler, while the main thread continues.
-    """
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Signal a process so that its main thread handles it, before it goes on if it was stopped."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "tgkill") or libc.tgkill(pid, pid, number) != 0:
         os.kill(pid, number)
@@ -148,7 +190,7 @@ def _catches(pid: int, number: int) -> bool:
     return found is not None and bool(int(found.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
-def _status(pid: int) -> dict[str, Any] | None:
+def _status(pid: int) -> dict[str, str] | None:
     """The fields of /proc/PID/status."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the ranks of a run with torchrun's agent, forwards signals to them, and reports the rank that failed.
+"""Launches the ranks of a run on this machine, forwards signals to them, and reports the rank that failed.
 
 In a process that torchrun (or anything else that sets RANK and WORLD_SIZE) has started, and for a run of one rank, the
-entry function is called directly. Otherwise torchrun's agent starts a process for each rank.
+entry function is called directly. Otherwise a process is started for each rank, with torchrun's environment variables.
+
+The job's store listens on the loopback interface, in rank 0, so that ranks can save when this process is killed; so do
+gloo and NCCL, unless the user has set their interfaces.
 
 SIGINT, SIGTERM and SIGHUP are forwarded as SIGTERM to the ranks, which write a checkpoint and exit; a second signal, or
 a time limit, kills them. When a rank fails, the others are asked to exit and then killed, since they may wait for it in
@@ -12,41 +15,42 @@ a collective. Each rank leads its own session, so a terminal's Ctrl-C reaches on
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from stretto import counters
 from stretto.cluster.local_ranks import is_rank
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.checkpoint.integrity import DamagedCheckpointError
 from stretto.train.config.options import JobConfig
+from stretto.train.health import device_waits
 from stretto.train.health.failures import Failure, kind_of
+from stretto.train.health.joining import FOLDER, memory_folder, start_watcher
 from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
-from stretto.train.launch.leftovers import kill_ranks, list_segments, remove_orphans, remove_partial_files
+from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
+from stretto.train.launch.rank import STORE_SOCKET
 from stretto.train.launch.restarts import NO_SPACE, FailedAttempt, run_with_restarts
 from stretto.train.launch.supervisor import STOP_SIGNALS, StopTimeouts, Supervisor, UnkillableError
-from stretto.train.launch.watch import RankWatch, rank_environment
+from stretto.train.launch.watch import RankWatch
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
 
 logger = logging.getLogger(__name__)
 
 Entry = Callable[[JobConfig], None]
+POLL = 0.1  # seconds between two looks at the ranks' processes
 
 
 class RankFailure(FailedAttempt):
@@ -133,7 +137,9 @@ def _run_here(entry: Entry, config: JobConfig) -> signal.Signals | None:
             kind_of(lines[0]),
         )
         raise _explain(failure, config) from error
-    return received[0] if received else None
+    if received:
+        return received[0]
+    return signal.Signals(number) if (number := counters.stopped_by()) else None  # another rank received it
 
 
 @contextmanager
@@ -165,114 +171,91 @@ def _run_ranks(
     *,
     timeouts: StopTimeouts,
 ) -> signal.Signals | None:
-    """Start a process for each rank with torchrun's agent, and wait for them under a supervisor.
+    """Start a process for each rank, and wait for them under a supervisor.
 
     job: an id, the same for each attempt of a run. environment: more of it. wants_stop: asked several times a second
     whether the ranks are to stop as if a signal had come.
     """
-    supervisor = Supervisor(timeouts, RankWatch(config.out, config.ranks, config.train.timeout))
     segments = list_segments()
-    with supervisor.handling_signals(), tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
-        config_file = Path(folder) / "config.json"
-        config_file.write_text(config.model_dump_json(), encoding="utf-8")
-        handler = _rendezvous(job or uuid.uuid4().hex)
-        spec = WorkerSpec(
-            role="rank",
-            local_world_size=config.ranks,
-            entrypoint=sys.executable,
-            args=("-m", "stretto.train.launch.rank", *_rank_arguments(entry, config_file)),
-            rdzv_handler=handler,
-            max_restarts=0,
-            monitor_interval=0.1,
-        )
+    with tempfile.TemporaryDirectory(prefix="stretto-launch-", dir=memory_folder()) as name:
+        folder = Path(name)
+        (folder / "counters").mkdir()
+        watch = RankWatch(folder / "counters", config.out, config.ranks, config.train.timeout)
+        supervisor = Supervisor(timeouts, watch)
+        (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
         variables = _rank_environment(config.ranks) | {ATTEMPT: "0"} | dict(environment or {})
-        with _quiet_agent(), changed_environment(variables):
+        with supervisor.handling_signals(), _guarded(folder), changed_environment(variables):
             try:
-                _Agent(spec, DefaultLogsSpecs(log_dir=folder), supervisor, wants_stop).run()
+                _start_ranks(supervisor, _rank_arguments(entry, folder / "config.json"), config, job, folder)
+                while supervisor.has_running_ranks():
+                    supervisor.check()
+                    if wants_stop():
+                        supervisor.request_stop()
+                    time.sleep(POLL)
+                supervisor.check()  # the last rank may have failed since
             except UnkillableError as error:
                 logger.error("%s; they are left behind", error)
             finally:
                 supervisor.kill()
-                handler.shutdown()
                 remove_orphans(segments)
                 remove_partial_files(config.out)
+        stopped = watch.stopped_by()
     if supervisor.failures:
         failure = _explain(supervisor.failures[0], config)
         failure.stopped_by = supervisor.stop_signal
         raise failure
+    if supervisor.stop_signal is None and not supervisor.was_asked and stopped is not None:
+        logger.warning("a rank got %s, and all ranks have saved and stopped", stopped.name)
+        return stopped
     return supervisor.stop_signal
 
 
-class _Agent(LocalElasticAgent):
-    """torchrun's agent with a supervisor, which checks the ranks before the agent does.
-
-    Without it, torchrun gives a rank that hangs in a collective 30 seconds to exit, and loses track of ranks if a
-    signal arrives while they start, or a second signal while they stop.
-    """
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        logs_specs: DefaultLogsSpecs,
-        supervisor: Supervisor,
-        wants_stop: Callable[[], bool],
-    ) -> None:
-        super().__init__(spec, logs_specs)
-        self._supervisor, self._wants_stop = supervisor, wants_stop
-        self._waits_for_ranks = True
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        try:
-            workers = super()._start_workers(worker_group)
-        except OSError:  # no more processes or memory: torch forgets the ranks that it has started by then
-            kill_ranks(worker_group.spec.rdzv_handler.get_run_id())
-            raise
-        assert isinstance(self._pcontext, SubprocessContext)  # torch uses it for every entry point that is a program
-        for rank, handler in self._pcontext.subprocess_handlers.items():
-            self._supervisor.add(rank, handler.proc, Path(self._pcontext.error_files[rank]))
-        if self._supervisor.watch is not None and worker_group.master_addr and worker_group.master_port:
-            pids = {rank: handler.proc.pid for rank, handler in self._pcontext.subprocess_handlers.items()}
-            self._supervisor.watch.connect(worker_group.master_addr, worker_group.master_port, pids)
-        return workers
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        try:
-            self._supervisor.check()
-        except UnkillableError:
-            self._waits_for_ranks = False
-            raise
-        if self._wants_stop():
-            self._supervisor.request_stop()
-        if self._supervisor.has_running_ranks():
-            # torch's own check, a moment later, would end all ranks if one had failed in between.
-            return RunResult(state=WorkerState.HEALTHY)
-        result = super()._monitor_workers(worker_group)
-        if result.state != WorkerState.SUCCEEDED and not self._supervisor.failures:
-            self._supervisor.check()  # the last rank failed between the two checks
-        return result
-
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        if self._waits_for_ranks:  # some versions of torch would wait for ever
-            super()._shutdown(*args, **kwargs)
+def _start_ranks(
+    supervisor: Supervisor, arguments: tuple[str, ...], config: JobConfig, job: str | None, folder: Path
+) -> None:
+    """Start a process for each rank, with torchrun's variables and the store's socket in rank 0."""
+    with socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * config.ranks)) as listener:
+        for rank in range(config.ranks):
+            error_file = folder / f"error-{rank}.json"
+            variables = {
+                **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+                **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(config.ranks)),
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "ROLE_NAME": "rank",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client: rank 0 serves the store beside it
+                "TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex,
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                FOLDER: str(folder / "counters"),
+            } | ({STORE_SOCKET: str(listener.fileno())} if rank == 0 else {})
+            process = subprocess.Popen(
+                [sys.executable, "-u", *arguments],
+                env=os.environ | variables,
+                start_new_session=True,
+                pass_fds=(listener.fileno(),) if rank == 0 else (),
+            )
+            supervisor.add(rank, process, error_file)
 
 
-def _rendezvous(job: str) -> RendezvousHandler:
-    """Make the ranks' rendezvous: a store in this process, on a free port."""
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",
-            run_id=job,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="localhost",
-        )
-    )
+@contextmanager
+def _guarded(folder: Path) -> Iterator[None]:
+    """Have a process beside this one end the ranks and remove the folder, should this one be killed in the block."""
+    guard = start_watcher({"guards": True, "folder": str(folder / "counters"), "remove": str(folder)})
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it was killed
+            guard.communicate(b"done\n")
 
 
-def _rank_arguments(entry: Entry, config_file: Path) -> tuple[str, str, str]:
-    """The arguments of `stretto.train.launch.rank`: the function's name, the configuration, and this process's id."""
-    return f"{entry.__module__}:{entry.__qualname__}", str(config_file), str(os.getpid())
+def _rank_arguments(entry: Entry, config_file: Path) -> tuple[str, ...]:
+    """The arguments of a rank's Python: `rank`, the function's name, the configuration, and this process's id."""
+    function = f"{entry.__module__}:{entry.__qualname__}"
+    return "-m", "stretto.train.launch.rank", function, str(config_file), str(os.getpid())
 
 
 def _rank_environment(ranks: int) -> dict[str, str]:
@@ -282,12 +265,19 @@ def _rank_environment(ranks: int) -> dict[str, str]:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
             # Ranks must find modules where this process found them.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            # The agent's signal handlers would replace the supervisor's.
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
         }
         | allocator_environment()
-        | rank_environment()
+        | _interface_environment()
+        # Whether NCCL's kernels are timed, each rank decides before it makes its process group.
+        | device_waits.environment(times_nccl=False)
     )
+
+
+def _interface_environment() -> dict[str, str]:
+    """The environment variables that keep gloo's and NCCL's listeners on the loopback interface."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {} if loopback is None else {name: loopback for name in names if name not in os.environ}
 
 
 def allocator_environment() -> dict[str, str]:
@@ -322,20 +312,6 @@ def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Silence the agent's log of processes and signals in the block."""
-    agent_logger = logging.getLogger("torch.distributed.elastic")
-    nowhere, before = logging.NullHandler(), agent_logger.propagate
-    agent_logger.addHandler(nowhere)
-    agent_logger.propagate = False
-    try:
-        yield
-    finally:
-        agent_logger.propagate = before
-        agent_logger.removeHandler(nowhere)
 
 
 def _explain(failure: Failure, config: JobConfig) -> RankFailure:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm; and
-ranks that were started in vain.
+"""Removes what killed ranks leave: half-written files in the run's folder, and named shared memory in /dev/shm.
 
 NCCL's and torch's segments have names there. Stretto's own have none (`stretto.memory`): they are freed with the last
 process that has them mapped.
@@ -8,8 +7,6 @@ process that has them mapped.
 
 import logging
 import os
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +23,6 @@ FOLDER = Path("/dev/shm")
 # Not sem.mp-*: semaphores of other programs cannot be distinguished from orphans, because no process opens them by
 # name.
 PATTERNS = ("nccl-*", "torch_*", "cuda.shm.*", "nvshmem*")
-END = 5.0  # seconds for killed processes to end
-EXEC = 1.0  # seconds in which a started process has its environment variables; one may have been started without any
 NAMESPACES = Path("/proc/self/ns")
 # Linux's inode numbers of the namespaces of the machine's first process.
 FIRST_IPC, FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
@@ -75,41 +70,6 @@ def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
             (folder / name).unlink()
             logger.info("removed %s, which a killed rank had left", folder / name)
     return orphans
-
-
-def kill_ranks(job: str) -> None:
-    """Kill the ranks of a job that this process has started, and wait some seconds until they have exited.
-
-    job: its TORCHELASTIC_RUN_ID. For ranks that no supervisor tracks, since a later one could not be started.
-    """
-    deadline = time.monotonic() + END
-    marked = f"TORCHELASTIC_RUN_ID={job}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # of another user, or it has ended
-            if _state_and_parent(process)[1] == os.getpid() and marked in _environment(process):
-                pid = int(process.name)
-                os.killpg(pid, signal.SIGKILL)
-                while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-                    time.sleep(0.05)
-
-
-def _state_and_parent(process: Path) -> tuple[str, int]:
-    """A process's state, as "R" or "Z", and its parent's number. process: its folder in /proc."""
-    fields = (process / "stat").read_text().rpartition(")")[2].split()  # the name before may contain anything
-    return fields[0], int(fields[1])
-
-
-def _environment(process: Path) -> list[bytes]:
-    """The environment variables of a process that may have just been started.
-
-    The caller of exec continues before the kernel has set up the new program; until then /proc shows no variables.
-    """
-    deadline = time.monotonic() + EXEC
-    while True:
-        found = (process / "environ").read_bytes()
-        if found or time.monotonic() > deadline or _state_and_parent(process)[0] == "Z":
-            return found.split(b"\0")
-        time.sleep(0.001)
 
 
 def _sees_all_users() -> bool:

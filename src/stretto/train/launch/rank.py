@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one rank: `launch` starts `python -m stretto.train.launch.rank MODULE:FUNCTION CONFIG.json PID`."""
+"""The process of one rank: `launch` starts `python -m stretto.train.launch.rank MODULE:FUNCTION CONFIG.json PID`.
 
-import ctypes
+Its counters are shared before torch is imported, so that a rank that is stuck in its imports is seen, too.
+"""
+
 import os
-import signal
 import sys
 import time
 import warnings
@@ -11,36 +12,42 @@ from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from stretto.train.config import job_from_json
-from stretto.train.health import Heartbeat, note
+from stretto import counters
 from stretto.train.health.failures import seen_file
+from stretto.train.health.joining import FOLDER, end_with_parent, join_watched
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+STORE_SOCKET = "STRETTO_STORE_SOCKET"
+"""The environment variable by which rank 0 gets the descriptor of the socket on which the job's store listens."""
 # Seconds in which a failed rank keeps its connections, until the launcher has read all errors: if it closed them, ranks
 # that wait for it would fail, too, and hide which rank failed first.
 LINGER = 10.0
 
+_store: Any = None  # rank 0 serves it as long as its process lives, though its launcher be killed
 
-def main(function: str, config_file: str, launcher: str) -> None:
+
+def main(function: str, config_file: str) -> None:
     """Import the function and call it with the configuration. Its exception is written to the launcher's error file."""
-    _stop_with(int(launcher))
+    from stretto.train.config import job_from_json
+
+    global _store
+    if (descriptor := os.environ.pop(STORE_SOCKET, None)) is not None:
+        from torch.distributed import TCPStore
+
+        _store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=int(descriptor),
+        )
     config = job_from_json(Path(config_file).read_text(encoding="utf-8"))
-    Heartbeat.start(timeout=config.train.timeout)
     module, _, name = function.partition(":")
     entry = reduce(getattr, name.split("."), import_module(module))
+    counters.note("start")
     entry(config)  # type: ignore[operator]
-    note("exit")
-
-
-def _stop_with(launcher: int) -> None:
-    """Ask the kernel to send SIGTERM if the launcher is killed, so that the rank then stops as if it was asked to."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:  # the launcher died before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+    counters.note("exit")
 
 
 def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -54,7 +61,11 @@ def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException
 
 
 if __name__ == "__main__":
+    end_with_parent(int(sys.argv[3]))
+    join_watched(Path(os.environ[FOLDER]), int(os.environ["RANK"]))
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     # torch's FutureWarnings are for developers, not for users who train.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     sys.excepthook = _leave_reporting_to_launcher
-    record(main)(*sys.argv[1:])
+    record(main)(*sys.argv[1:3])

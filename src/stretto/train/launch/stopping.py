@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stops training on Ctrl-C, SIGTERM or SIGHUP: the ranks agree to end after the same step."""
+"""Starts and stops ranks together: they meet before any limit runs, and agree to end after the same step."""
 
+import os
 import signal
 import threading
 import time
@@ -11,11 +12,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto import counters
+from stretto.cluster.local_ranks import is_rank
 from stretto.memory import group_timeout
+from stretto.parallel.comm.collectives import Pending, start_all_reduce
+from stretto.train.health.monitor import IMPORT_LIMIT
 
 # Seconds; signals closer together count as one request: a launcher may forward a signal that the terminal has already
 # sent to every process.
 ONE_REQUEST = 1.0
+
+
+_store: dist.Store | None = None  # rank 0 may serve it: as long as this process
+
+
+def meet_ranks() -> None:
+    """Wait until all ranks of the job have imported what they need, so that no group's time limit runs meanwhile.
+
+    Collective. Does nothing where the caller has made the process group, and in a job of one rank. Raises
+    torch.distributed.DistError after IMPORT_LIMIT.
+    """
+    global _store
+    if dist.is_initialized() or not is_rank() or os.environ["WORLD_SIZE"] == "1":
+        return
+    limit = timedelta(seconds=IMPORT_LIMIT)
+    with counters.waiting_for((), "all ranks to start"):
+        _store, _, ranks = next(dist.rendezvous("env://", timeout=limit))
+        starts = dist.PrefixStore(f"stretto/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
+        if starts.add("ranks", 1) == ranks:
+            starts.set("all", "")
+        starts.wait(["all"], limit)
 
 
 class StopRequest:
@@ -35,7 +61,7 @@ class StopRequest:
         if dist.get_world_size() > 1:
             limit = timedelta(seconds=group_timeout(None))
             self._group = dist.new_group(backend="gloo", timeout=limit, group_desc="stop requests")
-        self._exchange: dist.Work | None = None
+        self._exchange: Pending | None = None
         self._asked = torch.zeros(1, dtype=torch.int32)
 
     def request(self) -> None:
@@ -52,9 +78,10 @@ class StopRequest:
         if self._group is None:
             return is_asked
         if self._finish_exchange():
+            counters.mark_stopped(signal.SIGTERM if not self._is_requested else 0)
             return True
         self._asked.fill_(int(is_asked))
-        self._exchange = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._exchange = start_all_reduce(self._asked, self._group)
         return False
 
     def _finish_exchange(self) -> bool:

@@ -74,7 +74,7 @@ class _RankProcess:
 class Supervisor:
     """The processes of one job's ranks, each the leader of its own session. Call `check` several times a second.
 
-    watch: reads the ranks' heartbeats, to end a run in which a rank is stuck.
+    watch: reads the ranks' counters, to end a run in which a rank is stuck.
     """
 
     def __init__(self, timeouts: StopTimeouts, watch: RankWatch | None = None) -> None:
@@ -96,6 +96,11 @@ class Supervisor:
         """The first signal that asked this process to stop."""
         return self._stop_signal
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether `request_stop` was called."""
+        return self._is_asked
+
     def request_stop(self) -> None:
         """Stop the ranks at the next `check`, as after a signal; `stop_signal` does not report it."""
         if not self._is_asked and self._stop_signal is None:
@@ -103,6 +108,8 @@ class Supervisor:
 
     def add(self, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
         self._ranks[rank] = _RankProcess(process, error_file)
+        if self.watch is not None:
+            self.watch.add(rank, process.pid)
 
     def check(self) -> None:
         """Forward a signal that was received; end all ranks if one has failed or if they take too long to stop.

@@ -1,105 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the ranks' heartbeats in the launcher: warns of a rank that is late, and names one that is stuck.
+"""Watches the ranks' counters in the launcher: warns of a rank that is late, and names one that is stuck.
 
 When ranks do not stop after Ctrl-C, it also reports which steps are saved and which are not.
 """
 
 import logging
+import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-
-import torch.distributed as dist
 
 from stretto.train.checkpoint import newest_checkpoint
 from stretto.train.checkpoint.folders import step_of
-from stretto.train.health import evidence, flight_recorder
-from stretto.train.health.beat import interval_of, list_ranks, prefix
-from stretto.train.health.connections import describe_lost, find_lost_pairs
+from stretto.train.health import evidence
+from stretto.train.health.connections import Connections, describe_lost
 from stretto.train.health.failures import Failure
-from stretto.train.health.heartbeat import BY_LAUNCHER
-from stretto.train.health.monitor import Monitor, Stall
+from stretto.train.health.monitor import Monitor, Stall, list_ranks
+from stretto.train.health.ranks import LocalRanks, write_json
+from stretto.train.health.slow_ranks import SLOW_RANK_FILE
 from stretto.train.observe.metrics import last_step
 
 logger = logging.getLogger(__name__)
 
-STORE_LIMIT = timedelta(seconds=10)  # the store is in this process: it responds immediately
-MOST_SHOWN = 4  # ranks whose phases are shown one by one
-LAST_LOOK = 1.0  # seconds, and two heartbeats, until the heartbeats of ranks show what has just happened
+MAX_SHOWN = 4  # ranks whose phases are shown one by one
+LAST_LOOK = 1.0  # seconds, and two looks, until the counters of ranks show what has just happened
 
 
 class RankWatch:
-    """Watches the heartbeats of a job's ranks. out: the run's folder. timeout: `train.timeout`, in seconds."""
+    """Watches a job's ranks. folder: of their counters. out: the run's. timeout: `train.timeout`, in seconds."""
 
-    def __init__(self, out: Path, ranks: int, timeout: float) -> None:
-        self._out, self._ranks, self._timeout = out, ranks, timeout
-        self._interval = interval_of(timeout)
+    def __init__(self, folder: Path, out: Path, ranks: int, timeout: float) -> None:
+        self._folder, self._out, self._timeout = folder, out, timeout
+        self.monitor = Monitor(LocalRanks(folder), ranks, timeout)
+        self._connections = Connections()
         self._looked = 0.0
-        self.monitor: Monitor | None = None
 
-    def connect(self, host: str, port: int, pids: Mapping[int, int]) -> None:
-        """Read heartbeats from the ranks' store from now on. pids: their processes."""
-        store = dist.TCPStore(host, port, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
-        self.monitor = Monitor(dist.PrefixStore(prefix(), store), self._ranks, self._timeout)
-        self.monitor.pids.update(pids)
+    def add(self, rank: int, pid: int) -> None:
+        """Add a rank's process."""
+        self.monitor.pids[rank] = pid
 
     def look(self, running: Collection[int]) -> Stall | None:
-        """Read the heartbeats, if it is time. Returns a stall that has reached the time limit; warns at half of it.
+        """Look at the ranks, if it is time. Returns a stall that has reached the time limit; warns at half of it.
 
         running: the ranks whose processes run.
         """
-        if self.monitor is None or time.monotonic() - self._looked < self._interval:
+        monitor, now = self.monitor, time.monotonic()
+        if now - self._looked < monitor.interval:
             return None
-        self._looked = time.monotonic()
-        try:
-            self.monitor.read()
-        except RuntimeError as error:
-            logger.debug("heartbeats cannot be read: %s", error)
-            return None
-        if (stall := self.monitor.find_stall(running)) is not None:
+        self._looked = now
+        monitor.look()
+        if (stall := monitor.find_stall(running)) is not None:
             return self._with_evidence(stall, running)
-        if (stall := self.monitor.find_warning(running)) is not None:
+        if (stall := monitor.find_warning(running)) is not None:
             logger.warning("%s; the run ends when it reaches the limit", stall.text)
-        if (slow := self.monitor.find_slow(running)) is not None:
+        if (slow := monitor.find_slow(running)) is not None:
             logger.warning("%s", slow.text)
+            write_json(self._folder / SLOW_RANK_FILE, asdict(slow))
+        self._connections.look(self._pids(), now)
         return None
 
     def is_saving(self, running: Collection[int], limit: float) -> bool:
         """Whether a rank writes a checkpoint, and has written some of it in the last `limit` seconds."""
-        monitor = self.monitor
-        if monitor is None:
-            return False
-        known = [rank for rank in running if rank in monitor.beats]
-        return any(monitor.place_of(rank)[0] == "save" and monitor.idle(rank) < limit for rank in known)
+        known = [self.monitor.states[rank] for rank in running if rank in self.monitor.states]
+        return any(state.phase == "save" and state.idle < limit for state in known)
+
+    def stopped_by(self) -> signal.Signals | None:
+        """The signal for which the ranks have agreed to stop; None if they have not."""
+        self.monitor.look()
+        assert self.monitor.local is not None
+        found = [counters.stopped for counters in self.monitor.local.counters.values() if counters.stopped]
+        return signal.Signals(found[0]) if found else None
 
     def find_culprit(self, running: Collection[int], failures: Sequence[Failure]) -> Failure | None:
         """What has caused failures that are all consequences: a rank that is stuck, or a lost connection.
 
-        None where heartbeats do not show it. failures: of the ranks that have failed; others may wait.
+        None where counters do not show it. failures: of the ranks that have failed; others may wait.
         """
-        if self.monitor is None:
-            return None
+        monitor = self.monitor
         has_waited = any(failure.kind != "lost connection" for failure in failures)
         failed = [failure.rank for failure in failures]
-        deadline = time.monotonic() + (LAST_LOOK + 2 * self._interval if has_waited else 0.0)
-        try:
-            while True:
-                self.monitor.read()
-                if (stall := self.monitor.find_stall(running, self._timeout / 2, failed)) is not None:
-                    return Failure.of_stall(self._with_evidence(stall, running))
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(self._interval / 2)
-            lost = {each.rank: each.reason for each in failures if each.kind == "lost connection"}
-            if not lost:
-                return None
-            pairs = find_lost_pairs(self.monitor.store, lost, self._ranks)
-        except RuntimeError as error:
-            logger.debug("heartbeats cannot be read: %s", error)
+        deadline = time.monotonic() + (LAST_LOOK + 2 * monitor.interval if has_waited else 0.0)
+        while True:
+            monitor.look()
+            if (stall := monitor.find_stall(running, self._timeout / 2, failed)) is not None:
+                return Failure.of_stall(self._with_evidence(stall, running))
+            if time.monotonic() > deadline:
+                break
+            time.sleep(monitor.interval / 2)
+        lost = {each.rank: each.reason for each in failures if each.kind == "lost connection"}
+        if not lost:
             return None
-        rank, description = describe_lost(pairs, list(lost))
+        rank, description = describe_lost(self._connections.find_lost(self._pids(), list(lost)), list(lost))
         own = next((each for each in failures if each.rank == rank), None)
         reason = f"{description}: {(own or failures[0]).reason}"
         order = (0, min(each.order[1] for each in failures))
@@ -109,38 +101,26 @@ class RankWatch:
         """Say which of the ranks that still run did not stop in so many seconds, and which steps are not saved."""
         return describe_unstopped(self._out, self.monitor, running, seconds)
 
+    def _pids(self) -> dict[int, int]:
+        """The processes of ranks, by their counters: what was started may stand before the rank itself."""
+        return self.monitor.pids | {rank: state.pid for rank, state in self.monitor.states.items()}
+
     def _with_evidence(self, stall: Stall, running: Collection[int]) -> Stall:
-        assert self.monitor is not None
-        try:
-            folder = evidence.collect(self._out, self.monitor, stall.text, running)
-        except RuntimeError as error:
-            logger.debug("no stacks: %s", error)
-            folder = None
+        folder = evidence.collect(self._out, self.monitor, stall.text, running)
         return stall if folder is None else replace(stall, text=f"{stall.text}; stacks are in {folder}")
 
 
-def rank_environment() -> dict[str, str]:
-    """The environment of ranks whose heartbeats the launcher reads, with torch's flight recorder.
-
-    Whether NCCL's kernels are timed, each rank decides before it makes its process group.
-    """
-    return {BY_LAUNCHER: "1"} | flight_recorder.environment(times_nccl=False)
-
-
-def describe_unstopped(out: Path, monitor: Monitor | None, running: Collection[int], seconds: float) -> str:
+def describe_unstopped(out: Path, monitor: Monitor, running: Collection[int], seconds: float) -> str:
     """Describe in one line which ranks did not stop, where they are, and which steps of the run in `out` are not saved.
 
-    monitor: reads the ranks' heartbeats, which distinguish a stuck rank from those that wait for it; None before
-    there are any. running: the ranks whose processes still run. seconds: since they were asked to stop.
+    monitor: distinguishes a stuck rank from those that wait for it. running: the ranks whose processes still run. seconds: since they were asked to stop.
     """
-    who, places = sorted(running), ""
-    if monitor is not None:
-        stall = monitor.find_stall(running, max(seconds / 2, 2 * monitor.interval))
-        who = sorted(running if stall is None else stall.culprits)
-        places = _places(monitor, who)
-        if stall is not None and stall.waiting:
-            wait = "wait" if len(stall.waiting) > 1 else "waits"
-            places += f"; {list_ranks(stall.waiting)} {wait} for {'it' if len(who) == 1 else 'them'}"
+    stall = monitor.find_stall(running, max(seconds / 2, 2 * monitor.interval))
+    who = sorted(running if stall is None else stall.culprits)
+    places = _places(monitor, who)
+    if stall is not None and stall.waiting:
+        wait = "wait" if len(stall.waiting) > 1 else "waits"
+        places += f"; {list_ranks(stall.waiting)} {wait} for {'it' if len(who) == 1 else 'them'}"
     where = f" ({places.removeprefix('; ')})" if places else ""
     return (
         f"{list_ranks(who)} did not stop within {seconds:.0f} s{where} and all ranks are killed; {describe_saved(out)}"
@@ -148,16 +128,16 @@ def describe_unstopped(out: Path, monitor: Monitor | None, running: Collection[i
 
 
 def _places(monitor: Monitor, ranks: Collection[int]) -> str:
-    """The phases and steps of ranks, as far as heartbeats show them."""
-    known = {rank: monitor.beats[rank] for rank in ranks if rank in monitor.beats}
+    """The phases and steps of ranks that have begun."""
+    known = {rank: monitor.states[rank] for rank in ranks if rank in monitor.states}
     places = {
-        rank: f"phase {beat.phase}" + ("" if beat.step is None else f" of step {beat.step}")
-        for rank, beat in known.items()
+        rank: f"phase {state.phase}" + ("" if state.step is None else f" of step {state.step}")
+        for rank, state in known.items()
     }
     if len(set(places.values())) == 1 and len(known) == len(ranks):
         return next(iter(places.values()))
-    shown = [f"rank {rank}: {place}" for rank, place in list(places.items())[:MOST_SHOWN]]
-    return ", ".join(shown) + (", ..." if len(places) > MOST_SHOWN else "")
+    shown = [f"rank {rank}: {place}" for rank, place in list(places.items())[:MAX_SHOWN]]
+    return ", ".join(shown) + (", ..." if len(places) > MAX_SHOWN else "")
 
 
 def describe_saved(out: Path) -> str:

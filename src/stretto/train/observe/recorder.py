@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from stretto import counters
 from stretto.memory import failures
 from stretto.train.observe.experts import NUMBERS_OF_ROUTER, ExpertMetrics
 from stretto.train.observe.metrics import DivergenceError, MetricsLog, StepMetrics
@@ -130,7 +131,8 @@ class StepRecorder:
 
     def _measure(self, launched: _Launched) -> StepMetrics:
         if launched.arrival is not None:
-            launched.arrival.synchronize()
+            with counters.waiting_for((), "this rank's GPU"):
+                launched.arrival.synchronize()
         failures.check()  # if a wait failed in this step, its numbers are wrong
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
