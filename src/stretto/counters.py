@@ -325,11 +325,11 @@ def shared_folder() -> Path | None:
 def start_of(pid: int) -> int:
     """When a process has started, in the kernel's ticks since boot, so that another with its number is told apart.
 
-    0 if there is no such process, or on a system without /proc.
+    0 if there is no such process, if it has ended and waits to be reaped, or on a system without /proc.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[19])
+        return 0 if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return 0
 

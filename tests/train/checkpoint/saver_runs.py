@@ -177,7 +177,7 @@ def fail_while_it_is_written(out: Path, kind: type[Exception]) -> bool:
     model, optimizer = trained_once({})
     begin = threading.Event()
     threading.Timer(0.3, begin.set).start()
-    with mock.patch.object(saver_module, "LONGEST_END", 0.1):
+    with mock.patch.object(saver_module, "MAX_END", 0.1):
         try:
             with (
                 writes(lambda write, writer: begin.wait() and write()),
@@ -226,7 +226,7 @@ def _train_while_it_is_written(config: TrainConfig, rank: int, fail: Callable[[]
         finish(writer, *results)
 
     with (
-        mock.patch.object(saver_module, "LONGEST_END", 0.2),
+        mock.patch.object(saver_module, "MAX_END", 0.2),
         mock.patch.object(CheckpointWriter, "finish", finish_late),
         mock.patch.object(Sampler, "indices", raise_or_draw),
     ):

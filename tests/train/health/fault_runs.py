@@ -76,6 +76,7 @@ def strike(kind: str) -> None:
         case "sleep":
             time.sleep(600)
         case "drop":
+            time.sleep(2.5)  # the launcher has counted connections by then
             drop_connections()
         case "raise":
             raise RuntimeError("no luck")

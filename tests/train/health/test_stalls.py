@@ -42,19 +42,18 @@ def report_folder(out: Path) -> Path:
 def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_wait_in(tmp_path, monkeypatch, caplog):
     out = tmp_path / "out"
     failure = fail(out, monkeypatch, "stop data 0")
-    assert (failure.kind, failure.rank) == ("silent", 0)
-    assert "is silent in step 4, phase data: its process is stopped by a signal" in failure.reason
-    assert "rank 1 waits for it in all_reduce number" in failure.reason
+    assert (failure.kind, failure.rank) == ("stalled", 0)
+    where = r"is stuck in step 4, phase data, at fault_runs\.py:\d+ in strike: its process is stopped by a signal"
+    assert re.search(where, failure.reason), failure.reason
+    assert re.search(r"rank 1 waits for it in all_reduce number \d+ of group (data|batch)", failure.reason)
     folder = report_folder(out)
     assert f"stacks are in {folder}" in str(failure)
-    assert "most recent call first" in (folder / "rank-1-stack.txt").read_text()
-    assert "in strike" in (folder / "rank-0-stack.txt").read_text(), "where it was stopped"
-    recorded = json.loads((folder / "rank-1-flight.json").read_text())
-    assert recorded["gloo"]["entries"][-1]["retired"] is False
+    assert "MainThread" in (folder / "rank-1-stack.txt").read_text()
+    assert "strike" in (folder / "rank-0-stack.txt").read_text(), "where it was stopped"
     report = (folder / "report.txt").read_text()
     assert "stopped by a signal" in report
     assert re.search(r"\n1 .* waiting .* all_reduce \d+ of ", report)
-    # On a busy machine another rank may be reported as silent before, and go on.
+    # On a busy machine another rank may be reported before, and go on.
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     reports = [text for text in warnings if text.startswith("rank 0 ") and "reaches the limit" in text]
     assert len(reports) == 1, warnings
@@ -64,7 +63,6 @@ def test_a_stopped_rank_0_is_named_with_its_state_its_stack_and_what_the_others_
 @pytest.mark.parametrize("phase", [pytest.param("data", marks=pytest.mark.exhaustive), "step"])
 def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_messages(tmp_path, monkeypatch, phase):
     overrides = ("grid.data=2", "grid.pipe=2", "train.micro_batch=1")
-    monkeypatch.setattr("stretto.train.health.monitor.MISSED_AT_LEAST", 20.0)  # a busy machine delays heartbeats
     failure = fail(tmp_path / "out", monkeypatch, f"loop {phase} 1", *overrides)
     assert (failure.kind, failure.rank) == ("stalled", 1)
     assert "ranks 0, 2 and 3 wait for it" in failure.reason or "ranks 0-2" in failure.reason
@@ -77,27 +75,25 @@ def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeyp
     assert (failure.kind, failure.rank) == ("stalled", 1)
     assert "is stuck in phase save of step 6, in the thread that writes, at fault_runs.py:" in failure.reason
     assert "in spin" in failure.reason
-    # Beside a thread that writes, a step goes on, and on a busy machine rank 0 may not have come to wait, or wait for a
-    # collective of its own.
-    assert is_async == "true" or "rank 0 waits for it in " in failure.reason + caplog.text
-    assert is_async == "true" or "of group saves" in failure.reason
+    # Beside a thread that writes, a step goes on, and on a busy machine rank 0 may not have come to wait.
+    assert is_async == "true" or "rank 0 waits for it in the save of step 6" in failure.reason + caplog.text
 
 
 FAULTS = [
     # fault, kind, what the message has
-    ("stop start 1", "silent", "phase start"),
-    ("stop build 0", "silent", "phase build: its process is stopped by a signal"),
-    ("stop step 1", "silent", "step 4, phase step: its process is stopped by a signal"),
-    ("stop evaluate 1", "silent", "step 5, phase evaluate"),
-    ("stop save 0", "silent", "step 6, phase save"),
+    ("stop start 1", "stalled", "phase start"),
+    ("stop build 0", "stalled", "phase build, at fault_runs.py"),
+    ("stop step 1", "stalled", "in strike: its process is stopped by a signal"),
+    ("stop evaluate 1", "stalled", "step 5, phase evaluate"),
+    ("stop save 0", "stalled", "step 6, phase save"),
     ("loop build 1", "stalled", "phase build, at fault_runs.py"),
     ("loop data 1", "stalled", "step 4, phase data, at fault_runs.py"),
     ("loop save 1", "stalled", "step 6, phase save, at fault_runs.py"),
     ("loop evaluate 0", "stalled", "step 5, phase evaluate, at fault_runs.py"),
     ("loop exit 0", "stalled", "phase exit"),
     ("sleep data 0", "stalled", "step 4, phase data, at fault_runs.py"),
-    ("c data 1", "silent", "C code holds Python's interpreter lock"),
-    ("regex data 0", "silent", "C code holds Python's interpreter lock"),
+    ("c data 1", "stalled", "step 4, phase data, at fault_runs.py"),  # it holds the interpreter lock
+    ("regex data 0", "stalled", "step 4, phase data, at __init__.py"),  # so does this: re.match's own frame
     ("kill start 1", "killed", "SIGKILL"),
     ("kill save 0", "killed", "SIGKILL"),
     ("raise data 0", "raised", "RuntimeError: no luck"),

@@ -17,9 +17,12 @@ _ESTABLISHED = "01"  # a connection's state in /proc/net/tcp
 
 
 class Connections:
-    """Lists the connections between ranks' processes. PERIOD: seconds between two lists that were asked for."""
+    """Counts the connections between ranks' processes, at most once in PERIOD seconds.
 
-    PERIOD = 2.0
+    A connection that was lost before the first count is not noticed.
+    """
+
+    PERIOD = 1.0
 
     def __init__(self) -> None:
         self._most: Counter[tuple[int, int]] = Counter()  # by pair of ranks

@@ -33,7 +33,8 @@ Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connecti
 """How a rank failed.
 
 raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
-silent: nothing comes from its host any more. stalled: it makes no progress. lost connection: ranks lost a connection between them, and all of them live. diverged: DivergenceError.
+silent: nothing comes from its host any more. stalled: it makes no progress. lost connection: ranks lost a connection
+between them, and all of them live. diverged: DivergenceError.
 corrupted: CorruptionError, replicas of a weight differ. invalid: ValueError, so that the same run would fail again.
 """
 

@@ -88,7 +88,6 @@ def _begin(timeout: float, out: Path) -> None:
         "ranks": int(os.environ["WORLD_SIZE"]),
         "timeout": timeout,
         "out": str(out.absolute()),
-        "parent": os.getppid(),
         "store": [os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))],
         "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         "key": hashlib.sha256(f"{os.environ.get(TOKEN, '')} {job_id()}".encode()).hexdigest(),

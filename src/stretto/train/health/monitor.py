@@ -305,6 +305,8 @@ class Monitor:
             where = f" in {_describe_collective(first)}" + (" and others" if len(waits) > 1 else "")
         elif messages := [wait.name for wait in found if not wait.number]:
             where = f" ({messages[0]})"
+        elif saves := [self.states[rank].save for rank in waiting if self.states[rank].save_waits]:
+            where = f" in the save of step {saves[0]}"
         elif places := [self.states[rank].where[0] for rank in waiting if self.states[rank].where]:
             where = f", at {places[0]}"
         verb, whom = "waits" if len(waiting) == 1 else "wait", "it" if len(culprits) == 1 else "them"

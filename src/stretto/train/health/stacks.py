@@ -14,10 +14,12 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from shutil import which
 from typing import IO, Any
@@ -94,9 +96,7 @@ def read_text(pid: int) -> str | None:
 
 
 def _run_py_spy(pid: int, *options: str) -> str | None:
-    beside = Path(sys.executable).with_name("py-spy")
-    program = str(beside) if beside.exists() else which("py-spy")
-    if program is None:
+    if (program := _find_py_spy()) is None:
         return None
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -104,6 +104,13 @@ def _run_py_spy(pid: int, *options: str) -> str | None:
         )
         return done.stdout
     return None
+
+
+@cache
+def _find_py_spy() -> str | None:
+    """The path of py-spy's program: of this Python's environment, of a folder of packages on sys.path, or on PATH."""
+    folders = [sysconfig.get_path("scripts"), *(os.path.join(path, "bin") for path in sys.path)]
+    return next((found for folder in folders if (found := which("py-spy", path=folder))), None) or which("py-spy")
 
 
 def ask(pid: int) -> str | None:

@@ -117,13 +117,15 @@ class Watcher:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._folder, self._out = Path(settings["folder"]), Path(settings["out"])
-        self._ranks, self._timeout, self._parent = settings["ranks"], settings["timeout"], settings["parent"]
+        self._ranks, self._timeout = settings["ranks"], settings["timeout"]
+        self._parents: dict[int, int] = {}  # by process
         self._local = LocalRanks(self._folder)
         self._monitor = Monitor(self._local, self._ranks, self._timeout)
         self._settings = settings
         self._nodes: Nodes | None = None
         self._answered = time.monotonic()
         self._orphaned: float | None = None
+        self._has_ended_all = False
 
     def run(self) -> None:
         """Watch until this machine's ranks have ended."""
@@ -136,7 +138,7 @@ class Watcher:
 
     def _have_ended(self) -> bool:
         known = self._local.counters.values()
-        return bool(known) and not any(each.is_running for each in known)
+        return self._has_ended_all or (bool(known) and not any(each.is_running for each in known))
 
     def _look(self) -> None:
         others: dict[int, RankState] = {}
@@ -145,7 +147,7 @@ class Watcher:
             others = self._exchange()
             self._monitor.look(others)
         running = [rank for rank in self._monitor.watched(None) if rank in self._monitor.states]
-        if self._parent != _parent_of(self._local.counters.values(), self._parent):
+        if self._orphaned is not None or self._have_lost_parent():
             self._end_orphans()
             return
         has_asked = any(self._monitor.states[rank].has_failed for rank in running)
@@ -157,6 +159,14 @@ class Watcher:
             if min(running) in self._local.counters:  # one machine says it
                 say("WARNING", slow.text)
             write_json(self._folder / SLOW_RANK_FILE, asdict(slow))
+
+    def _have_lost_parent(self) -> bool:
+        """Whether a rank's process has another parent than it had: torchrun was killed."""
+        for counters in self._local.counters.values():
+            parent = _parent_of(counters) if counters.is_torchrun and counters.is_running else 0
+            if parent and self._parents.setdefault(counters.pid, parent) != parent:
+                return True
+        return False
 
     def _exchange(self) -> dict[int, RankState]:
         """The states of the other machines' ranks; marks those from which nothing comes any more."""
@@ -186,11 +196,10 @@ class Watcher:
         self._end_all(text, stall.culprits)
 
     def _end_all(self, text: str, culprits: tuple[int, ...]) -> None:
-        at = time.time()
+        self._has_ended_all, at = True, time.time()
         mine = sorted(self._local.counters.values(), key=lambda each: each.rank not in culprits)
         if not any(each.is_torchrun for each in mine):
-            time.sleep(self._timeout)  # reported once; the groups' own limits end the ranks
-            return
+            return  # it is reported once; the groups' own limits end the ranks
         for counters in mine:
             is_culprit = not culprits or counters.rank in culprits
             own = text if is_culprit else f"this rank ({counters.rank}) has not failed, but ends, since {text}"
@@ -233,14 +242,11 @@ def _is_saving(states: Iterable[RankState]) -> bool:
     return any(state.phase == "save" and min(state.idle, state.save_idle or GRACE) < GRACE for state in states)
 
 
-def _parent_of(ranks: Iterable[Counters], expected: int) -> int:
-    """The parent of ranks that run; as expected where none does, or where /proc does not say."""
-    for counters in ranks:
-        if counters.is_running and counters.is_torchrun:
-            with suppress(OSError, ValueError, IndexError):
-                text = Path(f"/proc/{counters.pid}/stat").read_text(errors="replace")
-                return int(text.rpartition(")")[2].split()[1])
-    return expected
+def _parent_of(counters: Counters) -> int:
+    """The parent of a rank's process; 0 if it is gone, or on a system without /proc."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{counters.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return 0
 
 
 def _signal(counters: Counters, number: signal.Signals) -> None:

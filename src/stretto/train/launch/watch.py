@@ -113,7 +113,8 @@ class RankWatch:
 def describe_unstopped(out: Path, monitor: Monitor, running: Collection[int], seconds: float) -> str:
     """Describe in one line which ranks did not stop, where they are, and which steps of the run in `out` are not saved.
 
-    monitor: distinguishes a stuck rank from those that wait for it. running: the ranks whose processes still run. seconds: since they were asked to stop.
+    monitor: distinguishes a stuck rank from those that wait for it. running: the ranks whose processes still run.
+    seconds: since they were asked to stop.
     """
     stall = monitor.find_stall(running, max(seconds / 2, 2 * monitor.interval))
     who = sorted(running if stall is None else stall.culprits)
