@@ -20,9 +20,9 @@ import pytest
 import torch
 from tests.processes import forks_processes
 from tests.train.launch import launch_entries
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from stretto.train.config import TrainConfig, make_config
+from stretto.train.health import joining
 from stretto.train.launch import RankFailure, allocator_environment, launch, launcher, resolve_device
 from stretto.train.launch.supervisor import StopTimeouts, Supervisor
 from stretto.train.launch.watch import describe_saved
@@ -54,6 +54,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder, beside an empty folder for temporary files."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(joining, "MEMORY", tmp_path / "temporary")
     folder = tmp_path / "out"
     folder.mkdir()
     return folder
@@ -199,27 +200,19 @@ def test_the_failure_is_reported_though_a_rank_cannot_be_killed(
 
 def test_ranks_do_not_outlive_one_that_could_not_be_started(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
-    read_bytes, read = Path.read_bytes, set[str]()
-
-    def read_as_in_exec(path: Path) -> bytes:
-        """A process's environment is empty at first, as while the kernel sets up its program."""
-        is_early = path.name == "environ" and str(path) not in read
-        read.add(str(path))
-        return b"" if is_early else read_bytes(path)
-
-    monkeypatch.setattr(Path, "read_bytes", read_as_in_exec)
 
     class Popen(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            if started:
+            if "env" in kwargs and kwargs["env"].get("RANK") == "1":
                 raise BlockingIOError(errno.EAGAIN, "no more processes")
             super().__init__(*args, **kwargs)
             started.append(self)
 
-    monkeypatch.setattr(subprocess_handler, "Popen", Popen)
+    monkeypatch.setattr(launcher.subprocess, "Popen", Popen)
     with pytest.raises(BlockingIOError):
         launch(launch_entries.ignore_sigterm, config_for(out, 2), QUICK)
-    assert not is_alive(started[0].pid)
+    assert len(started) == 2, "the guard, and rank 0"
+    assert not [process.pid for process in started if is_alive(process.pid)]
     assert list(out.iterdir()) == []
 
 
@@ -246,13 +239,13 @@ def test_a_run_that_fails_while_it_stops_is_not_started_again(out: Path, capsys:
 
 @pytest.mark.long
 def test_a_signal_before_the_ranks_are_started_stops_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = launcher._rendezvous
+    start = launcher._start_ranks
 
-    def make_and_signal(job: str) -> Any:
+    def signal_and_start(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        return make(job)
+        start(*args)
 
-    monkeypatch.setattr(launcher, "_rendezvous", make_and_signal)
+    monkeypatch.setattr(launcher, "_start_ranks", signal_and_start)
     assert launch(launch_entries.sum_until_stopped, config_for(out, 2), QUICK) == signal.SIGINT
     assert not list(Path(tempfile.gettempdir()).iterdir())
 

@@ -22,6 +22,7 @@ from tests.train.launch.restart_entries import plan_faults
 from tests.train.launch.test_launch import QUICK
 
 from stretto.train.config import JobConfig, TrainConfig
+from stretto.train.health import joining
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.launch import RankFailure, launch, restarts
 from stretto.train.launch import slots as slots_module
@@ -36,6 +37,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder, with an empty folder for temporary files beside it."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(joining, "MEMORY", tmp_path / "temporary")
     return tmp_path / "out"
 
 

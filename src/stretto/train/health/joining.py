@@ -29,6 +29,7 @@ FOLDER = "STRETTO_COUNTERS"
 """The environment variable by which `launch` names the folder of counters to its ranks."""
 TOKEN = "STRETTO_JOB_TOKEN"
 """The environment variable by which users of several nodes may give the job a secret: see docs/security.md."""
+MEMORY = Path("/dev/shm")
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 VERDICT_LIMIT = 5.0  # seconds, and four looks: a stall is found, and its stacks are collected
 
@@ -119,8 +120,7 @@ def job_id() -> str:
 
 def memory_folder() -> Path:
     """A folder in memory, in which mapped files wait for no disk; else that for temporary files."""
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def private_folder(job: str) -> Path:

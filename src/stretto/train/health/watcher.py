@@ -220,7 +220,7 @@ class Watcher:
 def guard(settings: Mapping[str, Any]) -> None:
     """Wait until the launcher ends. If it was killed, end its ranks as `Watcher` does, and remove its folder.
 
-    settings: `folder`, of counters; `remove`, a folder of the launcher's.
+    settings: `folder`, of counters; `remove`, a folder of the launcher's; `grace`, seconds for ranks to stop.
     """
     if sys.stdin.buffer.readline().strip() == b"done":
         return
@@ -230,7 +230,7 @@ def guard(settings: Mapping[str, Any]) -> None:
         left = [counters for counters in local.counters.values() if counters.is_running]
         if not left:
             break
-        if time.monotonic() - since > GRACE and not _is_saving(states.values()):
+        if time.monotonic() - since > settings["grace"] and not _is_saving(states.values()):
             for counters in left:
                 _signal(counters, signal.SIGKILL)
         time.sleep(0.1)

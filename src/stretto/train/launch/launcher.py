@@ -184,7 +184,7 @@ def _run_ranks(
         supervisor = Supervisor(timeouts, watch)
         (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
         variables = _rank_environment(config.ranks) | {ATTEMPT: "0"} | dict(environment or {})
-        with supervisor.handling_signals(), _guarded(folder), changed_environment(variables):
+        with supervisor.handling_signals(), _guarded(folder, timeouts.stop), changed_environment(variables):
             try:
                 _start_ranks(supervisor, _rank_arguments(entry, folder / "config.json"), config, job, folder)
                 while supervisor.has_running_ranks():
@@ -242,9 +242,10 @@ def _start_ranks(
 
 
 @contextmanager
-def _guarded(folder: Path) -> Iterator[None]:
+def _guarded(folder: Path, grace: float) -> Iterator[None]:
     """Have a process beside this one end the ranks and remove the folder, should this one be killed in the block."""
-    guard = start_watcher({"guards": True, "folder": str(folder / "counters"), "remove": str(folder)})
+    settings = {"guards": True, "folder": str(folder / "counters"), "remove": str(folder), "grace": grace}
+    guard = start_watcher(settings)
     try:
         yield
     finally:
