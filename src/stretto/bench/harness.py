@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import platform
+import socket
 import statistics
 import sys
 import tempfile
@@ -21,13 +22,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.cluster.detection import count_gpus
 from stretto.memory import allocated_bytes, shared_gpus
-from stretto.train.launch import allocator_environment, changed_environment
+from stretto.train.launch import (
+    allocator_environment,
+    changed_environment,
+    loopback_environment,
+    rank_variables,
+)
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -149,7 +155,7 @@ def shared_where_few(ranks: int) -> Iterator[None]:
 
 
 def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = True) -> Any:
-    """Call `entry(*args)` in `ranks` processes that torchrun's launcher starts; returns rank 0's result.
+    """Call `entry(*args)` in `ranks` processes of this machine; returns rank 0's result.
 
     trains: use the allocator settings of `stretto train`. Benches of collectives keep torch's defaults, with which NCCL
     registers the memory of CUDA graphs.
@@ -158,21 +164,30 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     if trains:
         os.environ.update(allocator_environment())
-    with tempfile.TemporaryDirectory(
-        prefix="stretto-bench-"
-    ) as folder:  # torchrun would not remove a folder of its own
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
-            max_restarts=0,
-            monitor_interval=0.1,
+    job = uuid.uuid4().hex
+    with (
+        tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder,
+        socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * ranks)) as listener,
+    ):
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        context = start_processes(
+            "bench",
+            _call_and_leave,
+            args=dict.fromkeys(range(ranks), (entry, *args)),
+            envs={rank: loopback_environment() | rank_variables(rank, ranks, port, job) for rank in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        return elastic_launch(config, _call_and_leave)(entry, *args)[0]
+        try:
+            result = context.wait(period=0.1)
+        finally:
+            context.close()
+            del store
+        if result is None or result.is_failed():
+            raise ChildFailedError("bench", {} if result is None else result.failures)
+        return result.return_values[0]
 
 
 def _call_and_leave(entry: Callable[..., Any], *args: Any) -> Any:

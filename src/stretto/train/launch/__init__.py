@@ -12,6 +12,8 @@ if TYPE_CHECKING:
         allocator_environment,
         changed_environment,
         launch,
+        loopback_environment,
+        rank_variables,
         remove_traces,
     )
 
@@ -20,9 +22,11 @@ __all__ = [
     "allocator_environment",
     "changed_environment",
     "launch",
+    "loopback_environment",
+    "rank_variables",
     "remove_traces",
     "resolve_device",
 ]
 
-_OF_LAUNCHER = ("RankFailure", "allocator_environment", "changed_environment", "launch", "remove_traces")
+_OF_LAUNCHER = tuple(name for name in __all__ if name != "resolve_device")
 __getattr__, __dir__ = attach(__name__, dict.fromkeys(_OF_LAUNCHER, "stretto.train.launch.launcher"))

@@ -217,21 +217,12 @@ def _start_ranks(
     with socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * config.ranks)) as listener:
         for rank in range(config.ranks):
             error_file = folder / f"error-{rank}.json"
-            variables = {
-                **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
-                **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(config.ranks)),
-                "GROUP_RANK": "0",
-                "GROUP_WORLD_SIZE": "1",
-                "ROLE_NAME": "rank",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(listener.getsockname()[1]),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client: rank 0 serves the store beside it
-                "TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex,
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "0",
+            variables = rank_variables(rank, config.ranks, listener.getsockname()[1], job or uuid.uuid4().hex) | {
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
                 FOLDER: str(folder / "counters"),
-            } | ({STORE_SOCKET: str(listener.fileno())} if rank == 0 else {})
+            }
+            if rank == 0:
+                variables[STORE_SOCKET] = str(listener.fileno())
             process = subprocess.Popen(
                 [sys.executable, "-u", *arguments],
                 env=os.environ | variables,
@@ -239,6 +230,23 @@ def _start_ranks(
                 pass_fds=(listener.fileno(),) if rank == 0 else (),
             )
             supervisor.add(rank, process, error_file)
+
+
+def rank_variables(rank: int, ranks: int, port: int, job: str) -> dict[str, str]:
+    """The environment variables that torchrun sets for a rank of a job on one machine, whose store is on a port."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "rank",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of a store that is there before it
+        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
 
 
 @contextmanager
@@ -268,13 +276,13 @@ def _rank_environment(ranks: int) -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
         | allocator_environment()
-        | _interface_environment()
+        | loopback_environment()
         # Whether NCCL's kernels are timed, each rank decides before it makes its process group.
         | device_waits.environment(times_nccl=False)
     )
 
 
-def _interface_environment() -> dict[str, str]:
+def loopback_environment() -> dict[str, str]:
     """The environment variables that keep gloo's and NCCL's listeners on the loopback interface."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
