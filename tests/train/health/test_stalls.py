@@ -4,6 +4,7 @@
 import json
 import logging
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,23 @@ def test_ranks_that_torchrun_started_end_and_torchrun_names_the_culprit(tmp_path
     assert "no progress for" in cause
     folder = report_folder(out)
     assert {file.name for file in folder.iterdir()} >= {"report.txt", "rank-0-stack.txt", "rank-1-stack.txt"}
+
+
+@pytest.mark.long
+def test_of_torchruns_nodes_the_one_with_the_stuck_rank_is_named_on_both(tmp_path, monkeypatch):
+    """Each node has a watcher, and they exchange what they see through the job's store."""
+    monkeypatch.setenv(fault_runs.FAULT, "loop data 1")
+    out = tmp_path / "out"
+    config = runs.configure(out, "grid.data=2", f"train.timeout={TIMEOUT}", "train.steps=1000")
+    runs.write_config(config)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two-nodes"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+    command += [fault_runs.__file__, str(out / "config.toml")]
+    nodes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    texts = [node.communicate(timeout=240)[1] for node in nodes]
+    assert all(node.returncode != 0 for node in nodes)
+    named = [re.search(r"rank 1 \(host .*\) is stuck in step 4, phase data", text) for text in texts]
+    assert all(named), "\n----\n".join(text[-3000:] for text in texts)
+    assert "rank 0 waits for it in all_reduce number" in "".join(texts)

@@ -91,9 +91,15 @@ def _begin(timeout: float, out: Path) -> None:
         "out": str(out.absolute()),
         "store": [os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))],
         "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
-        "key": hashlib.sha256(f"{os.environ.get(TOKEN, '')} {job_id()}".encode()).hexdigest(),
+        "key": _key(),
     }
     _watcher = start_watcher(settings)
+
+
+def _key() -> str:
+    """The key of the lines that the job's watchers exchange, from what all of its machines know."""
+    known = [os.environ.get(name, "") for name in (TOKEN, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
+    return hashlib.sha256("\0".join(known).encode()).hexdigest()
 
 
 def start_watcher(settings: dict[str, object]) -> "subprocess.Popen[bytes]":
