@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
-from stretto.bench.pictures import _PLOTS, draw_result, redraw
+from stretto.bench.pictures import _PLOTS, describe_origin, draw_result, redraw
 from stretto.bench.training.chunks import bench_chunks
 from stretto.bench.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
 from stretto.bench.training.settings import ChunksSetting, OffloadSetting
@@ -555,6 +556,10 @@ def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[
     result.write_text(json.dumps(ABOUT | RESULTS[name](count)))
     assert draw_result(result) == result.with_suffix(".png")
     assert find_faults(drawn[0]) == []
+    subtitles = [text.get_text().replace("\n", " ") for text in drawn[0].texts]
+    origin = describe_origin(ABOUT)
+    is_simulated = name.startswith("simulated-")
+    assert any(text.startswith("simulated: " if is_simulated else origin) and origin in text for text in subtitles)
 
 
 def committed() -> Iterator[Path]:
@@ -676,11 +681,14 @@ def draw_badly(panel: Axes, fault: str) -> None:
             panel.plot([], [], label="nothing", **PEER.line)
         case "legend of its own":
             panel.legend()
+        case "names only":
+            panel.set(yscale="log", ylim=(0.7, 2.5))
+            panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 @pytest.mark.parametrize(
     "fault",
-    ["overlaps", "leaves", "edge", "centred", "middle", "nothing of it is drawn", "legend of its own"],
+    ["overlaps", "leaves", "edge", "centred", "middle", "nothing of it is drawn", "legend of its own", "names only"],
 )
 def test_a_fault_in_a_layout_is_found(tmp_path: Path, drawn: list[Figure], fault: str) -> None:
     with drawing(tmp_path / "bad.png", 4, 3) as picture:
