@@ -45,6 +45,15 @@ def test_a_page_can_be_edited_and_says_which_version_it_describes() -> None:
         assert f"Stretto {__version__}" in text
 
 
+def test_pictures_suit_the_dark_theme_and_the_searchs_index_waits_for_a_search() -> None:
+    text = (SITE / "timeline" / "index.html").read_text()
+    assert re.search(r'\[data-md-color-scheme="slate"\] \.md-typeset img \{[^}]*filter: invert\(1\)', text)
+    held, theme = text.find("XMLHttpRequest.prototype.open ="), text.find("assets/javascripts/bundle")
+    assert 0 < held < theme
+    assert '"/search/search_index.json"' in text
+    assert '"search/search_index.json"' in next((SITE / "assets" / "javascripts").glob("bundle*.js")).read_text()
+
+
 def test_the_searchs_index_is_small_and_weighs_guides_over_all_else() -> None:
     index = SITE / "search" / "search_index.json"
     assert index.stat().st_size < MAX_INDEX_BYTES
