@@ -22,7 +22,7 @@ from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts
 from stretto.report.pipeline import plot_pipeline
 from stretto.report.schedule import plot_schedule
-from stretto.report.style import PEER, SERIES, STRETTO, drawing, group_bars, name_bars
+from stretto.report.style import PEER, SERIES, STRETTO, drawing, group_bars, name_bars, plain_log
 from stretto.schedules import SCHEDULES, StageCosts, build_schedule, simulate
 from stretto.train.observe.timeline import Span, TracedStep
 
@@ -661,6 +661,17 @@ def test_groups_of_bars_are_centred_on_their_names(
             picture.label_bars(panel, bars, ["3"] * groups)
         name_bars(panel, range(groups), [f"case {place}" for place in range(groups)], is_horizontal=False)
     assert find_faults(drawn[0]) == []
+
+
+@pytest.mark.parametrize("ratio", [1.6, 2.8, 8.0, 60.0, 1e4])
+def test_a_logarithmic_axis_names_several_values(tmp_path: Path, drawn: list[Figure], ratio: float) -> None:
+    with drawing(tmp_path / "log.png", 4, 2) as picture:
+        panel = picture.panels(1, 1)[0, 0]
+        panel.plot([1, 2], [0.55, 0.55 * ratio])
+        plain_log(panel.yaxis)
+    assert find_faults(drawn[0]) == []
+    low, high = panel.get_ylim()
+    assert sum(low <= place <= high for place in panel.yaxis.get_majorticklocs()) >= 2
 
 
 def draw_badly(panel: Axes, fault: str) -> None:
