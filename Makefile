@@ -29,7 +29,7 @@ demo: $(VENV)/.installed
 # Compiled modules are kept, whatever this shell says: tests start hundreds of processes. A process that has run all its
 # tests takes over some of the others'; there is one more than 2 cores take, since some tests wait.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
-CODE_TESTS := tests --ignore=tests/gpu --ignore=tests/versions --ignore=tests/test_pages.py
+CODE_TESTS := tests --ignore=tests/gpu --ignore=tests/versions --ignore=tests/test_site.py --ignore=tests/test_pages.py
 
 test: $(VENV)/.installed
 	$(PYTEST) $(CODE_TESTS) --durations 20 -m "not exhaustive and not long"
@@ -126,7 +126,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 docs: $(VENV)/.docs-installed
-	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest --quiet tests/test_site.py
 
 $(VENV)/.docs-installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from stretto.report.pipeline import plot_pipeline
+from stretto.report.run import read_run
 from stretto.report.style import (
     GREEN,
     GREY,
@@ -263,9 +264,9 @@ def draw_memory(path: Path) -> None:
         ):
             panel.text(middle, height, text, ha="center", va="center_baseline", fontsize=TEXT)
         rows = {
-            gpu: {"weights, 2 phi": 3.6, "gradients, 2 phi": 2.8, "activations": 1.75, "n buffers of 10 bsize": 0.6},
+            gpu: {"weights, 2 bytes": 3.6, "gradients, 2 bytes": 2.8, "activations": 1.75, "buffers, 10 bytes": 0.6},
             work: {"all-reduces": 3.45, "GPU": 2.45, "host to device": 1.45, "device to host": 0.45},
-            host: {"moments, 8 phi": 2, "lower halves, 2 phi": 0.4},
+            host: {"moments, 8 bytes": 2, "lower halves, 2 bytes": 0.4},
         }
         for panel, title in ((gpu, "GPU memory"), (work, "what runs"), (host, "host memory")):
             hide_frame(panel)
@@ -283,7 +284,8 @@ def draw_memory(path: Path) -> None:
         picture.caption = (
             "A number is a bucket, and a colour a chunk of two buckets. While the GPU updates a bucket, the next one "
             "is fetched and the one before is returned. Without clipping and loss scale, chunk 0 is updated while "
-            "later chunks are summed. Sizes are in bytes, with n\u00a0=\u00a03; times are not to scale."
+            "later chunks are summed. Bytes: for each parameter of the rank, or of a bucket in each buffer. Times are "
+            "not to scale."
         )
 
 
@@ -296,13 +298,14 @@ def draw_timeline(path: Path) -> None:
         steps=tuple(TracedStep(**step) for step in content["steps"]),
         spans=tuple(Span(row, row, *part) for row, parts in content["busy"].items() for part in parts),
     )
-    plot_timeline(timeline, path)
+    plot_timeline(timeline, path, origin=content["origin"])
 
 
 def take_timeline(trace: Path) -> None:
-    """Write timeline.json: of a trace, what a timeline draws, in seconds."""
+    """Write timeline.json: of a run's trace, what a timeline draws, in seconds, and the run's device and date."""
     timeline = read_timeline(trace)
     content = {
+        "origin": read_run(trace.parent).origin,
         "grid": timeline.grid,
         "rank": timeline.rank,
         "steps": [asdict(step) for step in timeline.steps],
@@ -327,17 +330,23 @@ def draw_pipelines(folder: Path) -> None:
     A rank's part of the model takes 1 forward, and 2 backward, whatever number of stages it is cut into.
     """
     folder.mkdir(exist_ok=True)
+    unit = "in forward passes of a rank's layers"
     for name in SCHEDULES:
         schedule = build_schedule(name, 4, 8)
         times = (1 / schedule.virtual_stages,) * 3
-        plot_pipeline(simulate(schedule, StageCosts.uniform(schedule.stages, *times)), folder / f"{name}.png")
+        plot_pipeline(
+            simulate(schedule, StageCosts.uniform(schedule.stages, *times)), folder / f"{name}.png", unit=unit
+        )
     costs, links = StageCosts.uniform(4), StageLinks(0.5)
     late = simulate(build_schedule("1f1b", 4, 12), costs, links)
     hidden = simulate(build_schedule("1f1b", 4, 12, extra_warm_up=3), costs, links)
     driven = simulate_message_driven(12, costs, links, limit=7)
-    plot_pipeline(late, folder / "latency.png", "1F1B with a latency of half a forward pass")
-    plot_pipeline(hidden, folder / "extra-warm-up.png", "1F1B with its warm-up doubled, and the same latency")
-    plot_pipeline(driven, folder / "message-driven.png", "Message-driven order with a limit of 7, and the same latency")
+    for timeline, name, title in (
+        (late, "latency", "1F1B with a latency of half a forward pass"),
+        (hidden, "extra-warm-up", "1F1B with its warm-up doubled, and the same latency"),
+        (driven, "message-driven", "Message-driven order with a limit of 7, and the same latency"),
+    ):
+        plot_pipeline(timeline, folder / f"{name}.png", title, unit=unit)
 
 
 def main() -> None:

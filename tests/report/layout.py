@@ -17,7 +17,7 @@ TOUCH = 1.0  # pixels that boxes may share: they are rounded up, and have some r
 def find_faults(figure: Figure) -> list[str]:
     """Everything that is wrong with the layout of a picture that has been drawn."""
     texts = visible_texts(figure)
-    return [*_texts(figure, texts), *_frames(figure, texts), *_legends(figure), *_bars(figure)]
+    return [*_texts(figure, texts), *_frames(figure, texts), *_legends(figure), *_bars(figure), *_axes(figure)]
 
 
 def visible_texts(figure: Figure) -> list[tuple[Text, Bbox]]:
@@ -141,3 +141,14 @@ def _bars(figure: Figure) -> Iterator[str]:
         for label in panel.texts:
             if isinstance(label, Annotation) and not any(abs(label.xy[side] - span.mean()) < 1e-6 for span in spans):
                 yield f"{label.get_text()!r} is not centred on a bar"
+
+
+def _axes(figure: Figure) -> Iterator[str]:
+    """An axis along which numbers differ names at least two values, or one could not read any other."""
+    for panel in figure.axes:
+        for name, axis in (("x", panel.xaxis), ("y", panel.yaxis)):
+            low, high = axis.get_data_interval()
+            shown = [tick.label1 for tick in axis._update_ticks() if tick.label1.get_visible()]  # type: ignore[attr-defined]
+            named = {label.get_text() for label in shown} - {""}
+            if axis.get_scale() == "log" and high > 1.5 * low and len(named) == 1:
+                yield f"the {name} axis from {low:g} to {high:g} names only {named}"

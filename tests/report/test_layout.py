@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
-from stretto.bench.pictures import _PLOTS, draw_result, redraw
+from stretto.bench.pictures import _PLOTS, describe_origin, draw_result, redraw
 from stretto.bench.training.chunks import bench_chunks
 from stretto.bench.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
 from stretto.bench.training.settings import ChunksSetting, OffloadSetting
@@ -21,7 +22,7 @@ from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts
 from stretto.report.pipeline import plot_pipeline
 from stretto.report.schedule import plot_schedule
-from stretto.report.style import PEER, SERIES, STRETTO, drawing, group_bars, name_bars
+from stretto.report.style import PEER, SERIES, STRETTO, drawing, group_bars, name_bars, plain_log
 from stretto.schedules import SCHEDULES, StageCosts, build_schedule, simulate
 from stretto.train.observe.timeline import Span, TracedStep
 
@@ -555,6 +556,10 @@ def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[
     result.write_text(json.dumps(ABOUT | RESULTS[name](count)))
     assert draw_result(result) == result.with_suffix(".png")
     assert find_faults(drawn[0]) == []
+    subtitles = [text.get_text().replace("\n", " ") for text in drawn[0].texts]
+    origin = describe_origin(ABOUT)
+    is_simulated = name.startswith("simulated-")
+    assert any(text.startswith("simulated: " if is_simulated else origin) and origin in text for text in subtitles)
 
 
 def committed() -> Iterator[Path]:
@@ -658,6 +663,17 @@ def test_groups_of_bars_are_centred_on_their_names(
     assert find_faults(drawn[0]) == []
 
 
+@pytest.mark.parametrize("ratio", [1.6, 2.8, 8.0, 60.0, 1e4])
+def test_a_logarithmic_axis_names_several_values(tmp_path: Path, drawn: list[Figure], ratio: float) -> None:
+    with drawing(tmp_path / "log.png", 4, 2) as picture:
+        panel = picture.panels(1, 1)[0, 0]
+        panel.plot([1, 2], [0.55, 0.55 * ratio])
+        plain_log(panel.yaxis)
+    assert find_faults(drawn[0]) == []
+    low, high = panel.get_ylim()
+    assert sum(low <= place <= high for place in panel.yaxis.get_majorticklocs()) >= 2
+
+
 def draw_badly(panel: Axes, fault: str) -> None:
     panel.bar([0, 1], [1, 2], 0.5, label="bars", **STRETTO.bar)
     match fault:
@@ -676,11 +692,14 @@ def draw_badly(panel: Axes, fault: str) -> None:
             panel.plot([], [], label="nothing", **PEER.line)
         case "legend of its own":
             panel.legend()
+        case "names only":
+            panel.set(yscale="log", ylim=(0.7, 2.5))
+            panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 @pytest.mark.parametrize(
     "fault",
-    ["overlaps", "leaves", "edge", "centred", "middle", "nothing of it is drawn", "legend of its own"],
+    ["overlaps", "leaves", "edge", "centred", "middle", "nothing of it is drawn", "legend of its own", "names only"],
 )
 def test_a_fault_in_a_layout_is_found(tmp_path: Path, drawn: list[Figure], fault: str) -> None:
     with drawing(tmp_path / "bad.png", 4, 3) as picture:

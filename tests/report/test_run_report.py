@@ -3,14 +3,17 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from stretto.report import largest_difference, plot_loss, read_run, write_report
 from stretto.report.loss_plot import running_mean
+from stretto.report.run import draw_loss
 from stretto.train.config import config_to_toml, make_config
 
 SUMMARY = {
@@ -54,6 +57,17 @@ def test_a_summary_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert "| data | 0 |" not in text  # nothing was sent there
     assert f"stretto train {out / 'config.toml'} --set train.resume=latest" not in text  # there is no checkpoint
     assert png_size(out / "loss.png")[0] >= 1000
+
+
+def test_plots_of_a_run_name_its_device_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = write_run(tmp_path / "run", [5.0, 4.0], summary=SUMMARY)
+    os.utime(out / "metrics.jsonl", (1.75e9, 1.75e9))  # of a run without a date in its summary
+    assert read_run(out).origin == "CPU, 2025-06-15"
+    (out / "summary.json").write_text(json.dumps(SUMMARY | {"device": "NVIDIA H200", "date": "2026-01-02"}))
+    drawn: list[str] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(t.get_text() for t in figure.texts))
+    draw_loss(read_run(out))
+    assert "NVIDIA H200, 2026-01-02" in drawn
 
 
 def test_a_run_cut_short_is_reported_as_far_as_it_went(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_every_thread_block_is_a_named_row_and_every_kind_of_step_is_explained(t
         assert f"rank {rank}, block 0 ({(rank - 1) % 3}→·→{(rank + 1) % 3}, channel 0)" in picture
     for name in ("s: send", "r: receive", "rcs: receive, copy, send", "rrs: receive, reduce, send"):
         assert f"<!-- {name} -->" in picture
-    assert "ring-all-reduce: allreduce, 3 ranks, Simple" in picture
+    assert "ring-all-reduce: allreduce, 3 ranks, protocol Simple" in picture
 
 
 def test_only_the_ranks_that_are_asked_for_are_shown(tmp_path):

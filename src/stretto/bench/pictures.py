@@ -97,9 +97,13 @@ def redraw(folder: Path) -> list[Path]:
     return pictures
 
 
-def describe_origin(data: Mapping[str, Any]) -> str:
-    """The devices and the date of a result, as `harness.write_result` has written them."""
-    return f"{data['machine']['devices']}, {data['date']}"
+def describe_origin(data: Mapping[str, Any], *, simulated: str = "") -> str:
+    """The devices and the date of a result, as `harness.write_result` has written them.
+
+    simulated: of a simulation, the machines that it is of.
+    """
+    origin = f"{data['machine']['devices']}, {data['date']}"
+    return f"simulated: {simulated}; computed on {origin}" if simulated else origin
 
 
 def _find_plot(result: Path) -> str | None:

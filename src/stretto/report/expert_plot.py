@@ -29,8 +29,11 @@ class RoutingHistory:
     bias_ranges: Sequence[Sequence[float]]
 
 
-def plot_experts(history: RoutingHistory, file: Path) -> None:
-    """Plot loads over steps into a PNG, and dropped tokens and ranges of biases where there are any."""
+def plot_experts(history: RoutingHistory, file: Path, *, origin: str = "") -> None:
+    """Plot loads over steps into a PNG, and dropped tokens and ranges of biases where there are any.
+
+    origin: the machine and the date.
+    """
     more = {
         "dropped choices": np.asarray(history.dropped, dtype=np.float64),
         "bias, max - min": np.asarray(history.bias_ranges, dtype=np.float64),
@@ -47,6 +50,7 @@ def plot_experts(history: RoutingHistory, file: Path) -> None:
             panel.set_ylim(bottom=0)
         panels[-1].set_xlabel("step")
         panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        picture.subtitle = origin
         picture.title = "Load of the fullest expert in each block, as a multiple of the mean expert's"
         picture.caption = "1: all experts of a block get equally many tokens."
         if len(history.steps) >= SMOOTHED_FROM:

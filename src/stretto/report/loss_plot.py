@@ -20,11 +20,11 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1.5, 1, 1.5)))
 Curve = tuple[Sequence[int], Sequence[float]]
 
 
-def plot_loss(curves: Mapping[str, Curve], file: Path, *, unit: str = "token") -> None:
+def plot_loss(curves: Mapping[str, Curve], file: Path, *, unit: str = "token", origin: str = "") -> None:
     """Plot losses (nats per token or other unit) over steps into a PNG. curves: {name: (steps, losses)}.
 
-    Long curves are drawn with a running mean. Two curves get a second panel with their difference. Raises ValueError
-    when there is no curve.
+    origin: the machine and the date. Long curves are drawn with a running mean. Two curves get a second panel with
+    their difference. Raises ValueError when there is no curve.
     """
     if not curves:
         raise ValueError("there is no curve to draw: give at least one")
@@ -40,6 +40,7 @@ def plot_loss(curves: Mapping[str, Curve], file: Path, *, unit: str = "token") -
         difference.set_xlabel("step")
         difference.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         picture.title = f"Training loss: the mean over the {unit}s of each step's batch"
+        picture.subtitle = origin
         if any(len(steps) >= SMOOTHED_FROM for steps, _ in curves.values()):
             picture.caption = "Pale: each step. Strong: a running mean over a fiftieth of the curve."
 

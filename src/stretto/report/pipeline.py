@@ -29,10 +29,12 @@ NAMES = {
 }
 
 
-def plot_pipeline(timeline: PipelineTimeline, file: Path, title: str = "", caption: str = "") -> None:
+def plot_pipeline(
+    timeline: PipelineTimeline, file: Path, title: str = "", caption: str = "", unit: str = "in the unit of the costs"
+) -> None:
     """Plot a timeline into a PNG or SVG file.
 
-    title: default, the schedule's name and sizes. caption: more words under the picture.
+    title: default, the schedule's name and sizes. caption: more words under the picture. unit: what the times count.
 
     Raises ValueError for more actions than a picture has room for.
     """
@@ -45,14 +47,14 @@ def plot_pipeline(timeline: PipelineTimeline, file: Path, title: str = "", capti
         for start, end in zip(starts, ends, strict=True)
         if end > start
     ]
-    unit = DIGIT * len(str(schedule.micro_batches - 1)) + MARGIN
-    width = min(WIDTHS[1], max(WIDTHS[0], unit * timeline.makespan / min(spans, default=1.0)))
+    narrowest = DIGIT * len(str(schedule.micro_batches - 1)) + MARGIN
+    width = min(WIDTHS[1], max(WIDTHS[0], narrowest * timeline.makespan / min(spans, default=1.0)))
     with drawing(file, width, 0.55 + ROW * schedule.pipe) as picture:
         axes = picture.panels(1, 1)[0, 0]
         _draw_boxes(axes, timeline)
         if timeline.makespan and boxes <= MAX_NUMBERS:
             _write_numbers(axes, timeline, width / timeline.makespan)
-        axes.set(xlim=(0, timeline.makespan or 1), ylim=(schedule.pipe - 0.45, -0.55), xlabel="time")
+        axes.set(xlim=(0, timeline.makespan or 1), ylim=(schedule.pipe - 0.45, -0.55), xlabel=f"time ({unit})")
         axes.set_yticks(range(schedule.pipe), [f"rank {rank}" for rank in range(schedule.pipe)])
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False)
@@ -62,9 +64,9 @@ def plot_pipeline(timeline: PipelineTimeline, file: Path, title: str = "", capti
         picture.title = title or f"{schedule.name}: {sizes}"
         idle = timeline.idle
         waits = f"{idle[0]:g}" if max(idle) - min(idle) < 1e-9 else f"{min(idle):.4g} to {max(idle):.4g}"
-        texts = [f"Makespan {timeline.makespan:.5g}, of which each rank waits {waits} (white)."]
+        texts = [f"Makespan {timeline.makespan:.5g}, of which each rank waits {waits} (the gaps)."]
         if schedule.virtual_stages > 1:
-            texts.append("The darker a box, the later is its stage in the model.")
+            texts.append("The stronger a box's colour, the later is its stage in the model.")
         picture.caption = " ".join([*texts, caption]).strip()
 
 

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ class RunRecord:
         """The run's name in plots: its ranks and grid."""
         grid = self.config.grid
         return f"{grid.ranks} ranks, {name_grid(grid.sizes())}" if grid.ranks > 1 else "1 rank"
+
+    @property
+    def origin(self) -> str:
+        """The device and the date of the run, for plots. The date is that of its last step if the summary has none."""
+        last = datetime.fromtimestamp((self.out / METRICS_FILE).stat().st_mtime, UTC)
+        device = self.summary.get("device", self.config.device)
+        return f"{'CPU' if device == 'cpu' else device}, {self.summary.get('date', f'{last:%Y-%m-%d}')}"
 
     def finite_losses(self) -> tuple[list[int], list[float]]:
         """The steps whose loss is a number, and their losses."""
@@ -102,7 +110,7 @@ def write_report(out: Path, *, compare_with: Path | None = None, sample: str | N
     if draws and (out / TRACE_FILE).is_file():
         from stretto.report.timeline import plot_timeline
 
-        plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT)
+        plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT, origin=run.origin)
     other = None if compare_with is None else read_run(compare_with)
     if draws:
         draw_loss(run, other)
@@ -123,7 +131,7 @@ def draw_loss(run: RunRecord, other: RunRecord | None = None) -> Path:
 
     curves = {each.label: each.finite_losses() for each in (run, other) if each}
     picture = run.out / LOSS_PLOT
-    plot_loss(curves, picture, unit=run.config.unit[:-1])
+    plot_loss(curves, picture, unit=run.config.unit[:-1], origin=run.origin)
     return picture
 
 
@@ -139,7 +147,7 @@ def draw_experts(run: RunRecord) -> Path | None:
         _moe_blocks(run),
         *([line[key] for line in lines] for key in ("step", "expert_load", "dropped_tokens", "bias_range")),
     )
-    plot_experts(history, picture)
+    plot_experts(history, picture, origin=run.origin)
     return picture
 
 

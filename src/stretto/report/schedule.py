@@ -68,7 +68,8 @@ def draw_schedule(layout: ScheduleLayout, file: Path) -> None:
         axes.grid(visible=False)
         axes.tick_params(length=0)
         picture.title = (
-            f"{schedule.name}: {schedule.collective.name}, {schedule.collective.ranks} ranks, {schedule.protocol}"
+            f"{schedule.name}: {schedule.collective.name}, {schedule.collective.ranks} ranks, "
+            f"protocol {schedule.protocol}"
         )
         picture.caption = (
             "A row is a thread block: the rank that it receives from → the rank that it sends to. Under a box's type "

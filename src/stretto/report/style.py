@@ -304,7 +304,12 @@ def plain_log(axis: Axis) -> None:
     axis.axes.set_xscale("log") if axis is axis.axes.xaxis else axis.axes.set_yscale("log")
     low, high = sorted(axis.get_data_interval())
     decades = np.log10(high / low) if 0 < low < high < np.inf else 1.0
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 1.7 else (1.0,)))
+    # Whatever the span, several values are named.
+    is_short = decades < 0.6
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
+    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]) if is_short else LogLocator(subs=subs))
+    if is_short:
+        axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 

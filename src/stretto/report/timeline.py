@@ -26,8 +26,11 @@ KINDS = {
 MILLISECONDS = 1e3
 
 
-def plot_timeline(timeline: Timeline, file: Path) -> None:
-    """Plot a timeline into a PNG. The right margin has each row's milliseconds per step, and those exposed."""
+def plot_timeline(timeline: Timeline, file: Path, *, origin: str = "") -> None:
+    """Plot a timeline into a PNG. The right margin has each row's milliseconds per step, and those exposed.
+
+    origin: the machine and the date.
+    """
     rows = timeline.rows
     with drawing(file, 10, 0.9 + 0.5 * len(rows)) as picture:
         axes = picture.panels(1, 1)[0, 0]
@@ -61,10 +64,11 @@ def plot_timeline(timeline: Timeline, file: Path) -> None:
         axes.grid(visible=False)
         axes.tick_params(axis="y", length=0)
         picture.title = _title(timeline)
+        picture.subtitle = origin
         picture.caption = (
-            "Exposed: only communication runs. White in all rows: neither computation nor communication runs."
+            "Exposed: only communication runs. Empty in all rows: neither computation nor communication runs."
             if not set(rows) & set(HOST_COPIES)
-            else "Exposed: no computation runs meanwhile. White in all rows: nothing runs."
+            else "Exposed: no computation runs meanwhile. Empty in all rows: nothing runs."
         )
 
 

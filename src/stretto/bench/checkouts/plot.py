@@ -35,6 +35,8 @@ def plot_checkouts(result: Path, picture: Path) -> None:
         panel.set_ylim(len(rows) - 0.4, -0.6)
         panel.tick_params(axis="y", length=0)
         panel.set_xlabel("time after / before")
+        if any(" LL " in row["case"] for row in rows):
+            drawn.caption = "LL: the protocol for small messages, which sends a flag beside every 4 bytes."
         drawn.title = f"Two checkouts, interleaved: {data['ranks']} ranks on one device"
         drawn.subtitle = describe_origin(data)
 

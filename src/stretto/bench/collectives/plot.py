@@ -164,7 +164,7 @@ def _plot_ablation(
             panel.set_ylabel(f"{_MODES.get(mode, mode)},\nmicroseconds")
         for panel, algorithm in zip(panels[0], algorithms, strict=False):
             panel.set_title(algorithm)
-        drawn.title = f"{title}: {data['ranks']} ranks, {data['protocol']}"
+        drawn.title = f"{title}: {data['ranks']} ranks, protocol {data['protocol']}"
         drawn.subtitle = describe_origin(data)
         drawn.caption = caption
 

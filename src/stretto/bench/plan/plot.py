@@ -119,7 +119,7 @@ def plot_simulated_steps(result: Path, picture: Path) -> None:
         for panel in panels[-1] if len(pairs) else ():
             panel.set_xlabel("error of a step's time (%)")
         drawn.title = "Steps that were measured, as the planner and the simulator have them"
-        drawn.subtitle = f"simulated in closed form, {data['date']}"
+        drawn.subtitle = describe_origin(data, simulated="the machines that measured them, in closed form")
         drawn.caption = "Grids are the sizes of data, x, y and z, the fastest measured first."
 
 
@@ -181,7 +181,8 @@ def plot_simulated_pipelines(result: Path, picture: Path) -> None:
             ("published_seconds", "published", PEER),
         ):
             known = [(row["stages"], row[key]) for row in data["stages"] if row[key] is not None]
-            stages.plot([count for count, _ in known], [time for _, time in known], label=label, **look.line)
+            if known:
+                stages.plot(*zip(*known, strict=True), label=label, **look.line)
         stages.set_title("12B parameters, 48 GPUs", loc="left")
         stages.set_xlabel("stages")
         stages.set_ylabel("pipeline (s)")
@@ -202,7 +203,7 @@ def plot_simulated_pipelines(result: Path, picture: Path) -> None:
             panel.set_title("Table 3.1's choices", loc="left")
             panel.set_xlabel("GPUs")
         drawn.title = "Pipelines on Summit, simulated"
-        drawn.subtitle = f"closed form, {data['date']}"
+        drawn.subtitle = describe_origin(data, simulated="Summit, in closed form")
         drawn.caption = (
             "Hollow: published (figure 3.7, 100B parameters). Published parts of the peak: AxoNN 49 to 54%, "
             "DeepSpeed 39 to 42%, Megatron-LM 21 to 41%."

@@ -45,7 +45,7 @@ def plot_simulated_collectives(result: Path, picture: Path) -> None:
         plain_log(panels[0].yaxis)
         panels[0].set_ylabel("simulated / measured time")
         drawn.title = "Simulated schedules beside measured ones"
-        drawn.subtitle = describe_origin(data)
+        drawn.subtitle = describe_origin(data, simulated="the machines above the panels")
         drawn.caption = (
             "Hollow: sizes that the costs of protocols were fitted to; filled: the others. Grey: within 15%. "
             + " ".join(
@@ -94,8 +94,12 @@ def plot_simulated_msccl(result: Path, picture: Path) -> None:
         for panel in panels[:, 0]:
             panel.set_ylabel("speed-up")
         drawn.title = "MSCCLang's figures 8 and 11, simulated"
-        drawn.subtitle = describe_origin(data)
-        drawn.caption = "Speed-up over each panel's baseline. Dashed: the largest that the paper states."
+        drawn.subtitle = describe_origin(data, simulated="the nodes above the panels")
+        drawn.caption = (
+            "Speed-up over each panel's baseline. Dashed: the largest that the paper states. NDv4: nodes of 8 A100; "
+            "DGX-2: of 16 V100; DGX-1: of 8 V100. r: how many instances of the program share the data. LL, Simple: "
+            "the program's protocols; LL sends a flag beside every 4 bytes."
+        )
 
 
 def _plot_study(drawn: Picture, panel: Axes, study: str, rows: Sequence[Mapping[str, Any]]) -> None:

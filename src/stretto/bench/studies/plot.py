@@ -2,10 +2,15 @@
 """Pictures of the studies, drawn from their JSON."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from stretto.bench.pictures import describe_origin
 from stretto.report.style import SERIES, SMALL, drawing, group_bars, name_bars, plain_log
+
+
+def _name(machines: Iterable[str]) -> str:
+    return ", ".join(machine.capitalize() for machine in machines)
 
 
 def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
@@ -40,7 +45,7 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
             panel.set_xlabel("ranks")
             panel.set_ylabel("MB")
         drawn.title = "Speed-up of two levels over the vendor's flat ring, simulated"
-        drawn.subtitle = describe_origin(data)
+        drawn.subtitle = describe_origin(data, simulated=_name(machines))
         drawn.caption = (
             "Event-driven: packets that queue on links; a node stands for all. Above 1, two levels (recursive between "
             "nodes) are faster. MB: an all-gather's output, a reduce-scatter's input, of a rank."
@@ -75,7 +80,7 @@ def plot_curves(result: Path, picture: Path) -> None:
             panel.set_xlabel("ranks")
             panel.set_ylabel("ms")
         drawn.title = "All-gathers and reduce-scatters by library, simulated"
-        drawn.subtitle = describe_origin(data)
+        drawn.subtitle = describe_origin(data, simulated=_name(machines))
         drawn.caption = "Event-driven, but for Cray MPICH (closed-form, on one network interface, additions left out)."
 
 
@@ -101,7 +106,7 @@ def plot_zero3(result: Path, picture: Path) -> None:
             panel.set_title(machine.capitalize())
         panels[0].set_ylabel("s a batch")
         drawn.title = f"ZeRO-3 on {data['setting']['batch']} sequences of {data['seq_len']} tokens, simulated"
-        drawn.subtitle = describe_origin(data)
+        drawn.subtitle = describe_origin(data, simulated=_name(machines))
 
 
 def plot_scaling(result: Path, picture: Path) -> None:
@@ -142,7 +147,7 @@ def plot_scaling(result: Path, picture: Path) -> None:
         strong.set_ylabel("days to 2T tokens")
         strong.set_title("Figure 5.7: strong scaling")
         drawn.title = "Weak and strong scaling of training, planned"
-        drawn.subtitle = describe_origin(data)
+        drawn.subtitle = describe_origin(data, simulated=_name(dict.fromkeys(row["cluster"] for row in rows)))
 
 
 def plot_simulated_dlrm(result: Path, picture: Path) -> None:
@@ -170,7 +175,7 @@ def plot_simulated_dlrm(result: Path, picture: Path) -> None:
         growth.set_ylabel("% less time a step")
         growth.set_title("More nodes, by dimension")
         drawn.title = "A DLRM's step with look-up and all-to-all separate and fused, simulated"
-        drawn.subtitle = describe_origin(data)
+        drawn.subtitle = describe_origin(data, simulated="nodes of one GPU")
         drawn.caption = (
             "Event-driven on a 2D torus of 200 Gb/s links with 700 ns. Kernels' times: an MI210's datasheet, an H200's "
             "as measured. The paper does not publish its MI210's times, nor its batch and tables."

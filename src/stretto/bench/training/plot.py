@@ -260,9 +260,14 @@ def plot_pipeline(result: Path, picture: Path) -> None:
     data = json.loads(result.read_text())
     keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))
     most = max(sum(_panel_of(row) == key for row in data["rows"]) for key in keys)
-    with drawing(picture, 5.2 * len(keys), 1.2 + 0.42 * most) as drawn:
-        panels = drawn.panels(1, len(keys))[0]
-        for panel, key in zip(panels, keys, strict=True):
+    unit = data["setting"]["unit"] * 1e3
+    columns = min(2, len(keys))
+    lines = -(-len(keys) // columns)
+    with drawing(picture, 5.2 * columns, (1.2 + 0.3 * most) * lines) as drawn:
+        panels = list(drawn.panels(lines, columns).flat)
+        for panel in panels[len(keys) :]:
+            panel.remove()
+        for panel, key in zip(panels, keys, strict=False):
             rows = [row for row in data["rows"] if _panel_of(row) == key][::-1]
             places = range(len(rows))
             panel.barh(places, [row["units"] for row in rows], height=0.6, color=STRETTO.colour, label="measured")
@@ -270,13 +275,13 @@ def plot_pipeline(result: Path, picture: Path) -> None:
                 [row["model_units"] for row in rows], places, label="timing model", color=PEER.colour, zorder=3
             )
             panel.set_yticks(places, [row["schedule"] for row in rows])
-            panel.set_xlabel("units")
+            panel.set_xlabel(f"units of {unit:g} ms")
             panel.set_title(f"{key[0]} x {key[1]}, {key[2]:g} ms")
         drawn.title = "A step in pipeline stages that sleep"
         drawn.subtitle = describe_origin(data)
         drawn.caption = (
             "Panels: stages x micro-batches, and the latency of messages. F, I and W of a stage take a unit of "
-            f"{data['setting']['unit'] * 1e3:g} ms each."
+            f"{unit:g} ms each."
         )
 
 
