@@ -294,9 +294,11 @@ def start_watchdog() -> None:
 
     It works like the watchdog of torch's NCCL backend: a process that never checks (its host waits for something else,
     or it replays CUDA graphs) would continue with wrong results. A failure that was raised as PeerError has been
-    noticed, and is the caller's to handle.
+    noticed, and is the caller's to handle. A rank that is watched from outside checks in each step, and gets no thread.
     """
     global _watchdog
+    if counters.shared_folder() is not None:
+        return
     with _lock:
         if (_watchdog is None or not _watchdog.is_alive()) and watchdog_seconds() > 0:
             _watchdog = threading.Thread(target=_watch, name="stretto-watchdog", daemon=True)
