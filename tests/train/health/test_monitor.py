@@ -14,14 +14,14 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-
-from stretto.train.health import flight_recorder, progress, stacks
 from stretto.train.health.beat import Beat, Save, list_ranks, process_space
-from stretto.train.health.failures import Failure
 from stretto.train.health.flight_recorder import OpenCollective
 from stretto.train.health.heartbeat import Heartbeat
-from stretto.train.health.monitor import START_LIMIT, Monitor
 from stretto.train.health.peers import PeerWatch
+
+from stretto.train.health import flight_recorder, progress, stacks
+from stretto.train.health.failures import Failure
+from stretto.train.health.monitor import START_LIMIT, Monitor
 from stretto.train.launch.watch import RankWatch
 
 LIMIT = 20.0  # seconds: a heartbeat a second

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import pytest
+from stretto.train.health.beat import Beat, Window
 
 from stretto.train.health import device_waits, flight_recorder, progress, slow_ranks
-from stretto.train.health.beat import Beat, Window
 from stretto.train.health.device_waits import is_due, seconds_in_collectives
 from stretto.train.health.slow_ranks import WINDOW, BusySampler, SlowRanks
 
