@@ -154,8 +154,8 @@ def _shard_by_roles(
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
-    check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops)
-    matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group(STAGE))
+    check_ranks_agree(model, grid, grid.communicator(STAGE), drops=drops)
+    matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.communicator(STAGE))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     is_stage = cut is not None
     builder = Builder(
@@ -275,9 +275,9 @@ def _shard_by_blocks(
     check_modules(model, grid.size(LOSS))
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
-    check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops and copies > 1)
+    check_ranks_agree(model, grid, grid.communicator(STAGE), drops=drops and copies > 1)
     warn_of_replication(model, grid, blocks.reason)
-    matmuls = MatmulTuner(False, grid.device, grid.group(STAGE))
+    matmuls = MatmulTuner(False, grid.device, grid.communicator(STAGE))
     is_stage = cut is not None
     builder = Builder(
         model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, initializer, is_stage=is_stage

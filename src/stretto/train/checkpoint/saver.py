@@ -28,6 +28,7 @@ import torch.distributed as dist
 from stretto.cluster.host_memory import host_memory_available
 from stretto.cluster.local_ranks import count_ranks_here
 from stretto.memory import exchange, group_timeout
+from stretto.memory.shared_groups import SharedGroups
 from stretto.train.checkpoint.folders import checkpoint_path
 from stretto.train.checkpoint.retention import Retention, remove_surplus
 from stretto.train.checkpoint.staging import Ownership, Staging, digest_of, sizes_of
@@ -81,7 +82,8 @@ class Saver:
         self._writers = writers or max(1, min(MOST_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
         self._gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread has the first one
         self._timeout = group_timeout(None)
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout), group_desc="saves")
+        limit = timedelta(seconds=self._timeout)
+        self._group = SharedGroups().get([range(ranks)], "saves", backend="gloo", timeout=limit)
         self.staging = Staging(device)
         self._ownership: Ownership | None = None
         self._digest = ""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.memory import group_timeout
+from stretto.memory.shared_groups import SharedGroups
 
 # Seconds; signals closer together count as one request: a launcher may forward a signal that the terminal has already
 # sent to every process.
@@ -34,7 +35,8 @@ class StopRequest:
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             limit = timedelta(seconds=group_timeout(None))
-            self._group = dist.new_group(backend="gloo", timeout=limit, group_desc="stop requests")
+            ranks = range(dist.get_world_size())
+            self._group = SharedGroups().get([ranks], "stop requests", backend="gloo", timeout=limit)
         self._exchange: dist.Work | None = None
         self._asked = torch.zeros(1, dtype=torch.int32)
 
