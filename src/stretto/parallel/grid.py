@@ -258,10 +258,13 @@ class Grid:
             raise ValueError(f"{self!r} was closed, and has no process groups: make another Grid")
         return self._shared
 
+    def __deepcopy__(self, memo: object) -> "Grid":
+        return self  # a copy of a module that holds a grid is on the same one
+
     def __reduce__(self) -> NoReturn:
         raise ValueError(
-            f"a grid can be neither copied nor pickled (it holds process groups): keep its sizes, {self.sizes}, "
-            "and make Grid(**sizes) on every rank"
+            f"a grid cannot be pickled (it holds process groups): keep its sizes, {self.sizes}, and make Grid(**sizes) "
+            "on every rank"
         )
 
     @cached_property
