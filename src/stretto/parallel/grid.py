@@ -147,7 +147,7 @@ class Grid:
 
         Collective.
         """
-        shared = self._require_open()
+        shared = self.require_open()
         description = description or purpose
         return shared.get(partition, purpose, timeout=self.timeout, backend=backend, description=description)
 
@@ -222,7 +222,7 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """Return the size of `axis`: pipe, data, x, y, z, "batch" (data x z), "stage" (all except pipe) or "world"."""
-        self._require_open()
+        self.require_open()
         if axis not in self._all_sizes:
             raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(self._all_sizes)}")
         return self._all_sizes[axis]
@@ -253,7 +253,8 @@ class Grid:
                 getattr(mesh, "_pg_registry", {}).clear()
         self._groups.clear()
 
-    def _require_open(self) -> SharedGroups:
+    def require_open(self) -> SharedGroups:
+        """Raise ValueError on a closed grid; the groups that this one shares."""
         if self._shared is None:
             raise ValueError(f"{self!r} was closed, and has no process groups: make another Grid")
         return self._shared

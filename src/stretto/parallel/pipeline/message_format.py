@@ -147,9 +147,11 @@ class MessageHeader:
                     at += 1
                     continue
                 is_on_gpu, dtype, dims = words[at : at + 3].tolist()
+                if not 0 <= dims <= min(_MAX_DIMS, len(words) - at - 3):
+                    raise ValueError(f"a tensor has {dims} dims")
                 shape = tuple(words[at + 3 : at + 3 + dims].tolist())
-                if not len(shape) == dims <= _MAX_DIMS or min(shape, default=0) < 0 or prod(shape) > _MAX_NUMBERS:
-                    raise ValueError(f"a tensor of {dims} dims is {shape}")
+                if min(shape, default=0) < 0 or prod(shape) > _MAX_NUMBERS:
+                    raise ValueError(f"a tensor is {shape}")
                 layouts.append(TensorLayout(_at(DTYPES, dtype), shape, bool(is_on_gpu)))
                 at += 3 + dims
             key = MessageKey(_at(_OPERATIONS, operation), stage, micro_batch)
