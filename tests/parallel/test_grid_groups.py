@@ -7,6 +7,7 @@ import os
 import pickle
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,9 @@ from torch import nn
 from stretto.memory.shared_groups import SharedGroups
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, gather, parallelize
-from stretto.train.checkpoint.retention import Retention
-from stretto.train.checkpoint.saver import Saver
-from stretto.train.launch.stopping import StopRequest
+from stretto.train.trainer import train
 from tests.parallel.experts.training import gpt
+from tests.train.runs import configure
 
 GPT_SIZES = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 32, "max_seq_len": 8}
 
@@ -182,21 +182,19 @@ def test_groups_are_shared_for_the_same_ranks_purpose_and_time_limit(ranks):
     assert ranks(4).run(hold_purposes) == [expected] * 4
 
 
-def stop_and_save(folder: Any) -> list[int]:
+def train_again_and_again(folder: Path) -> list[dict[str, int]]:
     counts = []
-    for _ in range(3):
-        with StopRequest() as stop:
-            stop.is_agreed()
-        with Saver(folder, torch.device("cpu"), Retention(1)):
-            pass
+    for number in range(4):
+        train(configure(folder / str(number), "grid.z=2", "train.steps=2", "train.checkpoint_every=1"), display="none")
         counts.append(count_resources())
     return counts
 
 
-def test_trainings_one_after_another_share_the_groups_of_stop_requests_and_saves(ranks, tmp_path):
-    for first, *others in ranks(2).run(stop_and_save, tmp_path):
-        assert others == [first] * 2
-        assert first["groups"] == 3
+def test_trainings_one_after_another_in_a_process_share_all_groups(ranks, tmp_path):
+    configure(tmp_path / "0")  # writes the text
+    for first, *others in ranks(2).run(train_again_and_again, tmp_path):
+        assert others == [first] * 3
+        assert first["groups"] == 3, "the job's own, and those of stop requests and of saves"
 
 
 def copy_grid() -> tuple[bool, str]:

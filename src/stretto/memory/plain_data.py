@@ -147,7 +147,8 @@ def _decode(found: Any, kind: Any, depth: int) -> Any:
             (inner,) = get_args(kind) or (Any,)
             return [_decode(part, inner, depth + 1) for part in parts]
         case "dict", _ if kind in (Any, dict) or get_origin(kind) in (dict, Mapping):
-            return _decode_dict(parts, *(get_args(kind) or (Any, Any)), depth)
+            key_kind, value_kind = get_args(kind) or (Any, Any)
+            return _decode_dict(parts, key_kind, value_kind, depth)
         case "tuple", _:
             return _decode_tuple(parts, kind, depth)
     raise ValueError(f"{_shorten(found)} is not of type {kind}")
@@ -177,7 +178,7 @@ def _decode_tuple(parts: list[Any], kind: Any, depth: int) -> Any:
             kinds = kinds[:1] * len(parts)
     elif isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")):
         hints = get_type_hints(kind)
-        named = kind.__dataclass_fields__ if dataclasses.is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
+        named = kind.__dataclass_fields__ if dataclasses.is_dataclass(kind) else kind._fields
         kinds, make = tuple(hints[name] for name in named), lambda values: kind(*values)
     else:
         raise ValueError(f"{_shorten(parts)} is not of type {kind}")

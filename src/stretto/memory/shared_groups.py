@@ -84,6 +84,12 @@ class SharedGroups:
         group = shared[key].group
         return None if group is None else group()
 
+    def get_for_all(self, purpose: str, *, timeout: timedelta, backend: str) -> dist.ProcessGroup:
+        """Return the group of all ranks of the job for a purpose, as `get`. Collective."""
+        group = self.get([range(dist.get_world_size())], purpose, timeout=timeout, backend=backend)
+        assert group is not None
+        return group
+
     def close(self) -> None:
         """Give the groups back; those that nobody else holds are destroyed. Collective over all ranks of the job.
 

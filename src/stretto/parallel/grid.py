@@ -230,7 +230,7 @@ class Grid:
     @cached_property
     def _all_sizes(self) -> Mapping[str, int]:
         sizes = check_sizes(self.sizes)
-        return group_sizes(dict(sizes)) | {STAGE: sizes.stage_ranks, "world": sizes.ranks} | self.layout_sizes
+        return {**group_sizes(dict(sizes)), STAGE: sizes.stage_ranks, "world": sizes.ranks, **self.layout_sizes}
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's index along `axis`; along "batch", the index of its part of the global batch."""

@@ -83,7 +83,7 @@ class Saver:
         self._gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread has the first one
         self._timeout = group_timeout(None)
         limit = timedelta(seconds=self._timeout)
-        self._group = SharedGroups().get([range(ranks)], "saves", backend="gloo", timeout=limit)
+        self._group = SharedGroups().get_for_all("saves", backend="gloo", timeout=limit)
         self.staging = Staging(device)
         self._ownership: Ownership | None = None
         self._digest = ""
