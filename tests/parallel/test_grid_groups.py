@@ -97,6 +97,7 @@ def close_grids() -> dict[str, Any]:
     before = count_resources()
     first, second = Grid(x=2, z=2), Grid(z=2, data=2)
     model = parallelize(GPT(GPTConfig(**GPT_SIZES)), first)
+    blocks = parallelize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), first)
     tokens = torch.randint(32, (4, 8))
     model(tokens, tokens).backward()
     between = count_resources()
@@ -110,14 +111,16 @@ def close_grids() -> dict[str, Any]:
         lambda: first.mesh,
         lambda: parallelize(GPT(GPTConfig(**GPT_SIZES)), first),
         lambda: model(tokens, tokens),
+        lambda: blocks(torch.randn(4, 8)),
     ):
         with pytest.raises(ValueError, match=r"Grid\(.*x=2.*was closed.*make another Grid") as caught:
             use()
         refusals.append(str(caught.value))
     total = torch.ones(1)
     dist.all_reduce(total, group=second.group("z"))  # the ranks of x on the first grid: this group is needed still
+    assert len(dist.get_process_group_ranks(second.group("z"))) == 2
     second.close()
-    model = use = caught = None  # the error has the frames of a forward pass
+    model = blocks = use = caught = None  # the error has the frames of a forward pass
     after = count_resources()
     train_on(Grid(x=2, z=2))  # the same ranks may have groups again
     return {"before": before, "between": between, "after": after, "total": total.item(), "refusals": len(refusals)}
@@ -128,7 +131,7 @@ def test_closing_grids_gives_back_what_no_other_uses_and_a_closed_one_is_refused
         assert seen["between"]["groups"] > seen["before"]["groups"]
         assert seen["between"]["threads"] > seen["before"]["threads"]
         assert seen["after"] == seen["before"]
-        assert (seen["total"], seen["refusals"]) == (2.0, 6)
+        assert (seen["total"], seen["refusals"]) == (2.0, 7)
 
 
 def close_after_the_job() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from stretto.memory.plain_data import pack
 from stretto.parallel.pipeline.activations import Activations, OutputLayouts, StandIns
 from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey
 from tests.fuzzing import fuzz
@@ -107,3 +108,39 @@ def test_thousands_of_mutated_messages_are_read_or_refused():
 
     assert 0 < fuzz(case, 5000, ValueError) < 5000
     assert set(sys.modules) == before
+
+
+FP32 = torch.float32
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        ("tensor", (-1,), FP32),
+        ("tensor", (1 << 20, 1 << 20), FP32),
+        ("tensor", (True,), FP32),
+        ("tensor", (2,), "float32"),
+        ("value", [1]),
+        ("dict", [([], ("value", 1))]),
+        ("object", f"{Pair.__module__}:Pair", None, [("value", 1)]),
+        ("object", "collections:OrderedDict", 3, []),
+        ("what", 1),
+        None,
+    ],
+    ids=repr,
+)
+def test_a_forged_description_of_an_output_is_refused(plain):
+    for packed in (pack(([plain], [("module", [0])])), pack(([("value", 1)], [("module", [1])]))):
+        with pytest.raises(ValueError, match=r"described by nothing|describes no output|are not the parts"):
+            OutputLayouts.unpacked(packed)
+
+
+@pytest.mark.parametrize(
+    ("place", "word"), [(1, 2), (1, -1), (5, 100), (7, -1), (7, 99), (8, 65), (8, 1 << 62), (9, -3), (9, 1 << 62)]
+)
+def test_a_forged_header_of_a_message_is_refused(place, word):
+    words = MessageHeader.of(1, MessageKey("F", 1, 2), [HIDDEN]).pack().view(torch.int64)
+    assert MessageHeader.unpack(words.view(torch.uint8))[1] == 8 * len(words)
+    words[place] = word
+    with pytest.raises(ValueError, match="the header of a message is damaged"):
+        MessageHeader.unpack(words.view(torch.uint8))
