@@ -8,13 +8,16 @@ import pickle
 import typing
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from stretto.memory import shared_groups
 from stretto.memory.shared_groups import SharedGroups
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, gather, parallelize
@@ -230,3 +233,28 @@ def test_parallelize_returns_the_class_of_the_model_to_a_type_checker():
     assert isinstance(hints["return"], typing.TypeVar)
     assert hints["return"] is hints["model"]
     assert hints["return"].__bound__ is nn.Module
+
+
+def close_and_remember() -> set[Any]:
+    grid = Grid(x=2, data=2)
+    grid.close()
+    return shared_groups._find_job().destroyed
+
+
+def test_a_connected_communicator_is_split_by_one_call_for_a_partition_but_not_again(ranks):
+    """torch names a split by its ranks: gloo would find, under this name, the addresses of one that was destroyed."""
+    pairs = ((0, 1), (2, 3))
+    (destroyed, *_) = ranks(4).run(close_and_remember)
+    assert destroyed == {pairs, ((0, 2), (1, 3))}
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 0), size=lambda: 4)
+    job = SimpleNamespace(destroyed=set())
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(shared_groups, "_find_job", return_value=job),
+    ):
+        assert shared_groups._can_split(pairs, None, world)
+        assert not shared_groups._can_split(pairs, "gloo", world)
+        assert not shared_groups._can_split(((0, 1),), None, world), "ranks 2 and 3 would be in no group"
+        assert not shared_groups._can_split(pairs, None, SimpleNamespace(bound_device_id=None, size=lambda: 4))
+        job.destroyed = destroyed
+        assert not shared_groups._can_split(pairs, None, world)

@@ -2,9 +2,11 @@
 """What a pipeline stage is told of earlier modules' outputs is plain data, and no peer chooses a class to import."""
 
 import collections
+import pickle
 import random
 import sys
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from stretto.memory import PeerError
 from stretto.memory.plain_data import pack
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.pipeline.activations import Activations, OutputLayouts, StandIns
 from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey
 from tests.fuzzing import fuzz
-from tests.memory.test_plain_data import mutate
+from tests.memory.test_plain_data import Bomb, mutate
 
 
 class Pair(NamedTuple):
@@ -144,3 +149,24 @@ def test_a_forged_header_of_a_message_is_refused(place, word):
     words[place] = word
     with pytest.raises(ValueError, match="the header of a message is damaged"):
         MessageHeader.unpack(words.view(torch.uint8))
+
+
+def step_with_damaged_descriptions() -> str:
+    grid = Grid(pipe=2, timeout=60)
+    model = parallelize(GPT(GPTConfig(layers=2, hidden=16, heads=4, vocab=32, max_seq_len=8)), grid)
+    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
+    damaged = torch.frombuffer(bytearray(pickle.dumps(Bomb())), dtype=torch.uint8)
+    with (
+        mock.patch.object(OutputLayouts, "packed", return_value=damaged),
+        Pipeline(model, grid, micro_batch_size=2) as pipe,
+    ):
+        with pytest.raises(PeerError) as caught:
+            pipe.step(tokens, tokens)
+    return str(caught.value)
+
+
+def test_a_stage_refuses_damaged_descriptions_with_the_name_of_the_rank_that_sent_them(ranks, capfd):
+    of_sender, of_receiver = ranks(2).run(step_with_damaged_descriptions)
+    assert "pipe rank 0 has sent activations that are damaged" in of_receiver
+    assert "pipe rank 1" in of_sender
+    assert "code of a peer" not in capfd.readouterr().out
