@@ -405,7 +405,7 @@ def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_on
         assert found["distance"] < 1e-12
         assert found["of experts"] < 1e-12
         assert found["norm"] == pytest.approx(1)
-        assert {"sheaf", "z", "loss"} <= set(found["summed over"])  # with data=1, sheaf's group is that of replicas
+        assert {"replicas", "z", "loss"} <= set(found["summed over"])
         assert found["checkpoint"]
         assert "ranks hold different values of" in found["other weights"]
         assert "ranks have gradients of different parameters" in found["other gradients"]

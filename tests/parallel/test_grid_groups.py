@@ -89,9 +89,9 @@ SHAPES = [
 
 def test_grids_of_many_shapes_share_the_groups_of_the_same_ranks(ranks):
     for first, *others in ranks(4).run(count_over_grids, SHAPES, 3):
-        # The job; pairs of near and of far ranks; the latter for experts, and the former too; tied weights; leaders of
-        # messages over z, and x.
-        assert first["groups"] <= 8
+        # The job's own; for pairs of near and of far ranks those of axes and of the batch; for one of the two those of
+        # experts, of tied weights and of the leaders of messages.
+        assert first["groups"] == 8
         assert all(count <= first[what] for counts in others for what, count in counts.items()), (first, others)
 
 

@@ -69,10 +69,10 @@ class Grid:
     kernels that wait for a peer (default: the timeout of an existing process group, else torch's). It must be longer
     than a rank may be late, for example because it compiles or saves.
 
-    Grids share process groups: a set of ranks has one, whatever the axis, and one rank none unless `group` is asked for
-    it. `close` destroys those that no other grid uses. A grid that is garbage collected instead leaves its groups, with
-    their threads and connections, to the next grid that needs the same ones: ranks collect at different times, and must
-    destroy together.
+    Grids share process groups: a set of ranks has one for all axes, one for sums over the batch and one for experts. An
+    axis of one rank has none unless `group` is asked for it. `close` destroys those that no other grid uses. A grid that
+    is garbage collected instead leaves its groups, with their threads and connections, to the next grid that needs the
+    same ones: ranks collect at different times, and must destroy together.
 
     Raises ValueError if the product of the sizes is not the number of ranks, if `expert` does not divide data x z (or,
     with "fold", x x data x z), and for a timeout that is not positive.
@@ -114,7 +114,8 @@ class Grid:
         alone = {axis: (axis,) for axis in NAMES}
         for name, over in {**alone, **DERIVED_GROUPS, "world": NAMES, STAGE: STAGE_AXES}.items():
             if sizes.over(over) > 1:
-                self._groups[name] = self._make_group(name, self.partition(over))
+                purpose = name if name in DERIVED_GROUPS else "grid"
+                self._groups[name] = self._make_group(name, self.partition(over), purpose)
         # torch's rules for operators on DTensors take time exponential in the mesh's dims (seconds for four, at an
         # operator's first use), so parameters live on the part of the mesh that does split something.
         self.parameter_axes = parameter_axes(sizes)
@@ -126,11 +127,15 @@ class Grid:
         else:
             self._groups |= {of: self._groups[axis] for axis, of in _LEFT_OF.items() if axis in self._groups}
 
-    def _make_group(self, name: str, partition: Sequence[Sequence[int]], purpose: str = "grid") -> dist.ProcessGroup:
-        """This rank's group of a partition: the job's own where that is it, else one that grids share."""
+    def _make_group(self, name: str, partition: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup:
+        """This rank's group of a partition: the job's own where that is it, else one that grids share.
+
+        Sums over the batch have their own purpose, so that they do not wait for weights that z gathers over the same
+        ranks, and are counted apart; and so has expert, whose messages do not wait for either.
+        """
         world = dist.group.WORLD
         assert world is not None
-        if len(partition) == 1 and purpose == "grid":
+        if len(partition) == 1 and purpose != EXPERT:
             return world
         group = self.shared_group(partition, purpose, description=name)
         assert group is not None
@@ -173,11 +178,7 @@ class Grid:
         return self._mesh_over(self._places, OUTER_TO_INNER, MESH_ORDER)
 
     def _divide_experts(self, sizes: GridSizes) -> None:
-        """Make the groups of experts' axes, and the mesh of experts' parameters of this stage.
-
-        Groups that would have the ranks of data or z are theirs; but expert has its own, so that its messages do not
-        wait for sums of gradients.
-        """
+        """Make the groups of experts' axes, and the mesh of experts' parameters of this stage."""
         shape, names = [], []
         for axis in OUTER_TO_INNER:
             inner = sizes.expert_taken.get(axis, 1)

@@ -55,7 +55,7 @@ def statistics(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[list[Ten
         found = update_biases(model)
         counts += [found.counts, found.dropped]
         biases.append(found.biases)
-    kinds = [call.kind for call in calls.calls if call.axis in ("data", "z") and call.bytes_sent < 200]
+    kinds = [call.kind for call in calls.calls if call.axis == "batch" and call.bytes_sent < 200]
     return counts, biases, {kind: kinds.count(kind) for kind in set(kinds)}
 
 
