@@ -70,9 +70,9 @@ class Grid:
     than a rank may be late, for example because it compiles or saves.
 
     Grids share process groups: a set of ranks has one for all axes, one for sums over the batch and one for experts. An
-    axis of one rank has none unless `group` is asked for it. `close` destroys those that no other grid uses. A grid that
-    is garbage collected instead leaves its groups, with their threads and connections, to the next grid that needs the
-    same ones: ranks collect at different times, and must destroy together.
+    axis of one rank has none unless `group` is asked for it. `close` destroys those that no other grid uses. A grid
+    that is garbage collected instead leaves its groups, with their threads and connections, to the next grid that needs
+    the same ones: ranks collect at different times, and must destroy together.
 
     Raises ValueError if the product of the sizes is not the number of ranks, if `expert` does not divide data x z (or,
     with "fold", x x data x z), and for a timeout that is not positive.
