@@ -111,8 +111,8 @@ class Grid:
         self._shared: SharedGroups | None = SharedGroups()
         # Of several ranks only: layers that communicate with nobody need no group (`communicator`).
         self._groups: dict[str, dist.ProcessGroup] = {}
-        alone = {axis: (axis,) for axis in NAMES}
-        for name, over in {**alone, **DERIVED_GROUPS, "world": NAMES, STAGE: STAGE_AXES}.items():
+        single = {axis: (axis,) for axis in NAMES}
+        for name, over in {**single, **DERIVED_GROUPS, "world": NAMES, STAGE: STAGE_AXES}.items():
             if sizes.over(over) > 1:
                 purpose = name if name in DERIVED_GROUPS else "grid"
                 self._groups[name] = self._make_group(name, self.partition(over), purpose)
