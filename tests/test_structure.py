@@ -146,3 +146,21 @@ def test_no_modules_import_each_other_in_a_circle():
         name_module(path): find_imports(tree, modules) - {name_module(path)} for path, tree in parse_files().items()
     }
     assert find_circle(graph) == []
+
+
+OF_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+OF_OBJECTS |= {"send_object_list", "recv_object_list"}
+# Of a process that this one has started itself, and of torch's own files, by an unpickler that makes no other classes.
+UNPICKLE = {"collectives/executor/processes.py", "train/checkpoint/storage.py", "train/checkpoint/torch_format.py"}
+
+
+def test_nothing_unpickles_what_another_rank_sends():
+    """`stretto.memory.plain_data` exchanges values. Benches, which the library does not use, are not looked at."""
+    pickled = set()
+    for path, tree in parse_files().items():
+        name = path.relative_to(SOURCE).as_posix()
+        for node in [] if name.startswith("bench/") else ast.walk(tree):
+            assert not (isinstance(node, ast.Attribute) and node.attr in OF_OBJECTS), (name, node.lineno, node.attr)
+            if isinstance(node, ast.Import) and any(alias.name == "pickle" for alias in node.names):
+                pickled.add(name)
+    assert pickled <= UNPICKLE

@@ -66,7 +66,7 @@ def describe_stages() -> dict[str, object]:
         "at": (grid.coordinate("pipe"), grid.coordinate("data"), grid.coordinate("x")),
         "members": [dist.get_process_group_ranks(grid.group(axis)) for axis in groups],
         "parameters": (grid.parameter_mesh.mesh_dim_names, grid.parameter_mesh.mesh.tolist()),
-        "agreeing": grid.group_of_mesh(grid.parameter_mesh).size(),
+        "agreeing": grid.size("stage"),
         "text": repr(grid),
     }
 
@@ -168,7 +168,7 @@ def describe_experts(sizes: dict[str, object], groups: tuple[str, ...]) -> dict[
         "coordinates": [grid.coordinate(axis) for axis in groups],
         "sizes": [grid.size(axis) for axis in groups],
         "mesh": (grid.expert_mesh.mesh_dim_names, grid.expert_mesh.mesh.tolist(), grid.expert_mesh.get_coordinate()),
-        "agreeing": grid.group_of_mesh(grid.expert_mesh).size(),
+        "agreeing": grid.size("stage"),
         "text": repr(grid),
         "again": repr(Grid(**grid.sizes)),
         "limits": {group_timeout(grid.group(axis)) for axis in groups},

@@ -83,13 +83,13 @@ def measured(folder):
     meetings = []
     time_runs(lambda: meetings.append(rank), CPU, repeats=2, warmups=1, group=dist.group.WORLD, barrier_each_time=True)
     found = slowest_times([[1.0 + rank, 5.0], [2.0, 5.0 - rank]], CPU, None)
-    decided = decide_on_rank_0(lambda: {"rank": rank}, CPU)
+    decided = decide_on_rank_0(lambda: {"rank": rank}, dict)
 
     def refuse():
         raise ValueError(f"rank {rank} has no file")
 
     with pytest.raises(ValueError, match="rank 0 has no file"):
-        decide_on_rank_0(refuse, CPU)
+        decide_on_rank_0(refuse, dict)
     return found, decided, len(meetings)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto.memory import shared_gpus
 from stretto.memory.groups import find_own_rank, require_same
+from stretto.memory.plain_data import all_gather_data
 from stretto.memory.symmetric import MASK, PeerError, SymmetricMemory, has_reached
 
 _ALIGNMENT = 128
@@ -66,9 +67,9 @@ class CudaMemory(SymmetricMemory):
         _postponed.clear()
         storage = _try(_pad_bytes(world_size, signals) + max(size, 1), device)
         own = size, signals, what
-        asked = [(own, "")] * world_size
         # Raise a failed allocation only once the other ranks know, or they would wait for this one.
-        dist.all_gather_object(asked, (own, str(storage) if isinstance(storage, Exception) else ""), group=group)
+        offer = own, str(storage) if isinstance(storage, Exception) else ""
+        asked = all_gather_data(offer, group, tuple[tuple[int, int, str], str])
         for peer, (other, _) in enumerate(asked):
             require_same(own, other, rank, peer)
         for peer, (_, refusal) in enumerate(asked):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.memory import shared_gpus
+from stretto.memory.plain_data import all_gather_data
 
 NCCL_BLOCKS = 32
 """The most thread blocks that an NCCL collective uses."""
@@ -35,8 +36,7 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
     properties = torch.cuda.get_device_properties(device)
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
     here = _Gpu(socket.gethostname(), str(properties.uuid), kind, shared_gpus.is_enabled())
-    everyone = [here] * group.size()
-    dist.all_gather_object(everyone, here, group=group)
+    everyone = all_gather_data(here, group, _Gpu)
     hosts, gpus, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} machines"
@@ -54,8 +54,7 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
         for gpu in gpus
         if gpu != here.identity
     )
-    answers = [(reaches, near)] * group.size()
-    dist.all_gather_object(answers, (reaches, near), group=group)
+    answers = all_gather_data((reaches, near), group, tuple[bool, bool])
     if not all(reaches for reaches, _ in answers):
         return "some of its GPUs do not reach each other's memory"
     if not all(near for _, near in answers):

@@ -4,11 +4,12 @@
 import os
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
+from stretto.memory.plain_data import all_gather_data
 from stretto.memory.symmetric import PeerError
 
 T = TypeVar("T")
@@ -71,20 +72,21 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         getattr(backend, "wrapped_pg", backend).set_timeout(timeout)
 
 
-def exchange(value: T, group: dist.ProcessGroup | None, timeout: float) -> list[T]:
-    """All-gather a Python object; returns every rank's `value`, in rank order. All ranks of the group call it.
+def exchange(value: T, group: dist.ProcessGroup | None, timeout: float, kind: Any = Any) -> list[T]:
+    """`all_gather_data` with a time limit: returns every rank's `value`, in rank order. All ranks of the group call it.
 
     `timeout` is in seconds. PeerError names a rank that did not arrive in time; do not use the group after it.
     ValueError on a process that is not in the group.
     """
-    # all_gather_object has no time limit and names no rank: enter it only once all ranks are known to come.
+    # all_gather has no time limit of its own and names no rank: enter it only once all ranks are known to come.
     timed_barrier(group, timeout)
-    values: list[T | None] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(values, value, group=group)
+        return all_gather_data(value, group, kind)
+    except PeerError:
+        raise
     except RuntimeError as error:
-        raise PeerError(f"rank {dist.get_rank(group)} of {len(values)} lost another rank: {error}") from error
-    return values  # type: ignore[return-value]
+        rank, size = find_own_rank(group)
+        raise PeerError(f"rank {rank} of {size} lost another rank: {error}") from error
 
 
 def timed_barrier(group: dist.ProcessGroup | None, timeout: float) -> None:

@@ -91,7 +91,7 @@ class HostMemory(SymmetricMemory):
         try:
             error = _reserve(descriptor, total, world_size)  # raised once the others know, or they would wait
             process, refusal = Process(os.getpid(), _started(os.getpid())), "" if error is None else str(error)
-            offers = exchange(_Offer(process, descriptor, name, size, signals, what, refusal), group, timeout)
+            offers = exchange(_Offer(process, descriptor, name, size, signals, what, refusal), group, timeout, _Offer)
             if error is not None:
                 raise error
             _require_offered(offers)

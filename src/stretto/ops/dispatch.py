@@ -28,6 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stretto.memory import failures, is_debugging
 from stretto.memory.gpus import find_obstacle
+from stretto.memory.plain_data import all_gather_data
 from stretto.ops.checks import require_agreement
 from stretto.ops.gemm.config import (
     IMPLEMENTATIONS,
@@ -431,9 +432,7 @@ def _find(name: str, device: torch.device) -> _GroupChoices:
 def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
     """Exchange what choices depend on: rank 0's measured times, and whether kernels can run. Collective."""
     times = _read_times(device) if dist.get_rank(group) == 0 else {}
-    own = (socket.gethostname(), times)
-    everyone = [own] * group.size()
-    dist.all_gather_object(everyone, own, group=group)
+    everyone = all_gather_data((socket.gethostname(), times), group, tuple[str, dict[str, dict[str, float]]])
     hosts = {host for host, _ in everyone}
     obstacle = ""
     if len(hosts) > 1:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import PeerError
+from stretto.memory.plain_data import all_gather_data
 from stretto.ops.all_gather_matmul import all_gather_matmul
 from stretto.ops.checks import DTYPES, find_name, require_scaled
 from stretto.ops.dispatch import autotuner, clear_choices, describe_problem, find_machine
@@ -184,9 +185,7 @@ def _prepare(
     except Exception as error:  # noqa: BLE001  (Triton's and the driver's are of many kinds)
         problem = f"{type(error).__name__}: {error}"
         logger.debug("%s does not run: %s", config.encode(), problem)
-    problems = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    if any(problems):
+    if any(all_gather_data(problem, group, str)):
         return None
 
     def run() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -37,9 +37,11 @@ from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
 from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
 from stretto.parallel.transformers_checkpointing import follow_checkpointing
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def parallelize(
-    model: nn.Module,
+    model: Model,
     grid: Grid,
     *,
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
@@ -52,7 +54,7 @@ def parallelize(
     seed: int | None = 0,
     options: ExecutionOptions | None = None,
     **changes: Unpack[ExecutionKeywords],
-) -> nn.Module:
+) -> Model:
     """Shard `model` over `grid` in place, and return it (Singh, Algorithm 3).
 
     Linears, embeddings, norms, dropouts, head and loss are replaced by parallel modules. Parameters keep their names
@@ -133,7 +135,7 @@ def parallelize(
 
 
 def _shard_by_roles(
-    model: nn.Module,
+    model: Model,
     grid: Grid,
     precision: Precision,
     options: ExecutionOptions,
@@ -143,7 +145,7 @@ def _shard_by_roles(
     cut: Cut | None,
     *,
     sharded_loss: bool,
-) -> nn.Module:
+) -> Model:
     """Shard a model, or its pipeline stages, by the roles of its submodules, and return it."""
     if gradients == "mean":
         raise ValueError(
@@ -154,8 +156,8 @@ def _shard_by_roles(
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
-    check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops)
-    matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group(STAGE))
+    check_ranks_agree(model, grid, grid.communicator(STAGE), drops=drops)
+    matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.communicator(STAGE))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     is_stage = cut is not None
     builder = Builder(
@@ -257,7 +259,7 @@ def _plan_or_blocks(
 
 
 def _shard_by_blocks(
-    model: nn.Module,
+    model: Model,
     grid: Grid,
     precision: Precision,
     options: ExecutionOptions,
@@ -265,7 +267,7 @@ def _shard_by_blocks(
     blocks: _BlockPlan,
     gradients: GradientReduction,
     cut: Cut | None,
-) -> nn.Module:
+) -> Model:
     """Shard a model without roles, or its pipeline stages, over z, and return it."""
     if options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
@@ -275,9 +277,9 @@ def _shard_by_blocks(
     check_modules(model, grid.size(LOSS))
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
-    check_ranks_agree(model, grid, grid.group_of_mesh(grid.parameter_mesh), drops=drops and copies > 1)
+    check_ranks_agree(model, grid, grid.communicator(STAGE), drops=drops and copies > 1)
     warn_of_replication(model, grid, blocks.reason)
-    matmuls = MatmulTuner(False, grid.device, grid.group(STAGE))
+    matmuls = MatmulTuner(False, grid.device, grid.communicator(STAGE))
     is_stage = cut is not None
     builder = Builder(
         model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, initializer, is_stage=is_stage
@@ -345,6 +347,7 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 @torch.compiler.disable
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
+    gradient_reducer.grid.require_open()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
             raise ValueError(

@@ -100,7 +100,7 @@ class Builder:
         self.linears = 0
         self.has_one_rank = grid.size("world") == 1 and not is_stage
         self.gradient_reducer = GradientReducer(grid, precision, overlap, at_end=matmuls.finish)
-        over_z = grid.group("z")
+        over_z = grid.communicator("z")
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
@@ -187,9 +187,11 @@ class Builder:
             shard,
             input_axis=input_axis,
             output_axis=output_axis,
-            output_reduce_group=NO_GROUP if input_axis is None else grid.group(input_axis),
+            output_reduce_group=NO_GROUP if input_axis is None else grid.communicator(input_axis),
             # The gradients that "expand" returns cover its own heads; `CompressingLinear` sums them.
-            input_grad_reduce_group=NO_GROUP if None in (input_axis, output_axis) else grid.group(str(output_axis)),
+            input_grad_reduce_group=NO_GROUP
+            if None in (input_axis, output_axis)
+            else grid.communicator(str(output_axis)),
             is_transposed=is_transposed,
             keep_gathered=self.keep_gathered,
             hides_all_reduce=self.overlap.all_reduce,
@@ -202,7 +204,7 @@ class Builder:
         if role.role == "head":
             return ParallelHead(weight, bias, plan, self._first(weight.shape[0]), grid)
         if role.role == "compress":
-            return CompressingLinear(weight, bias, plan, grid.group("x"))
+            return CompressingLinear(weight, bias, plan, grid.communicator("x"))
         return ParallelLinear(weight, bias, plan)
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
@@ -213,7 +215,9 @@ class Builder:
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
         weight, shard = self._weight(module, source, sharding, sharding.splits[0], may_keep=False, ring=None)
         first, scale = self._first(module.num_embeddings), embedding_scale(module, name)
-        return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens, scale)
+        return ParallelEmbedding(
+            weight, first, shard, self.grid.communicator("x"), module.padding_idx, self.tokens, scale
+        )
 
     def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         source, kind = self.initializer.real(name, module), norm_kind(module, name)
@@ -231,7 +235,7 @@ class Builder:
             is_centred=kind.is_centred,
             weight_offset=kind.weight_offset,
             precision=self.precision,
-            group=None if role.role == "head_norm" else self.grid.group(axis),
+            group=None if role.role == "head_norm" else self.grid.communicator(axis),
             gradients=self.gradient_reducer,
             name=name,
             axis=axis,
@@ -241,7 +245,11 @@ class Builder:
         grid, source = self.grid, self.initializer.real(name, module)
         flow = TokenFlow.of(grid, shards_sequence=self.tokens is not None, drops=self.drops_duplicates)
         group = grid.group(EXPERT) if grid.size(EXPERT) > 1 else None
-        over_y, over_z, is_cut = several(grid.group("y")), grid.group(EXPERT_Z), grid.size("x") * grid.size("y") > 1
+        over_y, over_z, is_cut = (
+            several(grid.communicator("y")),
+            grid.communicator(EXPERT_Z),
+            grid.size("x") * grid.size("y") > 1,
+        )
         plan = ExpertsPlan(name, flow, group, over_y, is_cut, self.expert_rows)
         parameters, products = {}, {}
         for part in (part for part in EXPERTS_PARAMETERS if hasattr(module, part)):
@@ -293,7 +301,7 @@ class Builder:
         before_z = ParameterLayout(tuple(original.shape), () if rows is None else (rows,)).local_shape(*place)[0]
         local_rows = layout_of(weight).local_shape(*place)[0]
         shard = WeightShard(
-            before_z, local_rows, grid.group("z"), self.precision, self.gatherer, self.gradient_reducer, ring
+            before_z, local_rows, grid.communicator("z"), self.precision, self.gatherer, self.gradient_reducer, ring
         )
         shard.watch(weight, may_keep=may_keep)
         return weight, shard
@@ -319,7 +327,7 @@ class Builder:
         called
         `name`."""
         gatherer, gradients = self.gatherer, self.gradient_reducer
-        group = self.grid.group("z")
+        group = self.grid.communicator("z")
         return BlockShard(name, places, group, self.precision, gatherer, gradients, scale=scale, frees=frees)
 
     def _first(self, vocab: int) -> int:

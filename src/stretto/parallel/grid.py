@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid: ranks laid out over pipe x data x X x Y x Z (Singh, sections 3.1 and 5.1.1), as a named DeviceMesh."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from stretto.axes import (
     GridSizes,
     check_sizes,
     expert_parameter_axes,
+    group_sizes,
     layout_sizes,
     parameter_axes,
     shown_sizes,
@@ -33,9 +35,14 @@ from stretto.axes import (
 from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank, is_rank
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
+from stretto.memory.shared_groups import SharedGroups
+from stretto.parallel.comm.collectives import NO_GROUP
 
 GradientReduction = Literal["sum", "mean"]
 """What becomes of the gradients of ranks that have other rows of the batch."""
+
+_LEFT_OF = {"data": EXPERT_DATA, "z": EXPERT_Z}
+"""What an axis is called without the innermost ranks that expert takes."""
 
 
 class Grid:
@@ -61,6 +68,11 @@ class Grid:
     timeout: the timeout of all of the grid's groups, in seconds or as a timedelta, for their collectives and for
     kernels that wait for a peer (default: the timeout of an existing process group, else torch's). It must be longer
     than a rank may be late, for example because it compiles or saves.
+
+    Grids share process groups: a set of ranks has one for all axes, one for sums over the batch and one for experts. An
+    axis of one rank has none unless `group` is asked for it. `close` destroys those that no other grid uses. A grid
+    that is garbage collected instead leaves its groups, with their threads and connections, to the next grid that needs
+    the same ones: ranks collect at different times, and must destroy together.
 
     Raises ValueError if the product of the sizes is not the number of ranks, if `expert` does not divide data x z (or,
     with "fold", x x data x z), and for a timeout that is not positive.
@@ -88,116 +100,175 @@ class Grid:
         self.device = _initialize(ranks, None if device is None else torch.device(device), limit)
         if dist.get_world_size() != ranks:
             raise ValueError(mismatch(self.sizes, dist.get_world_size()))
-        # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits the result:
-        # with z last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
-        places = torch.arange(ranks).view([sizes[axis] for axis in OUTER_TO_INNER])
-        order = places.permute([OUTER_TO_INNER.index(axis) for axis in MESH_ORDER])
-        # Flattened and reshaped: torch 2.11 derives the mesh's order from its strides, including dims of size 1.
-        order = order.reshape(-1).view([sizes[axis] for axis in MESH_ORDER])
-        self.mesh = DeviceMesh(self.device.type, order, mesh_dim_names=MESH_ORDER)
+        self._places = torch.arange(ranks).view([sizes[axis] for axis in OUTER_TO_INNER])
+        world = dist.group.WORLD
+        assert world is not None
+        self.timeout = timedelta(seconds=group_timeout(world)) if limit is None else limit
+        if group_timeout(world) != self.timeout.total_seconds():
+            set_timeout(world, self.timeout)
+        self.gradients: set[GradientReduction] = set()  # of the models on this grid; noted by `parallelize`
+        self.other_groups: dict[str, str] = {}  # the axis of groups that were made later, by their names
+        self._shared: SharedGroups | None = SharedGroups()
+        # Of several ranks only: layers that communicate with nobody need no group (`communicator`).
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        single = {axis: (axis,) for axis in NAMES}
+        for name, over in {**single, **DERIVED_GROUPS, "world": NAMES, STAGE: STAGE_AXES}.items():
+            if sizes.over(over) > 1:
+                purpose = name if name in DERIVED_GROUPS else "grid"
+                self._groups[name] = self._make_group(name, self.partition(over), purpose)
         # torch's rules for operators on DTensors take time exponential in the mesh's dims (seconds for four, at an
         # operator's first use), so parameters live on the part of the mesh that does split something.
         self.parameter_axes = parameter_axes(sizes)
-        self.parameter_mesh = self.mesh[self.parameter_axes]
-        self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in NAMES}
-        for name, over in DERIVED_GROUPS.items():
-            self._groups[name] = self.mesh[over]._flatten(name).get_group()
-        self.gradients: set[GradientReduction] = set()  # of the models on this grid; noted by `parallelize`
-        self.other_groups: dict[str, str] = {}  # the axis of groups that were made later, by their names
-        world = dist.group.WORLD
-        assert world is not None
-        self._groups["world"] = world
-        is_one_stage = sizes.stage_ranks == sizes.ranks
-        in_stage = tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES)
-        self._groups[STAGE] = world if is_one_stage else self.mesh[in_stage]._flatten(STAGE).get_group()
-        self._mesh_groups = {self.parameter_mesh: self._groups[STAGE]}
+        self.parameter_mesh = self._mesh_over(self._places, OUTER_TO_INNER, self.parameter_axes)
         self.expert_tensor = sizes.expert_tensor
         self.expert_mesh, self.expert_axes = self.parameter_mesh, self.parameter_axes
         if sizes.expert > 1:
-            self._divide_experts(sizes, places)
-        self.timeout = timedelta(seconds=group_timeout(world)) if limit is None else limit
-        for each in self._groups.values():  # DeviceMesh makes groups with torch's default limit
-            if group_timeout(each) != self.timeout.total_seconds():
-                set_timeout(each, self.timeout)
+            self._divide_experts(sizes)
+        else:
+            self._groups |= {of: self._groups[axis] for axis, of in _LEFT_OF.items() if axis in self._groups}
 
-    def _divide_experts(self, sizes: GridSizes, places: torch.Tensor) -> None:
-        """Make the groups of experts' axes, and the mesh of experts' parameters of this stage.
+    def _make_group(self, name: str, partition: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup:
+        """This rank's group of a partition: the job's own where that is it, else one that grids share.
 
-        places: the ranks, by their coordinates in the order of OUTER_TO_INNER. Groups that would have the ranks of data
-        or z are theirs; but expert has its own, so that its messages do not wait for sums of gradients.
+        Sums over the batch have their own purpose, so that they do not wait for weights that z gathers over the same
+        ranks, and are counted apart; and so has expert, whose messages do not wait for either.
         """
-        left = {"data": EXPERT_DATA, "z": EXPERT_Z}  # what an axis is called without the innermost ranks that are taken
+        world = dist.group.WORLD
+        assert world is not None
+        if len(partition) == 1 and purpose != EXPERT:
+            return world
+        group = self.shared_group(partition, purpose, description=name)
+        assert group is not None
+        group._set_group_desc(name)  # another grid may have made it for another axis
+        return group
+
+    def partition(self, axes: Collection[str]) -> list[list[int]]:
+        """The ranks that differ in these axes only, in order, for each place along all others."""
+        return _rows(self._places, [OUTER_TO_INNER.index(axis) for axis in OUTER_TO_INNER if axis in axes])
+
+    def shared_group(
+        self, partition: Iterable[Sequence[int]], purpose: str, backend: str | None = None, description: str = ""
+    ) -> dist.ProcessGroup | None:
+        """This rank's group of a partition, for a purpose (`stretto.memory.shared_groups`), until the grid is closed.
+
+        Collective.
+        """
+        shared = self.require_open()
+        description = description or purpose
+        return shared.get(partition, purpose, timeout=self.timeout, backend=backend, description=description)
+
+    def _mesh_over(self, places: torch.Tensor, dims: Sequence[str], axes: Sequence[str]) -> DeviceMesh:
+        """The mesh of these axes, in this order, over the ranks that differ from this one in them alone.
+
+        places: the ranks, by their coordinates along `dims`. The mesh takes the groups that the grid has.
+        """
+        (at,) = (places == dist.get_rank()).nonzero().tolist()
+        here = places[tuple(slice(None) if axis in axes else at[dim] for dim, axis in enumerate(dims))]
+        kept = [axis for axis in dims if axis in axes]
+        # Contiguous: torch 2.11 derives the mesh's order from its strides, including dims of size 1.
+        mesh = here.permute([kept.index(axis) for axis in axes]).contiguous()
+        return DeviceMesh.from_group(
+            [self.group(axis) for axis in axes], self.device.type, mesh, mesh_dim_names=tuple(axes)
+        )
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits the result:
+        # with z last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
+        return self._mesh_over(self._places, OUTER_TO_INNER, MESH_ORDER)
+
+    def _divide_experts(self, sizes: GridSizes) -> None:
+        """Make the groups of experts' axes, and the mesh of experts' parameters of this stage."""
         shape, names = [], []
         for axis in OUTER_TO_INNER:
             inner = sizes.expert_taken.get(axis, 1)
             shape += [sizes[axis] // inner, inner]
-            names += [left.get(axis, axis), f"taken of {axis}"]
+            names += [_LEFT_OF.get(axis, axis), f"taken of {axis}"]
         taken = [name for name in names if name.startswith("taken")]
         axes = [name for name in names if name not in taken]
         order = [names.index(name) for name in (*axes, *taken)]
-        whole = places.reshape(shape).permute(order).reshape(*(shape[dim] for dim in order[: len(axes)]), sizes.expert)
+        whole = self._places.reshape(shape).permute(order)
+        whole = whole.reshape(*(shape[dim] for dim in order[: len(axes)]), sizes.expert)
         axes.append(EXPERT)
-        alike = {EXPERT_DATA: "data", EXPERT_Z: "z"}
         for axis in EXPERT_AXES:
-            size = whole.shape[axes.index(axis)]
-            if axis in alike and size == sizes[alike[axis]]:
-                self._groups[axis] = self._groups[alike[axis]]
-            elif size > 1:
-                members = whole.movedim(axes.index(axis), -1).reshape(-1, size).tolist()
-                self._groups[axis], _ = dist.new_subgroups_by_enumeration(members, group_desc=axis)
+            if whole.shape[axes.index(axis)] > 1:
+                purpose = EXPERT if axis == EXPERT else "grid"
+                self._groups[axis] = self._make_group(axis, _rows(whole, [axes.index(axis)]), purpose)
         self.expert_axes = expert_parameter_axes(sizes)
-        (at,) = (whole == dist.get_rank()).nonzero().tolist()
-        mine = whole[tuple(slice(None) if axis in self.expert_axes else at[dim] for dim, axis in enumerate(axes))]
-        dims = [axis for axis in axes if axis in self.expert_axes]
-        self.expert_mesh = DeviceMesh.from_group(
-            [self._groups[axis] for axis in self.expert_axes],
-            self.device.type,
-            mine.permute([dims.index(axis) for axis in self.expert_axes]).contiguous(),
-            mesh_dim_names=self.expert_axes,
-        )
-        self._mesh_groups[self.expert_mesh] = self._groups[STAGE]
+        self.expert_mesh = self._mesh_over(whole, axes, self.expert_axes)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this rank only in `axis`.
 
-        For "batch" they differ in data and z, for "stage" in all axes except pipe, for "world" in any axis.
+        For "batch" they differ in data and z, for "stage" in all axes except pipe, for "world" in any axis. All axes of
+        one rank have one group, which is made at the first call for one of them.
 
         axis: one of `stretto.axes.NAMES`, of its `EXPERT_AXES` or `DERIVED_GROUPS`, "stage" or "world".
 
-        Raises ValueError for an unknown axis; so do `size` and `coordinate`.
+        Raises ValueError for an unknown axis, and on a closed grid; so do `size` and `coordinate`.
         """
-        if axis not in self._groups:
-            if axis not in EXPERT_AXES:
-                known = dict.fromkeys((*self._groups, *EXPERT_AXES))
-                raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(known)}")
-            self._groups[axis] = self._group_of_experts(axis)
-        return self._groups[axis]
-
-    def _group_of_experts(self, axis: str) -> dist.ProcessGroup:
-        """The group of an axis of experts that has no separate one: data's or z's without expert, else this rank."""
-        if axis != EXPERT and self.sizes.get(EXPERT, 1) == 1:
-            return self._groups["data" if axis == EXPERT_DATA else "z"]
-        alone = next((group for group in self._groups.values() if group.size() == 1), None)
-        if alone is None:
-            alone = dist.new_group([dist.get_rank()], timeout=self.timeout, use_local_synchronization=True)
+        if self.size(axis) > 1:
+            return self._groups[axis]
+        alone = dist.group.WORLD if self.size("world") == 1 else self.shared_group([[dist.get_rank()]], "one rank")
+        assert alone is not None
         return alone
+
+    def communicator(self, axis: str) -> dist.ProcessGroup:
+        """Return `group(axis)`, for callers that send nothing where it has one rank: none is made for these."""
+        return self._groups[axis] if self.size(axis) > 1 else NO_GROUP
 
     def group_names(self) -> dict[str, str]:
         """Map torch's names of this rank's process groups to their axes."""
         named = {self._groups[axis].group_name: axis for axis in reversed(self._groups)}
         return named | self.other_groups
 
-    def group_of_mesh(self, mesh: DeviceMesh) -> dist.ProcessGroup:
-        """Return the process group of all ranks of a mesh of parameters: of their shards and replicas."""
-        return self._mesh_groups[mesh]
-
     def size(self, axis: str) -> int:
         """Return the size of `axis`: pipe, data, x, y, z, "batch" (data x z), "stage" (all except pipe) or "world"."""
-        return self.layout_sizes[axis] if axis in EXPERT_AXES else self.group(axis).size()
+        self.require_open()
+        if axis not in self._all_sizes:
+            raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(self._all_sizes)}")
+        return self._all_sizes[axis]
+
+    @cached_property
+    def _all_sizes(self) -> Mapping[str, int]:
+        sizes = check_sizes(self.sizes)
+        return {**group_sizes(dict(sizes)), STAGE: sizes.stage_ranks, "world": sizes.ranks, **self.layout_sizes}
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's index along `axis`; along "batch", the index of its part of the global batch."""
-        return 0 if self.size(axis) == 1 else self.group(axis).rank()
+        return self.communicator(axis).rank()
+
+    def close(self) -> None:
+        """Give back the process groups that no other grid uses. Collective: every rank must close the same grids.
+
+        Close what uses the grid first (pipelines, say). Models on it can then neither compute nor be saved.
+        """
+        if self._shared is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._shared.close()
+        self._shared = None
+        # Until these are freed, so are not the groups' threads. torch caches meshes in many places.
+        for mesh in (self.parameter_mesh, self.expert_mesh, self.__dict__.pop("mesh", None)):
+            if mesh is not None:
+                getattr(mesh, "_pg_registry", {}).clear()
+        self._groups.clear()
+
+    def require_open(self) -> SharedGroups:
+        """Raise ValueError on a closed grid; the groups that this one shares."""
+        if self._shared is None:
+            raise ValueError(f"{self!r} was closed, and has no process groups: make another Grid")
+        return self._shared
+
+    def __deepcopy__(self, memo: object) -> "Grid":
+        return self  # a copy of a module that holds a grid is on the same one
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            f"a grid cannot be pickled (it holds process groups): keep its sizes, {self.sizes}, and make Grid(**sizes) "
+            "on every rank"
+        )
 
     @cached_property
     def layout_sizes(self) -> Mapping[str, int]:
@@ -211,6 +282,14 @@ class Grid:
 
     def __repr__(self) -> str:
         return "Grid(" + ", ".join(f"{axis}={size!r}" for axis, size in shown_sizes(self.sizes).items()) + ")"
+
+
+def _rows(places: torch.Tensor, dims: Sequence[int]) -> list[list[int]]:
+    """The ranks that differ in these dims only, for each place along all others."""
+    last = range(places.ndim - len(dims), places.ndim)
+    size = prod(places.shape[dim] for dim in dims)
+    rows: list[list[int]] = places.movedim(list(dims), list(last)).reshape(-1, size).tolist()
+    return rows
 
 
 def mismatch(sizes: Mapping[str, Any], ranks: int) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory.plain_data import all_gather_data
 from stretto.train.data import write_atomically
 from stretto.train.optimizer import local_shard
 from stretto.train.task import TrainTask
@@ -26,8 +27,8 @@ def require_finite_start(task: TrainTask, source: Path) -> None:
     """
     weights = {name: local_shard(weight) for name, weight in task.weights().items()}
     own = _first_nonfinite(weights)
-    found: list[tuple[int, int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, None if own is None else (task.grid.coordinate("pipe"), *own))
+    mine = None if own is None else (task.grid.coordinate("pipe"), *own)
+    found = all_gather_data(mine, kind=tuple[int, int, str] | None)
     if faults := [fault for fault in found if fault is not None]:
         *_, text = min(faults)  # the first in the model's order, whichever rank has it
         raise ValueError(f"{source}: {text}; nothing can be trained from it: start from weights that are finite")

@@ -12,7 +12,6 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import AXES
+from stretto.memory.plain_data import all_gather_data
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.layout import layout_of, place_on
 from stretto.train.bit_hash import hash_bits, multipliers
@@ -49,8 +49,7 @@ class ReplicaCheck:
         self._task = task
         self._device = task.grid.device
         self._shards = _group(task.replicated())
-        keys: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(keys, [shards.key for shards in self._shards])
+        keys = all_gather_data([shards.key for shards in self._shards], kind=list[str])
         self._width = max(map(len, keys))
         # The ranks that hold the same shards, and the position of their hash in each one's message.
         holders: dict[str, dict[int, int]] = defaultdict(dict)
@@ -103,8 +102,8 @@ class ReplicaCheck:
             for shards, values in zip(self._shards, hashes, strict=True)
             if shards.key in differing
         }
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (socket.gethostname(), self._tensor_shard(), own))
+        mine = socket.gethostname(), self._tensor_shard(), own
+        gathered = all_gather_data(mine, kind=tuple[str, tuple[int, ...], dict[str, list[tuple[str, int]]]])
         votes = [
             Vote(name, {rank: gathered[rank][2][key][number][1] for rank in self._holders[key]})
             for key in differing

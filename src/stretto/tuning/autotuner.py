@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.memory import shared_gpus
+from stretto.memory.plain_data import broadcast_data
 from stretto.tuning.store import TuningStore
 
 Problem = TypeVar("Problem")
@@ -103,18 +104,19 @@ def slowest_times(seconds: Any, device: torch.device, group: dist.ProcessGroup |
 
 
 def decide_on_rank_0(
-    decide: Callable[[], Decision], device: torch.device, group: dist.ProcessGroup | None = None
+    decide: Callable[[], Decision], kind: type[Decision], group: dist.ProcessGroup | None = None
 ) -> Decision:
-    """What `decide` returns on the group's rank 0, on all ranks; its ValueError is raised on all. Collective."""
-    found: list[Any] = [None]
+    """What `decide` returns on the group's rank 0, on all ranks; its ValueError is raised on all. Collective.
+
+    kind: of what it returns (`stretto.memory.plain_data`).
+    """
+    found: tuple[Any, str] = None, ""
     if dist.get_rank(group) == 0:
         try:
-            found[0] = decide(), ""
+            found = decide(), ""
         except ValueError as error:
-            found[0] = None, str(error)
-    root = 0 if group is None else dist.get_global_rank(group, 0)
-    dist.broadcast_object_list(found, src=root, group=group, device=device)
-    decision, refusal = found[0]
+            found = None, str(error)
+    decision, refusal = broadcast_data(found, group, tuple[kind | None, str])  # type: ignore[valid-type]
     if refusal:
         raise ValueError(refusal)
     return decision

@@ -76,7 +76,9 @@ def listening(pid: int) -> set[str]:
             inodes.add(os.readlink(link))
         except OSError:
             continue
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{table}").open()]
+    lines = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()
+    ]
     return {line[1].partition(":")[0] for line in lines[1:] if line[3] == "0A" and f"socket:[{line[9]}]" in inodes}
 
 

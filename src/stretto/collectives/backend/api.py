@@ -206,7 +206,7 @@ def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, 
         result, description = check()
     except (ValueError, OSError) as caught:
         error, description = caught, f"refuses: {caught}"
-    answers = exchange((error is not None, description), group, timeout)
+    answers = exchange((error is not None, description), group, timeout, tuple[bool, str])
     if error is not None:
         raise error
     for rank, (refused, other) in enumerate(answers):

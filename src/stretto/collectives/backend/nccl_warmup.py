@@ -5,10 +5,10 @@ import socket
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.runner import Member
+from stretto.memory.plain_data import all_gather_data
 
 
 class NcclWarmup:
@@ -42,7 +42,6 @@ class NcclWarmup:
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             mine = socket.gethostname(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         group = c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-        everyone: list[tuple[str, str] | None] = [mine] * self._member.size
-        dist.all_gather_object(everyone, mine, group=group)
+        everyone = all_gather_data(mine, group, tuple[str, str] | None)
         if None not in everyone and len(set(everyone)) == len(everyone):
             self.warm_up(torch.device("cuda", torch.cuda.current_device()))

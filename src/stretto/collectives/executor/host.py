@@ -148,9 +148,10 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 def _require_same(own: dict[str, object], rank: int, group: dist.ProcessGroup | None, timeout: float) -> None:
     """Raise ValueError if ranks do not run the same schedule on the same sizes."""
-    for peer, theirs in enumerate(exchange(own, group, timeout)):
+    for peer, theirs in enumerate(exchange(own, group, timeout, dict[str, object])):
         for what, value in own.items():
-            if theirs[what] != value:
+            if theirs.get(what) != value:
                 raise ValueError(
-                    f"all ranks must run the same: {what} is {value} on rank {rank} and {theirs[what]} on rank {peer}"
+                    f"all ranks must run the same: {what} is {value} on rank {rank} and {theirs.get(what)} on rank "
+                    f"{peer}"
                 )

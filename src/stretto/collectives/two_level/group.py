@@ -35,6 +35,7 @@ from stretto.collectives.two_level.model import ALGORITHMS, TYPICAL, Algorithm, 
 from stretto.collectives.two_level.nodes import Host, Nodes, find_nodes
 from stretto.collectives.two_level.work import Deadline, SerialRunner, Work
 from stretto.memory import PeerError, exchange, find_own_rank
+from stretto.memory.plain_data import all_gather_data
 
 logger = logging.getLogger(__name__)
 
@@ -282,12 +283,11 @@ class TwoLevelGroup:
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
         mine = (ranks_per_node, same, Host.of_this_process())
+        kind = tuple[int | None, tuple[Links, int], Host]
         if "gloo" in dist.get_backend_config(self._group):
-            everyone = exchange(mine, self._group, self._timeout)
+            everyone = exchange(mine, self._group, self._timeout, kind)
         else:  # only gloo has a barrier that names the missing ranks
-            gathered: list[tuple[int | None, tuple[object, ...], Host] | None] = [None] * self.world
-            dist.all_gather_object(gathered, mine, group=self._group)
-            everyone = cast(list[tuple[int | None, tuple[object, ...], Host]], gathered)
+            everyone = all_gather_data(mine, self._group, kind)
         for rank, other in enumerate(everyone):
             if other[:2] != everyone[0][:2]:
                 raise ValueError(

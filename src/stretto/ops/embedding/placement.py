@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import exchange
+from stretto.memory.plain_data import all_gather_data
 from stretto.ops.checks import DTYPES
 from stretto.ops.embedding.table_set import name_dtypes
 from stretto.ops.workspace import find_group, find_known
@@ -220,12 +220,10 @@ def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement)
 
 def _agree(group: str, device: torch.device, own: _RankTables) -> EmbeddingPlacement:
     process_group = find_group(group)
-    every: list[_RankTables]
     if device.type == "cpu":
-        every = exchange(own, process_group, _TIMEOUT)
+        every = exchange(own, process_group, _TIMEOUT, _RankTables)
     else:  # NCCL has no barrier with a time limit; the group's own counts
-        every = [own] * process_group.size()
-        dist.all_gather_object(every, own, group=process_group)
+        every = all_gather_data(own, process_group, _RankTables)
     owners = [(rank, other) for rank, other in enumerate(every) if other.dims]
     if not owners:
         raise ValueError("embedding_all_to_all: no rank of the group has a table")

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.execution import SCATTERS_IN_FLIGHT
-from stretto.parallel.comm.collectives import Pending, collective, start_scatter_rows
+from stretto.parallel.comm.collectives import Pending, Started, collective, start_scatter_rows
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
 from stretto.tiles.call_state import may_publish
 from stretto.tiles.launches import launch_kernel
@@ -33,7 +33,7 @@ OPERATOR = "the reduce-scatter of gradients over z"
 # was summed there.
 ARRIVED = tl.constexpr(0)
 RELEASED = tl.constexpr(1)
-_WORK = dist.Work()  # stands for a collective that no process group runs
+_WORK = Started(dist.Work(), "reduce_scatter", -1, 0)  # stands for a collective that no process group runs
 _BLOCK = 2048
 _PROGRAMS = 512
 

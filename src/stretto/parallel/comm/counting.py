@@ -113,7 +113,11 @@ def axes_of_groups(grid: Grid) -> dict[str, str]:
     Groups of one rank send nothing, so their names need not be distinguished.
     """
     of_experts = EXPERT_AXES if grid.size(EXPERT) > 1 else ()
-    found = {grid.group(axis).group_name: axis for axis in (*of_experts, STAGE, "world", *DERIVED_GROUPS, *NAMES)}
+    found = {
+        grid.group(axis).group_name: axis
+        for axis in (*of_experts, STAGE, "world", *DERIVED_GROUPS, *NAMES)
+        if grid.size(axis) > 1
+    }
     return found | grid.other_groups
 
 

@@ -46,6 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from stretto.axes import STAGE
 from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
@@ -377,7 +378,7 @@ class GradientReducer:
             self._settle_all(current, current.scatters.popleft())
         if self._scattered:
             scattered, self._scattered = self._scattered, None
-            self._check_order(scattered, self.grid.group("z"))
+            self._check_order(scattered, self.grid.communicator("z"))
         arrived = current.counts if self.sink is not None else current.arrived
         if arrived and not self._was_compared:
             self._was_compared = True
@@ -427,7 +428,7 @@ class GradientReducer:
         """
         for mesh in dict.fromkeys(map(self._mesh_of, self._groups)):
             order = [parameter for parameter in arrived if self._mesh_of(parameter) == mesh]
-            self._check_order(order, self.grid.group_of_mesh(mesh))
+            self._check_order(order, self.grid.communicator(STAGE))
 
     def _check_order(self, order: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         """Raise RuntimeError unless a group's ranks have gradients of these parameters, in this order.

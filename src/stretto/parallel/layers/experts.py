@@ -129,7 +129,7 @@ class TokenFlow:
     @classmethod
     def of(cls, grid: Grid, *, shards_sequence: bool, drops: bool) -> "TokenFlow":
         """shards_sequence: ranks of x have different tokens. drops: whether duplicates are dropped."""
-        x = several(grid.group("x"))
+        x = several(grid.communicator("x"))
         if grid.expert_tensor == "fold":
             return cls(cut_over=None if shards_sequence else x)
         if shards_sequence:

@@ -51,7 +51,7 @@ class ParallelHead(ParallelLinear):
             self.check_input(x)
             self.passed_through = x
             return x
-        return gather_features(super().forward(x), self.vocab, self.grid.group("x"))
+        return gather_features(super().forward(x), self.vocab, self.grid.communicator("x"))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -88,7 +88,7 @@ class _HeadLoss(torch.autograd.Function):
             logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group)
             is_valid = targets[part] != IGNORED_TARGET
             scales = is_valid * scale if grad_hidden is not None else None
-            own_targets, group = targets[part] - head.first_row, head.grid.group("x")
+            own_targets, group = targets[part] - head.first_row, head.grid.communicator("x")
             if has_kernels:
                 loss = _cross_entropy_by_kernels(logits, own_targets, scales, rows, group)
                 gradient = logits
@@ -215,7 +215,7 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
 
 def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_averaged: bool) -> Tensor:
     counts = torch.as_tensor(count, device=total.device).clone()
-    part, group = total / all_reduce(counts, grid.group(LOSS)), grid.group(LOSS)
+    part, group = total / all_reduce(counts, grid.communicator(LOSS)), grid.communicator(LOSS)
     return _SumOverLossGroup.apply(part, group, group.size() if is_averaged else 1)
 
 
@@ -262,7 +262,7 @@ class MeansOverBatch(TorchFunctionMode):
             or targets.is_floating_point()
         ):
             if self.adds_sums and options["reduction"] == "sum":
-                group = self.grid.group(LOSS)
+                group = self.grid.communicator(LOSS)
                 scale = group.size() if self.is_averaged else 1
                 return _SumOverLossGroup.apply(func(*args, **(kwargs or {})), group, scale)
             if self.passes_others:
@@ -300,7 +300,7 @@ class ParallelLoss(nn.Module):
                 "this model changes its logits between head and loss (scales or caps them, say), which a sharded loss "
                 "would miss: call parallelize(..., sharded_loss=False)"
             )
-        loss_group = head.grid.group(LOSS)
+        loss_group = head.grid.communicator(LOSS)
         check_ids(targets, head.vocab, "target", ignored=IGNORED_TARGET)
         tokens = logits.shape[:-1].numel()
         if hidden is not None and head.plan.tokens is not None:

@@ -87,7 +87,7 @@ def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, gri
     If y splits these, its first argument is gathered, and its output (the first of several) is split.
     """
     module = model.get_submodule(part.whose)
-    forward, group = shard.wrap(module.forward), grid.group("y")
+    forward, group = shard.wrap(module.forward), grid.communicator("y")
     checks = grid.size("x") * grid.size("y") > 1
 
     @functools.wraps(forward)

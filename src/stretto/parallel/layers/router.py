@@ -41,7 +41,7 @@ def route_whole_features(
     model does.
     """
     module = model.get_submodule(part.whose)
-    forward, over_y, name = module.forward, grid.group("y"), part.whose
+    forward, over_y, name = module.forward, grid.communicator("y"), part.whose
     checks = grid.size("x") * grid.size("y") > 1
     counts_tokens = hasattr(module, "sum_over_ranks")
     of_parameters = Precision() if counts_tokens else precision
@@ -82,8 +82,10 @@ def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, ov
     """
     # Ranks of y have the same tokens: the first counts them.
     over, is_counted = (LOSS, True) if tokens is None else (STAGE, grid.coordinate("y") == 0)
-    start_sum = functools.partial(_start_sum, grid.group(over), is_counted=is_counted, overlaps=overlaps)
-    groups = [group for group in (grid.group(LOSS), tokens.group if tokens else None) if group and group.size() > 1]
+    start_sum = functools.partial(_start_sum, grid.communicator(over), is_counted=is_counted, overlaps=overlaps)
+    groups = [
+        group for group in (grid.communicator(LOSS), tokens.group if tokens else None) if group and group.size() > 1
+    ]
     router.sum_over_ranks = functools.partial(_keep, lambda tensor: start_sum(tensor)())
     router.sum_over_earlier_ranks = functools.partial(_keep, functools.partial(_sum_of_earlier, groups))
     if hasattr(router, "record"):

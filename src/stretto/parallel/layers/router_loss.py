@@ -46,7 +46,7 @@ def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) 
     base = huggingface.base_of(model)
     if base is model or not hasattr(model.config, "output_router_logits"):
         return
-    signature, group = inspect.signature(model.forward), grid.group(LOSS)
+    signature, group = inspect.signature(model.forward), grid.communicator(LOSS)
     gathers = huggingface.balances_load(model) and group.size() > 1 and not averages
     places = {"stages": grid.size("pipe"), "summed_ranks": 1 if averages else group.size()}
     own: list[tuple[Tensor, ...]] = []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
+from stretto.memory import PeerError
 from stretto.parallel.comm.counting import count_message
 from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
 from stretto.parallel.comm.weight_gathering import StepGatherer
@@ -222,7 +223,11 @@ class ActionRunner:
         step, stages, received = self.step, self.stages, None
         if stage > 0:
             message = self._take_message("F", stage, number, stage - 1)
-            received = Activations.from_message(message)
+            try:
+                received = Activations.from_message(message)
+            except ValueError as error:
+                sender = stages.stage_ranks[stage - 1]
+                raise PeerError(f"pipe rank {sender} has sent activations that are damaged: {error}") from error
             if received.micro_batches != step.micro_batches:
                 raise ValueError(
                     f"stage {stage - 1} has {received.micro_batches} micro-batches in this step, and stage {stage} has "

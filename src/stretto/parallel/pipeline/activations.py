@@ -6,14 +6,21 @@ and dtypes that the modules have returned on their own stages. The model's code 
 or a mask. `OutputLayouts` records these, and is sent with each micro-batch.
 """
 
-import pickle
-from collections.abc import Hashable, Iterable, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
+
+from stretto.memory.plain_data import pack, unpack
+
+MAX_NUMBERS = 1 << 36
+"""Of a stand-in, at most: a damaged description must not allocate a machine's memory."""
+_PACKED = tuple[list[Any], list[tuple[int | str, list[int]]]]
 
 
 @dataclass(frozen=True)
@@ -31,24 +38,32 @@ class OutputLayouts:
     calls: by module, in the order of its calls.
     """
 
-    calls: dict[Hashable, list[Any]] = field(default_factory=dict)
+    calls: dict[int | str, list[Any]] = field(default_factory=dict)
 
-    def note(self, module: Hashable, output: Any) -> None:
+    def note(self, module: int | str, output: Any) -> None:
         """Record a module's output."""
         noted = _layout_of(output) if isinstance(output, Tensor) else tree_map(_layout_of, output)
         last = next(reversed(self.calls.values()), None)
         if last is not None and last[-1] == noted:
-            noted = last[-1]  # blocks are often alike, and pickle writes one object once
+            noted = last[-1]  # blocks are often alike, and one object is sent once
         self.calls.setdefault(module, []).append(noted)
 
     def packed(self) -> Tensor:
-        """As bytes, uint8 [any]."""
-        return torch.frombuffer(bytearray(pickle.dumps(self.calls)), dtype=torch.uint8)
+        """As bytes, uint8 [any]. ValueError for an output of a class that a receiver could not find."""
+        outputs = {id(noted): noted for of_module in self.calls.values() for noted in of_module}
+        numbers = {identity: number for number, identity in enumerate(outputs)}
+        calls = [(module, [numbers[id(noted)] for noted in of_module]) for module, of_module in self.calls.items()]
+        return pack(([_as_plain(noted) for noted in outputs.values()], calls))
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> "OutputLayouts":
-        """Of `packed`."""
-        return cls(pickle.loads(packed.numpy().tobytes()))
+        """Of `packed`. ValueError for anything else."""
+        plain, calls = unpack(packed, _PACKED)
+        outputs = dict(enumerate(map(_from_plain, plain)))
+        try:
+            return cls({module: [outputs[number] for number in numbers] for module, numbers in calls})
+        except KeyError as error:
+            raise ValueError(f"output {error} is described by nothing") from error
 
 
 def _layout_of(leaf: Any) -> Any:
@@ -56,6 +71,85 @@ def _layout_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return _StandInLayout(tuple(leaf.shape), leaf.dtype)
     return leaf if isinstance(leaf, bool | int | float | str) else None
+
+
+def _as_plain(noted: Any) -> Any:
+    """A tree of layouts as plain data: a tuple that begins with what stands there."""
+    kind = type(noted)
+    if kind is _StandInLayout:
+        return "tensor", noted.shape, noted.dtype
+    if kind in (tuple, list):
+        return kind.__name__, list(map(_as_plain, noted))
+    if kind is dict:
+        return "dict", [(key, _as_plain(value)) for key, value in noted.items()]
+    if not _is_named_tuple(kind) and kind not in SUPPORTED_NODES:
+        return "value", noted
+    parts, context = (noted, None) if _is_named_tuple(kind) else SUPPORTED_NODES[kind].flatten_fn(noted)
+    name = _name_class(kind)
+    try:
+        pack(context)
+        if _find_class(name) is not kind:
+            raise ValueError("other ranks could not find the class by its name")
+    except ValueError as error:
+        raise ValueError(
+            f"a module before the last pipeline stage returns a {kind.__qualname__}, of which later stages cannot be "
+            f"told ({error}): return a tuple or a dict, or a NamedTuple that is defined at a module's top"
+        ) from error
+    return "object", name, context, list(map(_as_plain, parts))
+
+
+def _from_plain(plain: Any) -> Any:
+    """Read what `_as_plain` has made. ValueError for anything else."""
+    try:
+        match plain:
+            case "tensor", tuple() as shape, torch.dtype() as dtype if all(type(size) is int for size in shape):
+                if min(shape, default=0) >= 0 and prod(shape) <= MAX_NUMBERS:
+                    return _StandInLayout(shape, dtype)
+            case ("tuple" | "list") as kind, list() as parts:
+                made = list(map(_from_plain, parts))
+                return tuple(made) if kind == "tuple" else made
+            case "dict", list() as items:
+                return {key: _from_plain(value) for key, value in items}
+            case "object", str() as name, context, list() as parts:
+                return _make_object(name, context, list(map(_from_plain, parts)))
+            case "value", (None | bool() | int() | float() | str()) as value:
+                return value
+    except TypeError as error:  # a key that cannot be one, say
+        raise ValueError(f"{repr(plain)[:100]} describes no output of a module: {error}") from error
+    raise ValueError(f"{repr(plain)[:100]} describes no output of a module")
+
+
+def _make_object(name: str, context: Any, parts: list[Any]) -> Any:
+    kind = _find_class(name)
+    if kind is None:
+        raise ValueError(f"a module of an earlier stage has returned a {name[:100]}, which this rank has not imported")
+    try:
+        return kind._make(parts) if _is_named_tuple(kind) else SUPPORTED_NODES[kind].unflatten_fn(parts, context)
+    except Exception as error:  # of the class, which may be anybody's
+        raise ValueError(f"{repr(parts)[:100]} are not the parts of a {name}: {error}") from error
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
+
+
+def _name_class(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _find_class(name: str) -> Any:
+    """The class of this name among those that pytrees know, and named tuples of modules that are already imported.
+
+    A peer gives the name, so nothing is imported for it, and no other class is found.
+    """
+    for kind in SUPPORTED_NODES:
+        if isinstance(kind, type) and _name_class(kind) == name:
+            return kind
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # getattr(found, part) could import what a module loads late
+    return found if _is_named_tuple(found) else None
 
 
 @dataclass
@@ -70,9 +164,9 @@ class StandIns:
     device: torch.device
     leaves: list[Tensor] | None = None
     _made: dict[_StandInLayout, Tensor] = field(default_factory=dict)
-    _calls: dict[Hashable, int] = field(default_factory=dict)
+    _calls: dict[int | str, int] = field(default_factory=dict)
 
-    def make(self, module: Hashable) -> Any:
+    def make(self, module: int | str) -> Any:
         """What the module's next call returns. KeyError if it was not called on its own stage."""
         calls = self.layouts.calls[module]
         number = self._calls.get(module, 0)
@@ -117,8 +211,11 @@ class Activations:
 
     @classmethod
     def from_message(cls, message: Sequence[Tensor | None]) -> "Activations":
-        """Read what `as_message` has made."""
+        """Read what `as_message` has made. ValueError for anything else."""
         header, layouts, cpu, gpu, *received = message
+        for part, dtype in ((header, torch.int64), (layouts, torch.uint8)):
+            if part is None or part.dim() != 1 or part.dtype != dtype:
+                raise ValueError("it does not begin with a header and descriptions of outputs")
         assert header is not None
         assert layouts is not None
         micro_batches, batch, seq, *places = header.tolist()

@@ -72,4 +72,4 @@ def _share_memory(group: dist.ProcessGroup | None) -> bool:
     if not _BOOT_ID.exists() or not _NAMESPACE.exists():
         return False
     here = (socket.gethostname(), _BOOT_ID.read_text().strip(), _NAMESPACE.stat().st_ino, os.getuid())
-    return len(set(exchange(here, group, group_timeout(group)))) == 1
+    return len(set(exchange(here, group, group_timeout(group), tuple[str, str, int, int]))) == 1

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ SMALLEST_REUSED = 1 << 16
 
 _ALIGNMENT = 64
 _FIXED_WORDS = 6
+_MAX_DIMS = 64  # torch's own
+_MAX_NUMBERS = 1 << 40
 _OPERATIONS = ("F", "B")
 
 
@@ -130,22 +132,38 @@ class MessageHeader:
 
     @classmethod
     def unpack(cls, data: Tensor) -> tuple["MessageHeader", int]:
-        """Read the header at the beginning of uint8 data; returns it and its size in bytes."""
+        """Read the header at the beginning of uint8 data; returns it and its size in bytes.
+
+        ValueError for words that are no header.
+        """
         words = data[: data.numel() // 8 * 8].view(torch.int64)
         step, operation, stage, micro_batch, choice, count = words[:_FIXED_WORDS].tolist()
         at = _FIXED_WORDS
         layouts: list[TensorLayout | None] = []
-        for _ in range(count):
-            if words[at] < 0:
-                layouts.append(None)
-                at += 1
-                continue
-            is_on_gpu, dtype, dims = words[at : at + 3].tolist()
-            shape = tuple(words[at + 3 : at + 3 + dims].tolist())
-            layouts.append(TensorLayout(DTYPES[dtype], shape, bool(is_on_gpu)))
-            at += 3 + dims
-        key = MessageKey(_OPERATIONS[operation], stage, micro_batch)  # type: ignore[arg-type]
+        try:
+            for _ in range(count):
+                if words[at] < 0:
+                    layouts.append(None)
+                    at += 1
+                    continue
+                is_on_gpu, dtype, dims = words[at : at + 3].tolist()
+                if not 0 <= dims <= min(_MAX_DIMS, len(words) - at - 3):
+                    raise ValueError(f"a tensor has {dims} dims")
+                shape = tuple(words[at + 3 : at + 3 + dims].tolist())
+                if min(shape, default=0) < 0 or prod(shape) > _MAX_NUMBERS:
+                    raise ValueError(f"a tensor is {shape}")
+                layouts.append(TensorLayout(_at(DTYPES, dtype), shape, bool(is_on_gpu)))
+                at += 3 + dims
+            key = MessageKey(_at(_OPERATIONS, operation), stage, micro_batch)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"the header of a message is damaged: {error}") from error
         return cls(step, key, tuple(layouts), choice), 8 * at
+
+
+def _at(table: Sequence[Any], number: int) -> Any:
+    if number < 0:
+        raise IndexError(f"there is no entry {number}")
+    return table[number]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

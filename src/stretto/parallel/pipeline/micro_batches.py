@@ -82,7 +82,7 @@ class BatchCutter:
         is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
         found = [_count_valid(part, is_shifted=is_shifted) for part in step.targets]
         mine = torch.stack(found).to(self.grid.device)
-        counts = all_reduce(mine.clone(), self.grid.group(LOSS))
+        counts = all_reduce(mine.clone(), self.grid.communicator(LOSS))
         total = counts.sum()
         if self._averages:  # a rank's loss covers its own rows, and the mean over ranks is that of the batch
             counts, total = mine, total / self.grid.size(LOSS)
@@ -102,7 +102,7 @@ class BatchCutter:
         if ranks == 1:
             return
         sums = torch.tensor([micro_batches, micro_batches**2], dtype=torch.int64, device=self.grid.device)
-        total, squares = all_reduce(sums, self.grid.group(LOSS)).unbind()
+        total, squares = all_reduce(sums, self.grid.communicator(LOSS)).unbind()
         differ = total * total != squares * ranks
         text = "all ranks of data and z have as many rows in a step"
         if sums.is_cuda:

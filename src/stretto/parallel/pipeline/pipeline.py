@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.axes import EXPERT, LOSS, STAGE, STAGE_AXES, WEIGHT_AXES
+from stretto.axes import EXPERT, LOSS, STAGE, STAGE_AXES, WEIGHT_AXES, check_sizes
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -32,7 +32,7 @@ from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.failure_reports import StepFailures
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.micro_batches import BatchCutter
-from stretto.parallel.pipeline.stages import ModelStages, make_group
+from stretto.parallel.pipeline.stages import ModelStages
 from stretto.parallel.roles.huggingface import is_pretrained_model
 from stretto.schedules import (
     SCHEDULES,
@@ -114,8 +114,9 @@ class Pipeline:
         if self.is_message_driven and grid.size(STAGE) > 1:
             # Experts exchange tokens over data, too, and routers sum their choices.
             over_data = grid.size(EXPERT) > 1 or any(hasattr(module, "sum_over_ranks") for module in model.modules())
-            group = make_group(_ranks_over(grid, STAGE_AXES if over_data else WEIGHT_AXES), grid, backend="gloo")
-            self._leaders = group if group.size() > 1 else None
+            over = STAGE_AXES if over_data else WEIGHT_AXES
+            if check_sizes(grid.sizes).over(over) > 1:
+                self._leaders = grid.shared_group(grid.partition(over), "leaders", backend="gloo")
         number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
         self._failures = StepFailures(f"stretto pipeline {number}")
         self._carrier = (
@@ -347,7 +348,7 @@ class Pipeline:
         for part in step.losses:
             total += part
         if self._averages:
-            total = all_reduce(total, self.grid.group(LOSS)) / self.grid.size(LOSS)
+            total = all_reduce(total, self.grid.communicator(LOSS)) / self.grid.size(LOSS)
         for rank in others:
             self._carrier.take(MessageKey("B", count, rank), rank)
         for rank in others:
@@ -375,10 +376,3 @@ def _find_gatherer(model: nn.Module, stages: int) -> StepGatherer | None:
     """What keeps the weights that a stage has gathered for a step; None where nothing does."""
     gatherer = getattr(model, "weight_gatherer", None)
     return gatherer if stages > 1 and isinstance(gatherer, StepGatherer) else None
-
-
-def _ranks_over(grid: Grid, axes: Sequence[str]) -> list[int]:
-    """The ranks that differ from this one in these axes only."""
-    mesh, names = grid.mesh.mesh, list(grid.mesh.mesh_dim_names or ())
-    place = [slice(None) if name in axes else grid.coordinate(name) for name in names]
-    return sorted(int(rank) for rank in mesh[tuple(place)].flatten())

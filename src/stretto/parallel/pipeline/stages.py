@@ -340,23 +340,8 @@ def make_tie_group(stages: ModelStages, grid: Grid) -> dist.ProcessGroup | None:
     ends = {stages.stage_ranks[0], stages.stage_ranks[-1]}
     if len(ends) == 1:
         return None
-    pipe_ranks = dist.get_process_group_ranks(grid.group("pipe"))
-    group = make_group([pipe_ranks[rank] for rank in ends], grid)
+    ends_of_rows = [[row[rank] for rank in ends] for row in grid.partition(("pipe",))]
+    group = grid.shared_group(ends_of_rows, "tied weights")
     if group is not None:
         grid.other_groups[group.group_name] = "pipe"
     return group
-
-
-def make_group(ranks: Sequence[int], grid: Grid, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group of these ranks, one of which this is, while other ranks make theirs. Collective over all ranks.
-
-    Ranks may name a group that they are not in, which is made without them.
-    """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, sorted(ranks))
-    mine: Any = None
-    for members in sorted(set(map(tuple, gathered))):
-        group = dist.new_group(list(members), timeout=grid.timeout, backend=backend, group_desc="pipe")
-        if dist.get_rank() in members:
-            mine = group
-    return mine

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.memory import group_timeout
+from stretto.memory.shared_groups import SharedGroups
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.parallel.grid import Grid
@@ -58,7 +59,7 @@ class ShardedTables(nn.ModuleDict):
         if needs_host:
             members = dist.get_process_group_ranks(group)
             limit = timedelta(seconds=group_timeout(group))
-            self._host_group = dist.new_group(members, backend="gloo", timeout=limit)
+            self._host_group = SharedGroups().get([members], "table indices", backend="gloo", timeout=limit)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))

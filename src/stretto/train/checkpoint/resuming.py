@@ -55,16 +55,16 @@ def _agree(decide: Callable[[], Path | None]) -> Path | None:
     """Rank 0's decision, or its error, on all ranks: folders that are read over a network may differ for a while."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
-    decided: tuple[Path | None, str, str] = None, "", ""
+    path, kind, message = "", "", ""
     if dist.get_rank() == 0:
         try:
-            decided = decide(), "", ""
+            path = str(decide() or "")
         except ValueError as error:
-            decided = None, type(error).__name__, str(error)
-    path, kind, message = exchange(decided, None, group_timeout(None))[0]
+            kind, message = type(error).__name__, str(error)
+    path, kind, message = exchange((path, kind, message), None, group_timeout(None), tuple[str, str, str])[0]
     if message:
         raise _ERRORS.get(kind, ValueError)(message)
-    return path
+    return Path(path) if path else None
 
 
 def _require_index(path: Path) -> None:
@@ -76,7 +76,7 @@ def _require_index(path: Path) -> None:
         kind, message = type(error).__name__, str(error)
     found = [(kind, message)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found = exchange((kind, message), None, group_timeout(None))
+        found = exchange((kind, message), None, group_timeout(None), tuple[str, str])
     for rank, (kind, message) in enumerate(found):
         if kind == DamagedError.__name__:
             raise DamagedCheckpointError(f"{unreadable(path)}: on rank {rank}, {message}", path)

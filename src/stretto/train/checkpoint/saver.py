@@ -27,9 +27,10 @@ from stretto.cluster.host_memory import host_memory_available
 from stretto.cluster.local_ranks import count_ranks_here
 from stretto.counters import saving
 from stretto.memory import exchange, group_timeout
+from stretto.memory.shared_groups import SharedGroups
 from stretto.train.checkpoint.folders import checkpoint_path
 from stretto.train.checkpoint.retention import Retention, remove_surplus
-from stretto.train.checkpoint.staging import Ownership, Staging, digest_of, sizes_of
+from stretto.train.checkpoint.staging import Key, Ownership, Staging, digest_of, sizes_of
 from stretto.train.checkpoint.state import find_failure, find_not_finite, raise_first
 from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.checkpoint.writing import (
@@ -77,7 +78,8 @@ class Saver:
         self._writers = writers or max(1, min(MAX_WRITERS, (os.cpu_count() or 1) // count_ranks_here(ranks)))
         self._gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread has the first one
         self._timeout = group_timeout(None)
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout), group_desc="saves")
+        limit = timedelta(seconds=self._timeout)
+        self._group = SharedGroups().get_for_all("saves", backend="gloo", timeout=limit)
         self.staging = Staging(device)
         self._ownership: Ownership | None = None
         self._digest = ""
@@ -194,7 +196,8 @@ class Saver:
         not_finite = "" if failure else find_not_finite(state)
         has_changed = digest_of(sizes_of(state)) != self._digest
         free = free_bytes(self._out) if self._rank == 0 else 0
-        found = exchange((failure, not_finite, has_changed, free), self._group, self._timeout)
+        mine = failure, not_finite, has_changed, free
+        found = exchange(mine, self._group, self._timeout, tuple[str, str, bool, int])
         raise_first([one[0] for one in found], [one[1] for one in found], step)
         if any(one[2] for one in found):
             self._agree_on_ownership(state)
@@ -208,7 +211,7 @@ class Saver:
 
     def _agree_on_ownership(self, state: Mapping[str, ShardedState]) -> None:
         sizes = sizes_of(state)
-        self._ownership = Ownership(exchange(sizes, self._group, self._timeout))
+        self._ownership = Ownership(exchange(sizes, self._group, self._timeout, dict[Key, int]))
         self._digest = digest_of(sizes)
 
     def _lack_of_memory(self) -> str:
@@ -218,7 +221,7 @@ class Saver:
             left = host_memory_available().bytes
         except OSError:  # this system does not say: the allocation will
             left = 1 << 62
-        hosts = exchange((socket.gethostname(), left), self._group, self._timeout)
+        hosts = exchange((socket.gethostname(), left), self._group, self._timeout, tuple[str, int])
         needed: dict[str, int] = defaultdict(int)
         for (host, _), size in zip(hosts, self._ownership.bytes_of_ranks, strict=True):
             needed[host] += size
@@ -238,7 +241,7 @@ class Saver:
             self.staging.reserve(self._ownership.part_of(self._rank, state))
         except (ValueError, RuntimeError, MemoryError) as failure:
             error = f"rank {self._rank} cannot allocate memory for a copy: {failure}"
-        return next(filter(None, exchange(error, self._group, self._timeout)), "")
+        return next(filter(None, exchange(error, self._group, self._timeout, str)), "")
 
     def _write(self, writer: CheckpointWriter, state: dict[str, ShardedState], needed: int) -> None:
         """The thread: write a checkpoint, and then delete those that are no longer kept."""

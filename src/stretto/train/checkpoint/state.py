@@ -35,7 +35,7 @@ from stretto.train.checkpoint.metadata import (
     saved_tensors,
 )
 from stretto.train.checkpoint.retention import Retention, remove_surplus
-from stretto.train.checkpoint.staging import sizes_of
+from stretto.train.checkpoint.staging import Key, sizes_of
 from stretto.train.checkpoint.storage import (
     LazyBox,
     LocalBox,
@@ -103,10 +103,10 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
     the disk is full; nothing is left of the checkpoint then. A run's own saves are `saver.Saver`'s.
     """
     failure = find_failure()
-    found = _exchange((failure, "" if failure else find_not_finite(state)))
+    found = _exchange((failure, "" if failure else find_not_finite(state)), tuple[str, str])
     raise_first([one[0] for one in found], [one[1] for one in found], step)
     path = checkpoint_path(out, step)
-    sizes = dict(size for of_rank in _exchange(sizes_of(state)) for size in of_rank.items())
+    sizes = dict(size for of_rank in _exchange(sizes_of(state), dict[Key, int]) for size in of_rank.items())
     needed = bytes_on_disk(sum(sizes.values()), len(sizes))
     write_checkpoint(state, CheckpointWriter(path, {"step": step, **description}), needed=needed)
     if dist.get_rank() == 0:
@@ -114,8 +114,8 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
     return path
 
 
-def _exchange(value: Any) -> list[Any]:
-    return [value] if dist.get_world_size() == 1 else exchange(value, None, group_timeout(None))
+def _exchange(value: Any, kind: Any) -> list[Any]:
+    return [value] if dist.get_world_size() == 1 else exchange(value, None, group_timeout(None), kind)
 
 
 def find_not_finite(state: Mapping[str, ShardedState]) -> str:

@@ -68,7 +68,7 @@ def environment(*, times_nccl: bool) -> dict[str, str]:
 def nccl_entries() -> list[dict[str, Any]]:
     """The entries of NCCL's collectives, oldest first; none where torch is built without NCCL, or has no recorder."""
     with suppress(ImportError, RuntimeError, ValueError):
-        from torch._C._distributed_c10d import _dump_nccl_trace_json
+        from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined]
 
         return list(json.loads(_dump_nccl_trace_json(True, False)).get("entries", ()))
     return []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from stretto import counters
 from stretto.cluster.local_ranks import is_rank
 from stretto.memory import group_timeout
+from stretto.memory.shared_groups import SharedGroups
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.train.health.monitor import IMPORT_LIMIT
 
@@ -60,7 +61,7 @@ class StopRequest:
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             limit = timedelta(seconds=group_timeout(None))
-            self._group = dist.new_group(backend="gloo", timeout=limit, group_desc="stop requests")
+            self._group = SharedGroups().get_for_all("stop requests", backend="gloo", timeout=limit)
         self._exchange: Pending | None = None
         self._asked = torch.zeros(1, dtype=torch.int32)
 

@@ -22,6 +22,7 @@ from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.selection import LIBRARY, AlgorithmChoice, Table, time_key
+from stretto.memory.plain_data import pack, unpack
 from stretto.tuning import TuningStore, autotuner
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
@@ -39,20 +40,17 @@ def make(tmp_path, folder, monkeypatch):
         workspaces = make_workspaces(2, folder, has_nvlink=has_nvlink)
         made, sent = [], []
 
-        def broadcast(values, **_):
+        def broadcast(value, group, kind):
             if not sent:
-                sent.append(values[0])
-            values[0] = sent[0]
+                sent.append(pack(value))
+            return unpack(sent[0], kind)
 
         for workspace in workspaces:
             workspace.closes = 0
             workspace.close = lambda one=workspace: setattr(one, "closes", one.closes + 1)
-            fakes = SimpleNamespace(
-                broadcast_object_list=broadcast,
-                get_rank=lambda group, rank=workspace.rank: rank,
-                get_global_rank=lambda group, rank: rank,
-            )
+            fakes = SimpleNamespace(get_rank=lambda group, rank=workspace.rank: rank)
             monkeypatch.setattr(autotuner, "dist", fakes)
+            monkeypatch.setattr(autotuner, "broadcast_data", broadcast)
             monkeypatch.setattr(communicator, "CollectiveWorkspace", lambda group, timeout, one=workspace: one)
             try:
                 made.append(CudaCommunicator(**options))

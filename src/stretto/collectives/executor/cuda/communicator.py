@@ -167,7 +167,7 @@ class CudaCommunicator:
                 return Table.read(machine, self.world_size, has_nvlink=has_nvlink)
             return Table.load(path, machine, self.world_size, has_nvlink=has_nvlink)
 
-        return decide_on_rank_0(read, self.workspace.device, group)
+        return decide_on_rank_0(read, Table, group)
 
 
 def _name(dtype: torch.dtype) -> str:

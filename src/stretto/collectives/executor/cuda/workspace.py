@@ -21,6 +21,7 @@ from stretto.collectives.executor.cuda.nvrtc import Function, Launchable, load_o
 from stretto.memory import failures, find_symmetric, group_timeout
 from stretto.memory.cuda import CudaMemory
 from stretto.memory.gpus import NVML_NVLINK, bound_blocks, nvml_supports
+from stretto.memory.plain_data import all_gather_data
 
 MAX_BLOCKS = 1024
 FLAGS = 32 << 10
@@ -73,12 +74,7 @@ def require_lines(protocol: str, name: str, *, has_nvlink: bool) -> None:
 def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether NVLink links each rank's GPU to every other's, the same on all ranks. Collective."""
     own = str(torch.cuda.get_device_properties(device).uuid)
-    everyone = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    answer = are_linked(own, everyone)
-    answers = [answer] * len(everyone)
-    dist.all_gather_object(answers, answer, group=group)
-    return all(answers)
+    return all(all_gather_data(are_linked(own, all_gather_data(own, group, str)), group, bool))
 
 
 def are_linked(own: str, gpus: list[str]) -> bool:
