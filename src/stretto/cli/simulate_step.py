@@ -91,14 +91,15 @@ def step(
     - stretto simulate step configs/demo.toml --cluster dgx-h200 --gpus 4 --trace step.json --picture step.png
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.cluster import Cluster
-        from stretto.simulator.training import simulate_change, simulate_step
-        from stretto.simulator.training.what_if import check_changes
-
         given = {"model": model, "cluster": cluster, "batch": batch, "seq_len": seq_len, "gpus": gpus, "dtype": dtype}
         asked = _gather_inputs(config, given)
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"--micro-batch is {micro_batch}, but must be at least 1")
+
+        from stretto.cluster import Cluster
+        from stretto.simulator.training import simulate_change, simulate_step
+        from stretto.simulator.training.what_if import check_changes
+
         machine = Cluster.find(asked["cluster"])
         changes = check_changes(what_if or ())
         options = {
