@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """mkdocs hooks: the site also has what the pages of docs/ link to elsewhere in the repository.
 
-On the site, docs/ lies at the top, and results/, examples/, configs/ and the changelog beside its pages. Links are
+On the site, docs/ lies at the top, and results/, examples/, configurations and the changelog beside its pages. Links are
 written for the repository, so that they work in a checkout too, and are rewritten here. The API reference's pages are
 made here as well (reference.py), and the finished site must have an entry for each public name.
 """
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import reference  # noqa: E402  (beside this file)
 
-OUTSIDE = ("results", "examples", "configs", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+OUTSIDE = ("results", "examples", "src/stretto/configs", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))|(^\[[^\]]+\]: )(\S+)()", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 

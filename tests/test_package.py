@@ -20,7 +20,7 @@ import stretto
 from tests.processes import PythonServer
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("src", "tests", "examples", "docs", "configs", "results", ".ci")
+FOLDERS = ("src", "tests", "examples", "docs", "results", ".ci")
 LICENSE_LINE = "SPDX-License-Identifier: Apache-2.0"
 BUILD = "from setuptools import build_meta; import sys; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
@@ -191,13 +191,6 @@ def test_the_whole_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tm
     printed = run_installed(installed, tmp_path, "demo")
     assert "largest difference at any step" in printed
     assert {"config.toml", "metrics.jsonl", "summary.md"} <= {path.name for path in (tmp_path / "runs/demo").iterdir()}
-
-
-def test_configurations_that_the_package_has_are_those_of_the_repository() -> None:
-    for name, folder in (("demo.toml", "cli"), ("moe.toml", "bench/training")):
-        packaged = ROOT / "src" / "stretto" / folder / name
-        assert (ROOT / "configs" / name).read_text() == packaged.read_text(), f"copy {packaged} to configs"
-    assert not [path for path in (ROOT / "configs").iterdir() if path.is_symlink()]
 
 
 def test_every_source_file_names_its_licence() -> None:

@@ -21,6 +21,7 @@ from stretto.train.launch.run_lock import command_lock
 from stretto.train.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "src" / "stretto" / "configs"
 RUN = """
 out = "{out}"
 [model]
@@ -253,11 +254,11 @@ def test_exporting_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_the_demos_configuration_runs_on_the_grid_of_the_readme() -> None:
     overrides = ["ranks=4", "grid.x=2", "grid.z=2", "train.steps=5", "out=somewhere"]
-    config = load_config(ROOT / "configs" / "demo.toml", overrides)
+    config = load_config(CONFIGS / "demo.toml", overrides)
     assert (config.ranks, config.train.steps, config.out) == (4, 5, Path("somewhere"))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
 def test_every_example_configuration_can_be_read(file: Path) -> None:
     assert load_config(file).train.steps > 0
 
@@ -266,3 +267,39 @@ def test_the_page_on_configuration_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), (
         "options have changed: python -m stretto.train.config.reference docs/configuration.md"
     )
+
+
+def test_init_writes_a_configuration_with_its_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert stretto_command("init", "moe")[0] == 0
+    assert stretto_command("init", "llama", "mine.toml", "--json") == (0, '{"file": "mine.toml"}')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.toml", "moe.toml"]
+    assert (tmp_path / "moe.toml").read_bytes() == (CONFIGS / "moe.toml").read_bytes()
+    assert load_config(tmp_path / "mine.toml") == load_config(CONFIGS / "llama.toml")
+
+
+def test_init_lists_the_configurations() -> None:
+    names = [path.stem for path in sorted(CONFIGS.glob("*.toml"))]
+    listed = json.loads(stretto_command("init", "--json")[1])["configurations"]
+    assert list(listed) == names
+    status, text = stretto_command("init", "lama")
+    assert (status, text) == (
+        2,
+        f"stretto: there is no configuration 'lama'; did you mean 'llama'? There are {', '.join(names)}",
+    )
+
+
+def test_init_overwrites_nothing_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "moe.toml").write_text("mine")
+    status, text = stretto_command("init", "moe", tmp_path / "moe.toml")
+    assert (status, "exists already" in text) == (2, True)
+    assert (tmp_path / "moe.toml").read_text() == "mine"
+    assert "is not a folder" in stretto_command("init", "moe", tmp_path / "none" / "moe.toml")[1]
+
+    def link_on_a_full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", link_on_a_full_disk)
+    status, text = stretto_command("init", "moe", tmp_path / "other.toml")
+    assert (status, "other.toml cannot be written: No space left on device" in text) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["moe.toml"]

@@ -14,6 +14,7 @@ from stretto.cli.commands import App
 from stretto.cli.console import print_any_text
 
 app = App(name="stretto", add_completion=True, context_settings={"help_option_names": ["-h", "--help"]})
+app.add_lazy("init", "stretto.cli.init:init")
 app.add_lazy("train", "stretto.cli.train:train")
 app.add_lazy("demo", "stretto.cli.demo:demo")
 app.add_lazy("plan", "stretto.cli.plan:plan")

@@ -138,7 +138,7 @@ def plan(
     Needs no GPU. For example:
 
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
-    - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4
+    - stretto plan demo.toml --cluster dgx-h200 --gpus 4
     - stretto plan --model gpt-40b --cluster dgx-h200 --gpus 8 --batch 64 --seq-len 2048 --memory auto --explain
     - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
     - stretto plan --model gpt-20b --cluster frontier --gpus 64 --batch 512 --seq-len 2048 --cost simulated

@@ -88,7 +88,7 @@ def step(
 
     - stretto simulate step --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
     - stretto simulate step --model gpt-5b --cluster dgx-h100 --grid "x=2 z=4" --batch 16 --seq-len 2048 --what-if all
-    - stretto simulate step configs/demo.toml --cluster dgx-h200 --gpus 4 --trace step.json --picture step.png
+    - stretto simulate step demo.toml --cluster dgx-h200 --gpus 4 --trace step.json --picture step.png
     """
     with refusing_bad_input(as_json=as_json):
         given = {"model": model, "cluster": cluster, "batch": batch, "seq_len": seq_len, "gpus": gpus, "dtype": dtype}
