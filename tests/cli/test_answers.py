@@ -168,6 +168,26 @@ def test_help_and_an_unknown_option_import_the_command_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("stretto pl", ["plan"]),
+        ("stretto bench simulated-m", ["simulated-msccl"]),
+        ("stretto plan --vi", ["--virtual-stages"]),
+    ],
+)
+def test_completion_imports_no_library(typed: str, completed: list[str]) -> None:
+    program = (
+        "import atexit, sys, stretto.cli; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+        "stretto.cli.main()"
+    )
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_STRETTO_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment(SOURCE) | words, capture_output=True, text=True)
+    assert done.stdout.split() == completed
+    assert not UNUSED & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
     ("use", "printed"),
     [
         ("stretto.planner.plan is stretto.plan", ["True", "False"]),
