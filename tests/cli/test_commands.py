@@ -8,8 +8,11 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
+from tests.cli.commands import walk_commands
 from typer.testing import CliRunner
 
 import stretto
@@ -58,13 +61,26 @@ def test_help_names_every_command() -> None:
         assert command in text
 
 
-@pytest.mark.parametrize(
-    "command", [["train"], ["demo"], ["export"], ["cluster"], ["cluster", "list"], ["cluster", "show"]]
-)
-def test_every_command_has_help(command: list[str]) -> None:
-    status, text = stretto_command(*command, "--help")
-    assert status == 0
-    assert "Usage: " in text
+@pytest.mark.parametrize("command", ["", *walk_commands()])
+def test_every_commands_help_fits_80_columns_with_whole_names(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    lines = result.output.splitlines()
+    assert (result.exit_code, lines[0].startswith("Usage: ")) == (0, True)
+    assert max(map(len, lines)) <= 80
+    made: Any = walk_commands()[command] if command else typer.main.get_command(app)
+    names = [name for each in made.params for name in (*each.opts, *each.secondary_opts) if not each.hidden]
+    shown = {word.strip(",") for line in lines for word in line.split()}
+    assert {name for name in names if name.startswith("-")} <= shown
+    commands = getattr(made, "commands", ())
+    assert set(commands) <= {line.split()[0] for line in lines if line.startswith("  ")}
+    assert not commands or not [line for line in lines[1:] if line.endswith(("...", "…"))]
+
+
+def test_help_shows_options_under_the_headings_that_they_name_and_lists_line_by_line() -> None:
+    text = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "80"}).output
+    assert re.search(r"^Pipelines:\n  --pipe N\|auto ", text, re.MULTILINE)
+    assert re.search(r"^  - stretto plan --model .*\n    --seq-len 2048\n  - stretto plan demo", text, re.MULTILINE)
+    assert text.count("\n") < 100
 
 
 def test_the_version_is_the_packages() -> None:

@@ -47,7 +47,7 @@ def step(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="all (default), none, or a list of all_reduce,reduce_scatter,all_gather,data,copy_engines.",
+            help="all (default), none, or some of all_reduce, reduce_scatter, all_gather, data, copy_engines.",
         ),
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="The pipeline schedule (default: 1f1b).")] = None,

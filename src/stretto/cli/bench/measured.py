@@ -117,7 +117,7 @@ def train(setting: ThroughputSetting, out: Path) -> Any:
 
 @bench_command("parity", "stretto.bench.training.settings")
 def parity(setting: ParitySetting, out: Path) -> Any:
-    """Five steps on every grid of 1, 2, 4 ... ranks, compared with plain PyTorch on one (CPU, fp64 and fp32)."""
+    """Five steps on every grid of 1, 2, 4 and more ranks, compared with plain PyTorch on one (CPU, fp64 and fp32)."""
     from stretto.bench.training.parity import bench_parity
 
     return bench_parity(setting.ranks, out)
