@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """mkdocs hooks: the site also has what the pages of docs/ link to elsewhere in the repository.
 
-On the site, docs/ lies at the top, and results/, examples/, configurations and the changelog beside its pages. Links are
+On the site, docs/ lies at the top, and results/, examples/, configs/ and the changelog beside its pages. Links are
 written for the repository, so that they work in a checkout too, and are rewritten here. The API reference's pages are
 made here as well (reference.py), and the finished site must have an entry for each public name.
 """
