@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BUDGET = 0.4  # seconds
 DONE, FAILED, REFUSED = 0, 1, 2
@@ -286,6 +286,21 @@ path = "clicks.txt"
 steps = 2
 batch = 8
 """
+
+
+def walk_commands(group: Any = None, path: str = "") -> dict[str, Any]:
+    """All commands and groups by what is typed to run them ("bench train"), those that are lazy made."""
+    import typer
+
+    from stretto.cli import app
+
+    found: dict[str, Any] = {}
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        made = command.load() if hasattr(command, "load") else command
+        found[each := f"{path} {name}".strip()] = made
+        if hasattr(made, "commands"):
+            found |= walk_commands(made, each)
+    return found
 
 
 def write_files(folder: Path) -> None:

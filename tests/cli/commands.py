@@ -9,23 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import typer
 from tests.processes import shared_server
-
-from stretto.cli import app
-
-
-def walk_commands(group: Any = None, path: str = "") -> dict[str, Any]:
-    """All commands and groups by what is typed to run them ("bench train"), those that are lazy made."""
-    found: dict[str, Any] = {}
-    for name, command in (group or typer.main.get_command(app)).commands.items():
-        made = command.load() if hasattr(command, "load") else command
-        found[each := f"{path} {name}".strip()] = made
-        if hasattr(made, "commands"):
-            found |= walk_commands(made, each)
-    return found
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.answers import ANSWERS, Answer, environment, plain, write_files
-from tests.cli.commands import walk_commands
+from tests.cli.answers import ANSWERS, Answer, environment, plain, walk_commands, write_files
 
 HEAVY = {"torch", "triton", "matplotlib", "transformers"}
 UNUSED = HEAVY | {"numpy", "rich", "networkx", "safetensors", "tokenizers"}  # typer itself imports pydantic

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.cli.commands import walk_commands
+from tests.cli.answers import walk_commands
 from typer.testing import CliRunner
 
 import stretto
