@@ -375,8 +375,6 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
-    from stretto.parallel.comm.autograd import in_backward
-
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
             raise ValueError(
@@ -384,6 +382,9 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
                 "together: add it before, or copy the new values into the parameter that was there"
             )
         gradient_reducer.refuse_hook(name, parameter)
+
+    from stretto.parallel.comm.autograd import in_backward
+
     if not in_backward():
         gatherer.begin_forward()
         gradient_reducer.drop_failed_passes()
