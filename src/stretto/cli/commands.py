@@ -39,7 +39,7 @@ class Group(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands |= self.lazy
+        self.commands.update(self.lazy)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the group's help, with the first sentence of each command's."""
@@ -54,7 +54,7 @@ class App(typer.Typer):
         given = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False} | options
         super().__init__(cls=type("Group", (Group,), {"lazy": self.lazy}), rich_markup_mode=None, **given)
 
-    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:  # type: ignore[override]
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Register a command, as typer does."""
         return super().command(name, cls=Command, **options)
 

@@ -7,13 +7,13 @@ options' names on a terminal of 80 columns.
 
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 LONGEST_NAME = 26  # characters of an option or command that has its help beside it, not below it
 
 
-def write_help(command: Any, ctx: Any, formatter: Any, commands: dict[str, Any] | None = None) -> None:
+def write_help(command: Any, ctx: Any, formatter: Any, commands: Mapping[str, Any] | None = None) -> None:
     """Write usage, text, and a section of options or commands for each of the panels that they name."""
     command.format_usage(ctx, formatter)
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):

@@ -17,10 +17,10 @@ app = App(
     help="Simulate messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU.",
 )
 
-app.add_lazy("step", "stretto.cli.simulate_step:step")
-app.add_lazy("dlrm", "stretto.cli.simulate_dlrm:dlrm")
-app.add_lazy("trace", "stretto.cli.simulate_trace:trace")
-app.add_lazy("export", "stretto.cli.simulate_trace:export")
+app.add_lazy("step", "stretto.cli.simulate.step:step")
+app.add_lazy("dlrm", "stretto.cli.simulate.dlrm:dlrm")
+app.add_lazy("trace", "stretto.cli.simulate.trace:trace")
+app.add_lazy("export", "stretto.cli.simulate.trace:export")
 
 _MOST_BY_DEFAULT = 4096  # GPUs of a cluster that are simulated without --gpus: of more, a network takes long to make
 Topology = Annotated[
