@@ -14,16 +14,11 @@ ROOT = Path(__file__).parent
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
 
-def make_links_absolute(text: str, source: str | None, version: str) -> str:
-    """Make a page's relative links lead to a version's files at `source`, the repository's address.
-
-    Without an address a link becomes its text, and a picture is left out.
-    """
+def make_links_absolute(text: str, source: str, version: str) -> str:
+    """Make a page's relative links lead to a version's files at `source`, the repository's address."""
 
     def replace(match: re.Match[str]) -> str:
         mark, label, path = match.groups()
-        if source is None:
-            return "" if mark else label
         return f"{mark}[{label}]({source}/{'raw' if mark else 'blob'}/v{version}/{path})"
 
     return LINK.sub(replace, text)
@@ -41,7 +36,7 @@ if __name__ == "__main__":
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     setup(
         long_description=make_links_absolute(
-            (ROOT / "README.md").read_text(), project.get("urls", {}).get("Source"), read_version()
+            (ROOT / "README.md").read_text(), project["urls"]["Source"], read_version()
         ),
         long_description_content_type="text/markdown",
     )

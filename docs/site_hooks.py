@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import reference  # noqa: E402  (beside this file)
 
-OUTSIDE = ("results", "examples", "configs", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+OUTSIDE = ("results", "examples", "src/stretto/configs", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))|(^\[[^\]]+\]: )(\S+)()", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the code blocks of the documentation's pages, and runs those of a page, one after another.
 
-All Python blocks of a page share one namespace, and all blocks one folder, which has the repository's configs/ and
+All Python blocks of a page share one namespace, and all blocks one folder, which has the repository's
 examples/ and else is empty at first. A comment that readers do not see says more about the block below it:
 
     <!-- not run: needs two GPUs -->        the block is not run, and why
@@ -128,8 +128,7 @@ def run_page(path: Path, folder: Path, pythons: tuple[str, str]) -> int:
     before = os.getcwd()
     os.chdir(folder)
     if rank == 0:
-        for name in ("configs", "examples"):
-            os.symlink(ROOT / name, name)
+        os.symlink(ROOT / "examples", "examples")
     barrier()
     printed, count = "", 0
     try:

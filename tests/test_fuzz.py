@@ -25,7 +25,8 @@ from stretto.train.preflight import preflight
 from tests.collectives.executor import programs
 from tests.fuzzing import ODD_NUMBERS, ODD_TOML, ODD_VALUES, damage, fuzz, mutate, mutate_schedule, to_toml
 
-CONFIGS = [tomllib.loads(path.read_text()) for path in sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))]
+FOLDER = Path(__file__).parents[1] / "src" / "stretto" / "configs"
+CONFIGS = [tomllib.loads(path.read_text()) for path in sorted(FOLDER.glob("*.toml"))]
 REFUSALS = (ValueError, OSError)  # what commands print as a message
 
 

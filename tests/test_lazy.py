@@ -2,7 +2,10 @@
 """Packages whose public names are imported on first use."""
 
 import importlib
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -56,3 +59,18 @@ def test_every_public_name_of_a_lazy_package_can_be_imported(name):
     assert set(package.__all__) <= set(dir(package))
     for each in dir(package):
         assert getattr(package, each) is not None
+
+
+def modules_after(statement: str) -> set[str]:
+    """The modules that are neither Python's nor Stretto's which a new interpreter has imported after a statement."""
+    program = f"{statement}\nimport sys; print(*sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {name for name in done.stdout.split() if name.partition(".")[0] not in {*sys.stdlib_module_names, "stretto"}}
+
+
+def test_the_front_door_imports_no_more_than_torchs_fsdp2() -> None:
+    found = modules_after("from stretto import Grid, parallelize")
+    assert found - modules_after("from torch.distributed.fsdp import fully_shard") == set()
+    assert not {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers"} & found

@@ -20,7 +20,7 @@ import stretto
 from tests.processes import PythonServer
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("src", "tests", "examples", "docs", "configs", "results", ".ci")
+FOLDERS = ("src", "tests", "examples", "docs", "results", ".ci")
 LICENSE_LINE = "SPDX-License-Identifier: Apache-2.0"
 BUILD = "from setuptools import build_meta; import sys; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
@@ -112,7 +112,15 @@ def run_installed(installed: Path, folder: Path, *command: str) -> str:
 def test_the_sdist_has_every_file_that_tests_and_docs_need(unpacked: Path) -> None:
     for name in FOLDERS:
         assert list_files(ROOT / name) - list_files(unpacked / name) == set(), name
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "Makefile", "constraints.txt"):
+    for name in (
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "README.md",
+        "Makefile",
+        "constraints.txt",
+    ):
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
 
@@ -132,12 +140,23 @@ def test_the_metadata_names_version_authors_and_licence(metadata: Message) -> No
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     assert any(value.startswith("Programming Language :: Python :: 3.11") for value in metadata.get_all("Classifier"))
+    urls = dict(value.split(", ") for value in metadata.get_all("Project-URL"))
+    assert urls.keys() == {"Source", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(urls["Source"]) for url in urls.values())
 
 
 def test_the_version_is_written_in_one_place() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" not in project
     assert "version" in project["dynamic"]
+
+
+def test_the_citation_names_this_version_and_repository() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {stretto.__version__}\n" in citation
+    assert f"\nrepository-code: {project['urls']['Source']}\n" in citation
+    assert f"\nlicense: {project['license']}\n" in citation
 
 
 @pytest.mark.long
@@ -148,13 +167,12 @@ def test_the_description_for_a_package_index_has_no_relative_link(metadata: Mess
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
-def test_links_of_the_readme_lead_to_the_versions_files_once_there_is_an_address() -> None:
+def test_links_of_the_readme_lead_to_the_versions_files() -> None:
     text = "[docs](docs/tiles.md#layout) ![loss](results/loss.png) [here](#below) [paper](https://host/paper)"
     assert make_links_absolute(text, "https://host/stretto", "1.2") == (
         "[docs](https://host/stretto/blob/v1.2/docs/tiles.md#layout) "
         "![loss](https://host/stretto/raw/v1.2/results/loss.png) [here](#below) [paper](https://host/paper)"
     )
-    assert make_links_absolute(text, None, "1.2") == "docs  [here](#below) [paper](https://host/paper)"
 
 
 @pytest.mark.long
@@ -163,9 +181,11 @@ def test_the_commands_work_from_a_wheel_in_an_empty_folder(installed: Path, tmp_
     assert run_installed(installed, tmp_path, "--version") == f"stretto {stretto.__version__}\n"
     plan = ("plan", "--model", "gpt-5b", "--cluster", "perlmutter", "--gpus", "8", "--batch", "8", "--seq-len", "2048")
     assert "z=8" in run_installed(installed, tmp_path, *plan)
+    run_installed(installed, tmp_path, "init", "demo")
+    assert "z=2" in run_installed(installed, tmp_path, "plan", "demo.toml", "--cluster", "dgx-h200", "--gpus", "4")
     run_installed(installed, tmp_path, "collective", "compile", "ring-all-reduce", "--ranks", "4", "-o", "ring.xml")
     assert run_installed(installed, tmp_path, "collective", "verify", "ring.xml").endswith("verified\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["ring.xml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.toml", "ring.xml"]
 
 
 @pytest.mark.exhaustive
@@ -191,13 +211,6 @@ def test_the_whole_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tm
     printed = run_installed(installed, tmp_path, "demo")
     assert "largest difference at any step" in printed
     assert {"config.toml", "metrics.jsonl", "summary.md"} <= {path.name for path in (tmp_path / "runs/demo").iterdir()}
-
-
-def test_configurations_that_the_package_has_are_those_of_the_repository() -> None:
-    for name, folder in (("demo.toml", "cli"), ("moe.toml", "bench/training")):
-        packaged = ROOT / "src" / "stretto" / folder / name
-        assert (ROOT / "configs" / name).read_text() == packaged.read_text(), f"copy {packaged} to configs"
-    assert not [path for path in (ROOT / "configs").iterdir() if path.is_symlink()]
 
 
 def test_every_source_file_names_its_licence() -> None:

@@ -8,7 +8,6 @@ stretto` registers the name, at once or as soon as torch.distributed has been im
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,7 @@ def _create(request: Any, options: object = None) -> "Backend":
     return create_backend(request, options)
 
 
-class _AfterImport(MetaPathFinder):
+class _AfterImport:
     """A meta path finder for torch.distributed's module that registers the backend once the module has run."""
 
     def find_spec(

@@ -4,14 +4,15 @@
 import importlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from stretto.bench.settings import Option
 from stretto.cli import app
+from stretto.cli.commands import App
 
 
 def bench(*arguments: object) -> tuple[int, str]:
@@ -114,10 +115,17 @@ class MadeUpSetting:
 )
 def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, monkeypatch, tmp_path):
     commands = importlib.import_module("stretto.cli.bench.command")
-    monkeypatch.setattr(commands, "app", made := typer.Typer())
+    monkeypatch.setattr(commands, "app", made := App())
+    monkeypatch.setitem(commands._BENCHES, commands.Needs.NO_GPU, [])
     given = []
-    commands.bench_command("made-up", MadeUpSetting)(lambda setting, out: given.append((setting, out)) or [])
-    result = CliRunner().invoke(made, [*arguments, "--out", str(tmp_path), "--json"])
+
+    def run(setting: "MadeUpSetting", out: Path) -> list[str]:
+        given.append((setting, out))
+        return []
+
+    commands.bench_command("made-up", __name__)(run)
+    made.callback()(lambda: None)
+    result = CliRunner().invoke(made, ["made-up", *arguments, "--out", str(tmp_path), "--json"])
     assert (result.exit_code, json.loads(result.output)) == (0, {"rows": []})
     assert given == [(setting, tmp_path)]
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands that only answer or refuse import neither torch nor Triton nor matplotlib, and say what they should.
 
-A new interpreter imports `stretto.cli` and forks for each of the command lines of tests.cli.answers.
+A new interpreter imports `stretto.cli` and forks for each of the command lines of tests.cli.answers, and, with nothing
+more imported, for each command of the tree.
 """
 
 import fcntl
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.answers import ANSWERS, Answer, environment, plain, write_files
+from tests.cli.answers import ANSWERS, Answer, environment, plain, walk_commands, write_files
 
 HEAVY = {"torch", "triton", "matplotlib", "transformers"}
+UNUSED = HEAVY | {"numpy", "rich", "networkx", "safetensors", "tokenizers"}  # typer itself imports pydantic
+# Commands whose options another command has too, and benches whose settings build on another's.
+SHARES = {"collective": {"simulate"}, "export": {"checkpoint"}, "simulate": {"plan"}}
+BUILDS_ON = {"plan": {"training", "checkouts"}, "training": {"checkouts"}, "simulated_schedules": {"two_level"}}
 SOURCE = Path(__file__).parents[2] / "src"
 # What commands import of what is not heavy; none of it may import what is.
 SHARED = (
@@ -24,8 +29,6 @@ SHARED = (
     "pydantic.type_adapter",
     "typer._adapters",
     "typer._click.decorators",
-    "typer.rich_utils",
-    "rich.markdown",
     "rich.table",
     "email.message",
     "importlib.readers",
@@ -50,11 +53,7 @@ for name in {shared!r}:  # once, not in each fork
     import_module(name)
 import gc
 gc.freeze()
-import functools
 import stretto.cli
-import typer.main
-typer.main.get_command = functools.cache(typer.main.get_command)
-typer.main.get_command(stretto.cli.app)  # to make it takes longer than most answers
 from pathlib import Path
 
 heavy = set({heavy!r})
@@ -112,27 +111,79 @@ def test_an_answer_needs_no_heavy_imports(answered: dict[str, Any], answer: Answ
     assert "Traceback" not in output
 
 
-def test_every_command_has_an_answer_in_the_table(answered: dict[str, Any]) -> None:
+def test_every_command_has_an_answer_in_the_table() -> None:
     """The words of `--help`, and of the groups' `--help`, that are commands."""
-    from stretto.cli import app, bench, checkpoint, cluster, collective, pipeline, simulate
-
-    names = {name_of(each) for each in app.registered_commands}
-    groups = {
-        "bench": bench,
-        "checkpoint": checkpoint,
-        "cluster": cluster,
-        "collective": collective,
-        "pipeline": pipeline,
-        "simulate": simulate,
-    }
-    for prefix, group in groups.items():
-        names |= {f"{prefix} {name_of(each)}" for each in group.registered_commands}
     asked = {" ".join(answer.arguments[:2]) for answer in ANSWERS} | {answer.arguments[0] for answer in ANSWERS}
-    assert names - asked == {"cluster detect"}  # it reads the machine
+    assert walk_commands().keys() - asked == {"cluster detect"}  # it reads the machine
 
 
-def name_of(command: Any) -> str:
-    return command.name or command.callback.__name__.rstrip("_").replace("_", "-")
+REFUSE = """
+import contextlib, gc, io, json, os, sys
+import stretto.cli
+import typer._adapters  # imports pydantic, as typer does for each command: once, not in each fork
+gc.freeze()
+
+def answer(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+        sys.argv[1:] = arguments
+        try:
+            stretto.cli.main()
+        except SystemExit as end:
+            return end.code, output.getvalue()
+
+for command in {commands!r}:
+    if os.fork() == 0:
+        status, refusal = answer(*command.split(), "--no-such-option")
+        assert (status, "no-such-option" in refusal) == (2, True), (command, refusal)
+        status, text = answer(*command.split(), "--help")
+        assert (status, text.startswith("Usage: ")) == (0, True), (command, text)
+        print(json.dumps([command, sorted(sys.modules)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, command
+"""
+
+
+def test_help_and_an_unknown_option_import_the_command_alone() -> None:
+    """Neither libraries, nor benches but the command's own settings, nor modules of other commands."""
+    commands = walk_commands()
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE.format(commands=["", *commands])],
+        env=environment(SOURCE),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    imported = {command: set(modules) for command, modules in map(json.loads, done.stdout.splitlines())}
+    assert imported.keys() == {"", *commands}
+    names = {command.partition(" ")[0] for command in commands}
+    for command, modules in imported.items():
+        name = command.partition(" ")[0]
+        others = {f"stretto.cli.{each}" for each in names - {name} - SHARES.get(name, set())}
+        benches = {each.split(".")[2] for each in modules if each.startswith("stretto.bench.")} - {"settings", "mps"}
+        assert not UNUSED & modules, command
+        assert command == "" or not others & modules, command  # `stretto --help` shows the first line of each
+        assert not benches or name == "bench", command
+        assert len(benches) < 2 or any(benches == {each} | BUILDS_ON[each] for each in BUILDS_ON), command
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("stretto pl", ["plan"]),
+        ("stretto bench simulated-m", ["simulated-msccl"]),
+        ("stretto plan --vi", ["--virtual-stages"]),
+    ],
+)
+def test_completion_imports_no_library(typed: str, completed: list[str]) -> None:
+    program = (
+        "import atexit, sys, stretto.cli; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+        "stretto.cli.main()"
+    )
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_STRETTO_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment(SOURCE) | words, capture_output=True, text=True)
+    assert done.stdout.split() == completed
+    assert not UNUSED & set(done.stderr.split())
 
 
 @pytest.mark.parametrize(

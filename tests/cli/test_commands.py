@@ -8,8 +8,11 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
+from tests.cli.answers import walk_commands
 from typer.testing import CliRunner
 
 import stretto
@@ -21,6 +24,7 @@ from stretto.train.launch.run_lock import command_lock
 from stretto.train.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "src" / "stretto" / "configs"
 RUN = """
 out = "{out}"
 [model]
@@ -57,13 +61,26 @@ def test_help_names_every_command() -> None:
         assert command in text
 
 
-@pytest.mark.parametrize(
-    "command", [["train"], ["demo"], ["export"], ["cluster"], ["cluster", "list"], ["cluster", "show"]]
-)
-def test_every_command_has_help(command: list[str]) -> None:
-    status, text = stretto_command(*command, "--help")
-    assert status == 0
-    assert "Usage: " in text
+@pytest.mark.parametrize("command", ["", *walk_commands()])
+def test_every_commands_help_fits_80_columns_with_whole_names(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    lines = result.output.splitlines()
+    assert (result.exit_code, lines[0].startswith("Usage: ")) == (0, True)
+    assert max(map(len, lines)) <= 80
+    made: Any = walk_commands()[command] if command else typer.main.get_command(app)
+    names = [name for each in made.params for name in (*each.opts, *each.secondary_opts) if not each.hidden]
+    shown = {word.strip(",") for line in lines for word in line.split()}
+    assert {name for name in names if name.startswith("-")} <= shown
+    commands = getattr(made, "commands", ())
+    assert set(commands) <= {line.split()[0] for line in lines if line.startswith("  ")}
+    assert not commands or not [line for line in lines[1:] if line.endswith(("...", "…"))]
+
+
+def test_help_shows_options_under_the_headings_that_they_name_and_lists_line_by_line() -> None:
+    text = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "80"}).output
+    assert re.search(r"^Pipelines:\n  --pipe N\|auto ", text, re.MULTILINE)
+    assert re.search(r"^  - stretto plan --model .*\n    --seq-len 2048\n  - stretto plan demo", text, re.MULTILINE)
+    assert text.count("\n") < 100
 
 
 def test_the_version_is_the_packages() -> None:
@@ -253,11 +270,11 @@ def test_exporting_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_the_demos_configuration_runs_on_the_grid_of_the_readme() -> None:
     overrides = ["ranks=4", "grid.x=2", "grid.z=2", "train.steps=5", "out=somewhere"]
-    config = load_config(ROOT / "configs" / "demo.toml", overrides)
+    config = load_config(CONFIGS / "demo.toml", overrides)
     assert (config.ranks, config.train.steps, config.out) == (4, 5, Path("somewhere"))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
 def test_every_example_configuration_can_be_read(file: Path) -> None:
     assert load_config(file).train.steps > 0
 
@@ -266,3 +283,39 @@ def test_the_page_on_configuration_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), (
         "options have changed: python -m stretto.train.config.reference docs/configuration.md"
     )
+
+
+def test_init_writes_a_configuration_with_its_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert stretto_command("init", "moe")[0] == 0
+    assert stretto_command("init", "llama", "mine.toml", "--json") == (0, '{"file": "mine.toml"}')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.toml", "moe.toml"]
+    assert (tmp_path / "moe.toml").read_bytes() == (CONFIGS / "moe.toml").read_bytes()
+    assert load_config(tmp_path / "mine.toml") == load_config(CONFIGS / "llama.toml")
+
+
+def test_init_lists_the_configurations() -> None:
+    names = [path.stem for path in sorted(CONFIGS.glob("*.toml"))]
+    listed = json.loads(stretto_command("init", "--json")[1])["configurations"]
+    assert list(listed) == names
+    status, text = stretto_command("init", "lama")
+    assert (status, text) == (
+        2,
+        f"stretto: there is no configuration 'lama'; did you mean 'llama'? There are {', '.join(names)}",
+    )
+
+
+def test_init_overwrites_nothing_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "moe.toml").write_text("mine")
+    status, text = stretto_command("init", "moe", tmp_path / "moe.toml")
+    assert (status, "exists already" in text) == (2, True)
+    assert (tmp_path / "moe.toml").read_text() == "mine"
+    assert "is not a folder" in stretto_command("init", "moe", tmp_path / "none" / "moe.toml")[1]
+
+    def link_on_a_full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", link_on_a_full_disk)
+    status, text = stretto_command("init", "moe", tmp_path / "other.toml")
+    assert (status, "other.toml cannot be written: No space left on device" in text) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["moe.toml"]

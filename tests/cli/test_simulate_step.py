@@ -72,7 +72,7 @@ def test_a_trace_and_a_picture_are_written(tmp_path):
 
 def test_a_configuration_is_simulated_on_its_grid():
     result = CliRunner().invoke(
-        app, ["simulate", "step", str(ROOT / "configs/demo.toml"), "--cluster", "dgx-h200", "--json"]
+        app, ["simulate", "step", str(ROOT / "src/stretto/configs/demo.toml"), "--cluster", "dgx-h200", "--json"]
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -479,7 +479,7 @@ def test_axonns_choice_of_24b_is_within_5_percent_of_the_best_stages_and_replica
 
 def test_the_command_prints_schedules_and_the_cut():
     arguments = ["plan", "--model=gpt-10b", "--cluster=dgx-h200", "--gpus=8", "--batch=64", "--seq-len=1024"]
-    result = CliRunner().invoke(app, [*arguments, "--pipe=4", "--top=3"])
+    result = CliRunner().invoke(app, [*arguments, "--pipe=4", "--top=3"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     heading = next(line for line in result.output.splitlines() if "grid " in line)
     assert "x/y/z/data/pipe" in heading

@@ -99,7 +99,7 @@ def test_the_command_trains_3_steps_writes_a_checkpoint_and_resumes_it_on_anothe
     """Four ranks are forked from a process that has imported torch; one rank then resumes in Pythons of its own."""
 
     def train(python, *options):
-        command = [python, "-m", "stretto", "train", "configs/demo.toml"]
+        command = [python, "-m", "stretto", "train", "src/stretto/configs/demo.toml"]
         for option in (f"out={tmp_path / 'run'}", *options):
             command += ["--set", option]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -5,7 +5,7 @@ Each bench has its settings in a module of its own that does not import torch, s
 field that the command line sets is annotated with an `Option`; `stretto.cli.bench.command` makes the command from
 these.
 
-Two traps: when it is imported, `stretto.cli.bench.command` unpacks each annotation,
+Two traps: when a command is used, `stretto.cli.bench.command` unpacks each annotation,
 `type_, option = get_args(field.type)`.
 
 - Write `Annotated[type, Option(...)]` with exactly two arguments. Any other number raises ValueError there.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `stretto`: a file for each command, or group of commands.
+"""The command `stretto`: a file for each command, or group of commands, which is imported when it is used.
 
-A command imports what it needs when it runs, so that `stretto --help` does not wait for torch.
+A command imports what it needs when its arguments are known to be good, so that help and refusals do not wait for
+torch.
 """
 
 from typing import Annotated
@@ -9,51 +10,24 @@ from typing import Annotated
 import typer
 
 import stretto
-from stretto.cli.bench import app as bench
-from stretto.cli.checkpoint import app as checkpoint
-from stretto.cli.checkpoint import export
-from stretto.cli.cluster import app as cluster
-from stretto.cli.collective_simulate import app as collective
-from stretto.cli.console import Command, print_any_text
-from stretto.cli.demo import demo
-from stretto.cli.doctor import doctor
-from stretto.cli.pipeline import app as pipeline
-from stretto.cli.plan import plan
-from stretto.cli.probe import probe
-from stretto.cli.simulate import app as simulate
-from stretto.cli.simulate_dlrm import dlrm
-from stretto.cli.simulate_trace import export as simulate_export
-from stretto.cli.simulate_trace import trace
-from stretto.cli.stress import stress
-from stretto.cli.train import train
+from stretto.cli.commands import App
+from stretto.cli.console import print_any_text
 
-app = typer.Typer(
-    name="stretto",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(train)
-app.command()(demo)
-app.command()(plan)
-app.command()(probe)
-app.command()(doctor)
-app.command()(stress)
-app.add_typer(bench, name="bench")
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(cluster, name="cluster")
-app.add_typer(collective, name="collective")
-app.add_typer(pipeline, name="pipeline")
-app.add_typer(simulate, name="simulate")
-simulate.command()(dlrm)
-simulate.command()(trace)
-simulate.command("export")(simulate_export)
-app.command()(export)
-for group in (app, bench, checkpoint, cluster, collective, pipeline, simulate):
-    for each in group.registered_commands:
-        each.cls = Command
+app = App(name="stretto", add_completion=True, context_settings={"help_option_names": ["-h", "--help"]})
+app.add_lazy("init", "stretto.cli.init:init")
+app.add_lazy("train", "stretto.cli.train:train")
+app.add_lazy("demo", "stretto.cli.demo:demo")
+app.add_lazy("plan", "stretto.cli.plan:plan")
+app.add_lazy("probe", "stretto.cli.probe:probe")
+app.add_lazy("doctor", "stretto.cli.doctor:doctor")
+app.add_lazy("stress", "stretto.cli.stress:stress")
+app.add_lazy("export", "stretto.cli.checkpoint:export")
+app.add_lazy("bench", "stretto.cli.bench:app")
+app.add_lazy("checkpoint", "stretto.cli.checkpoint:app")
+app.add_lazy("cluster", "stretto.cli.cluster:app")
+app.add_lazy("collective", "stretto.cli.collective_simulate:app")
+app.add_lazy("pipeline", "stretto.cli.pipeline:app")
+app.add_lazy("simulate", "stretto.cli.simulate:app")
 
 
 def _show_version(is_asked: bool) -> None:
@@ -70,7 +44,7 @@ def _about(
 ) -> None:
     """Train a PyTorch model on a grid of processes: data x X x Y x Z.
 
-    Start with **stretto demo**; then **stretto train CONFIG.toml**.
+    Start with `stretto demo`; then `stretto init demo` writes a configuration, and `stretto train demo.toml` trains.
     """
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.cli.commands import App
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 DAMAGED = 1
 
-app = typer.Typer(no_args_is_help=True, help="Verify, list and show checkpoints.")
+app = App(help="Verify, list and show checkpoints.")
 
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's folder (its newest checkpoint) or a checkpoint's.")

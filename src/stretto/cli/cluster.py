@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stretto.cli.commands import App
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
 
-app = typer.Typer(
-    no_args_is_help=True, help="Show machines for planning: their nodes, GPUs and links, with the source of each value."
-)
+app = App(help="Show machines for planning: their nodes, GPUs and links, with the source of each value.")
 
 
 @app.command("list")

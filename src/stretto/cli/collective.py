@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.commands import App
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import (
     DEFAULT_MAX_FILE_BYTES,
@@ -32,8 +33,7 @@ from stretto.suggestions import did_you_mean_file
 NOT_VERIFIED = 1
 MAX_SCRIPT_BYTES = 16 * 2**20
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = App(
     help="Write collectives as programs over chunks: compile them to MSCCL XML, verify, simulate and run them.",
 )
 
@@ -209,7 +209,7 @@ def import_msccl(
 ) -> None:
     """Run an unmodified msccl-tools script, verify its programs' schedules, and write them.
 
-    The script is a Python program, and it **runs with your rights**: it can read, write and send what you can. Read it
+    The script is a Python program, and it runs with your rights: it can read, write and send what you can. Read it
     first. You are asked once for each script, until its text changes; --yes agrees without being asked.
 
     - stretto collective import-msccl --yes allreduce_ring.py 8 --protocol LL -o ring.xml

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from stretto.cli.help import write_help
 from stretto.suggestions import similar_names
 
 BAD_INPUT = 2
@@ -51,6 +52,10 @@ class Command(TyperCommand):
             for parameter in parameters
             if parameter.required and given.get(parameter.name) is None
         ]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the command's help."""
+        write_help(self, ctx, formatter)
 
 
 def _shown_name(parameter: Any) -> str:

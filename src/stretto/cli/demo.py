@@ -58,7 +58,7 @@ def _configure(out: Path, overrides: list[str]) -> "TrainConfig":
 
     grids = {0: "{x=2, z=2}", 1: "{x=1, z=1}", 2: "{x=2, z=1}", 3: "{x=2, z=1}"}
     grid = grids.get(count_gpus(), "{x=2, z=2}")
-    with as_file(files("stretto.cli") / "demo.toml") as file:
+    with as_file(files("stretto") / "configs" / "demo.toml") as file:
         config = load_config(file, ["ranks=none", f"grid={grid}", *overrides, f"out={out}"])
     assert isinstance(config, TrainConfig)  # demo.toml is a GPT's
     return config

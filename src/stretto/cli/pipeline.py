@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from stretto.cli.commands import App
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.suggestions import did_you_mean_file, name_known
 
@@ -19,10 +20,7 @@ MESSAGE_DRIVEN = "message-driven"
 SHOWN_RANKS = 64
 LEAST_WIDTH, MOST_WIDTH = 60, 400  # characters of a drawing
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Draw, time and verify pipeline schedules.",
-)
+app = App(help="Draw, time and verify pipeline schedules.")
 
 Name = Annotated[
     str,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Argument(metavar="[CONFIG.toml]", help="A training configuration: its model, batch, lengths and dtype."),
+    typer.Argument(metavar="CONFIG.toml", help="A training configuration: its model, batch, lengths and dtype."),
 ]
 Model = Annotated[
     str | None,
@@ -31,22 +31,21 @@ ClusterName = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(help="Global batch, in sequences.")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
+STEP, EXPERTS, PIPELINES, OUTPUT = "How a step runs", "Mixtures of experts", "Pipelines", "Output"  # headings of --help
 
 
 def plan(
     config: ConfigFile = None,
     model: Model = None,
     cluster: ClusterName = None,
-    gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs (default: the configuration's ranks, or all of the cluster).")
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: the configuration's, or all).")] = None,
     batch: Batch = None,
     seq_len: SeqLen = None,
     cost: Annotated[
         str,
         typer.Option(
-            help="full: predict whole steps. paper: only the linears' collectives (Singh, equations 5.1 to 5.7). "
-            "simulated: full, then simulate the steps of the best grids."
+            help="full: whole steps. paper: the linears' collectives (Singh, 5.1 to 5.7). simulated: full, then the "
+            "best grids simulated."
         ),
     ] = "full",
     dtype: Annotated[
@@ -54,95 +53,114 @@ def plan(
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Sequences of a rank in one forward pass (default: searched).")
+        int | None,
+        typer.Option(help="Sequences of a rank in one forward pass (default: searched).", rich_help_panel=STEP),
     ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(
-            help="none, full, every:k, products, communication or host, as train.recompute (default: none or full)."
+            help="As train.recompute: none, full, every:k, products, communication or host (default: none or full).",
+            rich_help_panel=STEP,
         ),
     ] = None,
     optimizer_state: Annotated[
         str | None,
-        typer.Option(help="fp32, device or host, as train.optimizer_state (default: the configuration's, or fp32)."),
+        typer.Option(help="As train.optimizer_state: fp32, device or host.", rich_help_panel=STEP),
     ] = None,
     clip: Annotated[
         bool | None,
-        typer.Option(help="Whether gradients are clipped, as with train.clip (default: the configuration's, or yes)."),
+        typer.Option(help="Whether gradients are clipped.", rich_help_panel=STEP),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="auto", help="auto: search --optimizer-state and --recompute, unless they are set."),
+        typer.Option(
+            metavar="auto",
+            help="auto: search --optimizer-state and --recompute, unless they are set.",
+            rich_help_panel=STEP,
+        ),
     ] = None,
-    checkpointing: Annotated[bool | None, typer.Option(help="Short for --recompute full or --recompute none.")] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option(help="Short for --recompute full or none.", rich_help_panel=STEP)
+    ] = None,
     modes: Annotated[
-        bool, typer.Option("--modes", help="Print the memory and time of each mode of --recompute on the best grid.")
+        bool,
+        typer.Option("--modes", help="Memory and time of each --recompute on the best grid.", rich_help_panel=OUTPUT),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print the memory formulas and the bytes communicated for the best grid.")
+        bool,
+        typer.Option("--explain", help="Memory formulas and bytes sent, of the best grid.", rich_help_panel=OUTPUT),
     ] = False,
     keep_gathered: Annotated[
-        bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: searched).")
+        bool | None,
+        typer.Option(
+            help="Keep weights gathered over z for the backward pass (default: searched).", rich_help_panel=STEP
+        ),
     ] = None,
     shard_sequence: Annotated[
-        bool, typer.Option("--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.")
+        bool,
+        typer.Option(
+            "--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.", rich_help_panel=STEP
+        ),
     ] = False,
     accumulate_unsharded: Annotated[
         bool | None,
-        typer.Option(help="As train.accumulate_unsharded (default: the configuration's, or no)."),
+        typer.Option(help="As train.accumulate_unsharded.", rich_help_panel=STEP),
     ] = None,
     gather_once: Annotated[
         bool | None,
-        typer.Option(help="As train.gather_once (default: the configuration's, or no)."),
+        typer.Option(help="As train.gather_once.", rich_help_panel=STEP),
     ] = None,
-    overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.", rich_help_panel=STEP)] = True,
     expert: Annotated[
-        int | None, typer.Option(help="Expert-parallel ranks, which are ranks of data, then of z (default: searched).")
+        int | None, typer.Option(help="Expert-parallel ranks (default: searched).", rich_help_panel=EXPERTS)
     ] = None,
     expert_tensor: Annotated[
         str | None,
-        typer.Option(help="cut: x splits each expert. fold: ranks of x are expert-parallel ranks (default: searched)."),
+        typer.Option(
+            help="cut: x splits each expert. fold: x is expert-parallel (default: searched).", rich_help_panel=EXPERTS
+        ),
     ] = None,
     imbalance: Annotated[
-        float | None, typer.Option(help="Rows of the most loaded rank, divided by the mean over ranks (default: 1.1).")
+        float | None,
+        typer.Option(help="Rows of the most loaded rank, divided by the mean (default: 1.1).", rich_help_panel=EXPERTS),
     ] = None,
     pipe: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|auto",
-            help="Number of pipeline ranks, or auto to search it (default: the configuration's, or 1).",
-        ),
+        typer.Option(metavar="N|auto", help="Pipeline ranks; auto searches (default: 1).", rich_help_panel=PIPELINES),
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v or message-driven (default: searched)."),
-    ] = None,
-    virtual_stages: Annotated[int | None, typer.Option(help="Stages on each rank of pipe (default: searched).")] = None,
-    extra_warm_up: Annotated[
-        int | None, typer.Option(help="For 1f1b: additional forward passes before the first backward pass.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="For message-driven: micro-batches in flight.")] = None,
-    serve_first: Annotated[
-        str | None,
         typer.Option(
-            help="For message-driven: the priority if both kinds of messages wait: arrival, backward or forward."
+            help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v or message-driven (default: searched).",
+            rich_help_panel=PIPELINES,
         ),
     ] = None,
-    top: Annotated[int, typer.Option(help="Number of rows in the table.", min=1)] = 15,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages on each rank of pipe (default: searched).", rich_help_panel=PIPELINES)
+    ] = None,
+    extra_warm_up: Annotated[
+        int | None,
+        typer.Option(help="For 1f1b: more forward passes before the first backward.", rich_help_panel=PIPELINES),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="For message-driven: micro-batches in flight.", rich_help_panel=PIPELINES)
+    ] = None,
+    serve_first: Annotated[
+        str | None,
+        typer.Option(help="For message-driven: arrival, backward or forward.", rich_help_panel=PIPELINES),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Number of rows in the table.", min=1, rich_help_panel=OUTPUT)] = 15,
     as_json: Json = False,
 ) -> None:
     """Rank every grid of data x X x Y x Z for a model on a cluster by predicted time, with memory and reasons.
 
     With --pipe, grids of several pipeline stages too, each with its best schedule.
 
-    Needs no GPU. For example:
+    Needs no GPU. Options that are not given are a configuration's, or the defaults of train. For example:
 
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
-    - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4
-    - stretto plan --model gpt-40b --cluster dgx-h200 --gpus 8 --batch 64 --seq-len 2048 --memory auto --explain
+    - stretto plan demo.toml --cluster dgx-h200 --gpus 4
     - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
-    - stretto plan --model gpt-20b --cluster frontier --gpus 64 --batch 512 --seq-len 2048 --cost simulated
-    - stretto plan --model Qwen3-30B-A3B/config.json --cluster dgx-h100 --gpus 64 --batch 512 --seq-len 4096
     """
     with refusing_bad_input(as_json=as_json):
         given: dict[str, Any] = {

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of `stretto plan`: plans, modes of recomputation, and the formulas of a plan's memory."""
 
+import textwrap
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from stretto.axes import name_grid
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto.cluster import Cluster
     from stretto.planner import GridPlan
 
@@ -86,15 +85,15 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
             *((plan.optimizer_state, plan.recompute, _memory(plan.host_memory_of_node)) if has_memory else ()),
             style=None if plan.fits else "dim",
         )
+    width = console.width
     whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
     console.print(table)
     usable = most_allocated(cluster.require("gpu.memory"))
-    console.print(
+    _print_text(
         f"fits: allocates at most {_memory(usable)}, which with fragmentation and all that is outside of torch's "
         f"allocator takes {USABLE:.0%} of a GPU's memory here",
-        highlight=False,
-        soft_wrap=True,
+        width,
     )
     if has_memory and cluster.host_memory is not None:
         pinned = _memory(USABLE_OF_HOST * cluster.host_memory)
@@ -110,11 +109,16 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
     if cost == "paper":
         console.print("communication: of the linears, as the paper counts it, nothing hidden", highlight=False)
     if has_pipelines:
-        _explain_pipelines(plans[:top], console)
+        _explain_pipelines(plans[:top], width)
     for place, plan in enumerate(plans[:top], start=1):
-        console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
+        _print_text(plan.why, width, f"{place:3}. ")
     for note in plans[0].notes:
-        console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
+        _print_text(note, width, "Note: ")
+
+
+def _print_text(text: str, width: int, first: str = "") -> None:
+    """Print a text in lines of the terminal's width, below what stands before it."""
+    print("\n".join(textwrap.wrap(text, width, initial_indent=first, subsequent_indent=" " * len(first))))
 
 
 def _name_schedule(plan: "GridPlan") -> str:
@@ -130,18 +134,14 @@ def _name_schedule(plan: "GridPlan") -> str:
     return " ".join(filter(None, parts))
 
 
-def _explain_pipelines(plans: "list[GridPlan]", console: "Console") -> None:
+def _explain_pipelines(plans: "list[GridPlan]", width: int) -> None:
     """Explain the table's columns of pipelines, and how the first of them is split."""
-    console.print("schedule: its virtual stages (v), extra warm-up (+), or limit; bubble: ms a step", highlight=False)
+    _print_text("schedule: its virtual stages (v), extra warm-up (+), or limit; bubble: ms a step", width)
     first = next((plan for plan in plans if plan.schedule is not None), None)
     if first is None or first.is_possible is False:
         return
     blocks = [str(end - start) for start, end in pairwise(first.stages)]
-    console.print(
-        f"blocks of each stage of the first of them, {name_grid(first.grid)}: {' '.join(blocks)}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    _print_text(f"blocks of each stage of the first of them, {name_grid(first.grid)}: {' '.join(blocks)}", width)
 
 
 def print_formulas(plan: "GridPlan") -> None:

@@ -37,9 +37,9 @@ def train(
 
     Options of the file: docs/configuration.md. For example:
 
-    - stretto train configs/demo.toml --set grid.data=2 --set ranks=8 --set out=runs/mine
+    - stretto init demo
+    - stretto train demo.toml --set grid.data=2 --set ranks=8 --set out=runs/mine
     - stretto train runs/mine/config.toml --set train.resume=latest --set train.steps=200
-    - stretto train configs/dlrm.toml
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.train.config import load_config

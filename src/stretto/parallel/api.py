@@ -1,41 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`parallelize`: shards an nn.Module over a grid, in place, under its own names."""
+"""`parallelize`: shards an nn.Module over a grid, in place, under its own names.
+
+What it needs is imported when it is called, so that importing it imports neither Triton nor torch.compile nor DTensor.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
-from stretto.parallel.blocks import BlockBuilder, check_modules, find_blocks, warn_of_replication
-from stretto.parallel.builder import Builder
-from stretto.parallel.comm.agreement import check_ranks_agree
-from stretto.parallel.comm.autograd import in_backward
-from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import GradientReduction, Grid
-from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.loss import MeansOverBatch
-from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
-from stretto.parallel.layers.router import route_whole_features
-from stretto.parallel.layers.router_loss import balance_over_batch
-from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
-from stretto.parallel.layers.token_shards import TokenShards
-from stretto.parallel.meta import MetaInitializer
-from stretto.parallel.model_loss import install_loss, replace_module, take_means_over_batch
-from stretto.parallel.pipeline.cutting import Cut, cut_into_stages, restrict_plan, wrap_forwards
-from stretto.parallel.precision import Precision
-from stretto.parallel.recomputation import check_blocks, checkpoint_activations
-from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import UnknownRolesError
-from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
-from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
-from stretto.parallel.transformers_checkpointing import follow_checkpointing
+
+if TYPE_CHECKING:
+    from stretto.parallel.builder import Builder
+    from stretto.parallel.comm.gradient_reducer import GradientReducer
+    from stretto.parallel.comm.weight_gathering import WeightGatherer
+    from stretto.parallel.meta import MetaInitializer
+    from stretto.parallel.pipeline.cutting import Cut
+    from stretto.parallel.precision import Precision
+    from stretto.parallel.roles.plan import Role, ShardingPlan
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -111,6 +102,14 @@ def parallelize(
     """
     if hasattr(model, "gradient_reducer"):
         raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
+
+    from stretto.parallel.meta import MetaInitializer
+    from stretto.parallel.pipeline.cutting import cut_into_stages
+    from stretto.parallel.precision import Precision
+    from stretto.parallel.recomputation import check_blocks
+    from stretto.parallel.roles.plan import ShardingPlan
+    from stretto.parallel.roles.validation import check_takes_sharded_sequence
+
     precision = Precision(dtype, reduce_dtype)
     if gradients not in (None, "sum", "mean"):
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
@@ -147,6 +146,16 @@ def _shard_by_roles(
     sharded_loss: bool,
 ) -> Model:
     """Shard a model, or its pipeline stages, by the roles of its submodules, and return it."""
+    from stretto.parallel.builder import Builder
+    from stretto.parallel.comm.agreement import check_ranks_agree
+    from stretto.parallel.layers.gemm_layout import MatmulTuner
+    from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
+    from stretto.parallel.layers.router import route_whole_features
+    from stretto.parallel.layers.sharded_module import place_shared
+    from stretto.parallel.layers.token_shards import TokenShards
+    from stretto.parallel.model_loss import install_loss, replace_module
+    from stretto.parallel.pipeline.cutting import restrict_plan
+
     if gradients == "mean":
         raise ValueError(
             "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this model is the "
@@ -201,13 +210,17 @@ def _shard_by_roles(
     install_loss(model, plan, grid, sharded_loss)
     _finish(model, builder)
     if grid.size("x") * grid.size("y") > 1:
-        model.register_forward_hook(_explain_sizes, always_call=True)
+        model.register_forward_hook(torch.compiler.disable(_explain_sizes), always_call=True)
     _finish_blocks(model, options, cut)
     return model
 
 
 def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: Cut | None) -> None:
     """Have blocks be computed again, and follow the pipeline stage that runs."""
+    from stretto.parallel.pipeline.cutting import wrap_forwards
+    from stretto.parallel.recomputation import checkpoint_activations
+    from stretto.parallel.transformers_checkpointing import follow_checkpointing
+
     if cut is not None:
         model.pipeline_stages = cut.stages  # type: ignore[assignment]
     checkpoint_activations(model, options.recompute)
@@ -230,8 +243,13 @@ def _plan_or_blocks(
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
     local_attributes: Mapping[str, str | None] | None,
     blocks: Sequence[str] | None,
-) -> "ShardingPlan | _BlockPlan":
+) -> ShardingPlan | _BlockPlan:
     """How the roles of its submodules shard a model, or the blocks of one that has none."""
+    from stretto.parallel.blocks import find_blocks
+    from stretto.parallel.roles.formulas import UnknownRolesError
+    from stretto.parallel.roles.plan import read_plan
+    from stretto.parallel.roles.validation import validate_plan
+
     if blocks is not None:
         if roles or local_attributes:
             raise ValueError(
@@ -269,6 +287,15 @@ def _shard_by_blocks(
     cut: Cut | None,
 ) -> Model:
     """Shard a model without roles, or its pipeline stages, over z, and return it."""
+    from stretto.parallel.blocks import BlockBuilder, check_modules, warn_of_replication
+    from stretto.parallel.builder import Builder
+    from stretto.parallel.comm.agreement import check_ranks_agree
+    from stretto.parallel.layers.gemm_layout import MatmulTuner
+    from stretto.parallel.layers.loss import MeansOverBatch
+    from stretto.parallel.layers.router_loss import balance_over_batch
+    from stretto.parallel.model_loss import take_means_over_batch
+    from stretto.parallel.roles import huggingface
+
     if options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
     for name, parameter in model.named_parameters():
@@ -307,6 +334,9 @@ def _shard_by_blocks(
 
 def _finish(model: nn.Module, builder: Builder) -> None:
     """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
+    from stretto.parallel.layers.sharded_module import refuse_copies
+    from stretto.parallel.roles import huggingface
+
     if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
         huggingface.generate_in_step(model)
     huggingface.refuse_saving(model)
@@ -316,9 +346,10 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     model.weight_gatherer = builder.gatherer  # type: ignore[assignment]
     # The hooks hold these two, and not the builder, which holds the whole model as it was.
     gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
-    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gatherer, gradient_reducer))
-    model.register_forward_hook(lambda *_: _end_forward(gatherer), always_call=True)
-    model.register_forward_hook(_explain_shards, always_call=True)
+    begin, end = torch.compiler.disable(_begin_forward), torch.compiler.disable(_end_forward)
+    model.register_forward_pre_hook(lambda model, _: begin(model, gatherer, gradient_reducer))
+    model.register_forward_hook(lambda *_: end(gatherer), always_call=True)
+    model.register_forward_hook(torch.compiler.disable(_explain_shards), always_call=True)
 
 
 def validate(
@@ -345,7 +376,6 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
     return list(found.values())
 
 
-@torch.compiler.disable
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
     gradient_reducer.grid.require_open()
     for name, parameter in model.named_parameters():
@@ -355,17 +385,18 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
                 "together: add it before, or copy the new values into the parameter that was there"
             )
         gradient_reducer.refuse_hook(name, parameter)
+
+    from stretto.parallel.comm.autograd import in_backward
+
     if not in_backward():
         gatherer.begin_forward()
         gradient_reducer.drop_failed_passes()
 
 
-@torch.compiler.disable
 def _end_forward(gatherer: WeightGatherer) -> None:
     gatherer.end_forward()
 
 
-@torch.compiler.disable
 def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Add a likely cause to a forward's error about sizes: code that uses the whole model's number of heads."""
     error = sys.exception()
@@ -377,7 +408,6 @@ def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None
         )
 
 
-@torch.compiler.disable
 def _explain_shards(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Add the cause to a forward's error about DTensors: code that reads another submodule's parameter."""
     error = sys.exception()

@@ -235,7 +235,9 @@ def _configure(out: Path, ranks: int, hidden: int, steps: int, *, kept: int) -> 
 def _started(config: JobConfig, ranks: int) -> Iterator[list[BaseProcess]]:
     """Fork the ranks from a process with the modules imported, and stop them after the block."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stretto.train.trainer", "stretto.train.gpt.task", __name__])
+    context.set_forkserver_preload(
+        ["stretto.train.trainer", "stretto.train.gpt.task", "stretto.parallel.builder", __name__]
+    )
     # FileStore wants a name at which there is no file.
     store = tempfile.mktemp(prefix="store-", dir=config.out.parent)
     arguments = (config.model_dump_json(), ranks, store)

@@ -2,7 +2,7 @@
 """`stretto bench moe-demo`: a mixture of experts compared with a dense model of the same FLOPs a token.
 
 Both are trained by `stretto train`'s loop on the same data, in the same order, on 4 processes of the CPU: the mixture
-as configs/moe.toml says, with its experts divided among ranks; the dense model with the same options but those of
+as `stretto init moe` has it, with its experts divided among ranks; the dense model with the same options but those of
 experts.
 """
 
@@ -21,7 +21,7 @@ from stretto.train.preflight import preflight
 from stretto.train.trainer import train
 
 MIXTURE, DENSE = "mixture of experts", "dense"
-# Options that turn configs/moe.toml into the dense model of the same active size.
+# Options that turn moe.toml into the dense model of the same active size.
 WITHOUT_EXPERTS = [
     f"model.{name}=none"
     for name in (
@@ -62,7 +62,7 @@ def bench_moe_demo(setting: MoeDemoSetting, out: Path) -> dict[str, Any]:
 def configure(name: str, setting: MoeDemoSetting, out: Path) -> TrainConfig:
     """The configuration of one of the two runs."""
     options = [f"out={out}", "device=cpu", f"train.steps={setting.steps}", f"train.warmup_steps={setting.steps // 8}"]
-    with as_file(files("stretto.bench.training") / "moe.toml") as file:
+    with as_file(files("stretto") / "configs" / "moe.toml") as file:
         config = load_config(file, [*options, *(WITHOUT_EXPERTS if name == DENSE else [])])
     assert isinstance(config, TrainConfig)
     return config

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a command of `stretto bench` of a bench's settings: an option for each field, and `--out` and `--json`.
 
-A command imports its bench, and torch with it, when all that was given has been checked.
+A command imports its settings when it is used, and its bench, and torch with it, when all that was given has been
+checked.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.cli.commands import App, LazyCommand, make_command
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
 
-app = typer.Typer(help="Run the benchmarks whose results the README and the documentation report.")
+app = App(help="Run the benchmarks whose results the README and the documentation report.", no_args_is_help=False)
 
 
 class Needs(Enum):
@@ -53,7 +56,7 @@ def describe_cpu_benches() -> str:
 
 def bench_command(
     name: str,
-    setting_type: type[Any],
+    settings: str,
     *,
     needs: Needs = Needs.NO_GPU,
     out: str | None = None,
@@ -61,41 +64,52 @@ def bench_command(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a command of a function that takes the settings and the output folder, and returns what `--json` prints.
 
-    needs: what it needs of the machine. out: the default folder (None: results/NAME). count: adds an option `--ranks`;
-    the function gets the number of ranks that `count` makes of it as its first argument. A ValueError ends the command
-    with status 2.
+    settings: the module of the class that annotates the function's parameter `setting`. needs: what it needs of the
+    machine. out: the default folder (None: results/NAME). count: adds an option `--ranks`; the function gets the number
+    of ranks that `count` makes of it as its first argument. A ValueError ends the command with status 2.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
-        def command(*, ranks: int | None = None, out: Path, as_json: bool, **given: Any) -> None:
-            with refusing_bad_input(as_json=as_json):
-                if count is None and "ranks" in options:
-                    given["ranks"] = ranks
-                setting = setting_type(**_read(options, given))
-                counted = () if count is None else (count(ranks),)
-                result = run(*counted, setting, out)
-            if isinstance(result, dict) and result.get("failure") is not None:
-                raise fail(result["failure"], 1, as_json=as_json)
-            if as_json:
-                print_json(result if isinstance(result, dict) else {"rows": result})
+        def make() -> Any:
+            setting_type = getattr(import_module(settings), run.__annotations__["setting"])
+            return make_command(name, _make_function(run, setting_type, Path(out or f"results/{name}"), count))
 
-        options = {field.name: field for field in fields(setting_type)}
-        parameters = [_make_parameter(field) for field in options.values()]
-        if count is not None:
-            parameters.insert(0, _make_ranks())
-        folder = Path(out or f"results/{name}")
-        parameters.append(
-            _parameter("out", Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")], folder)
-        )
-        parameters.append(_parameter("as_json", Json, False))
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        command.__doc__ = run.__doc__
         _BENCHES[needs].append(name)
-        app.command(name, rich_help_panel=needs.value)(command)
+        app.lazy[name] = LazyCommand(name, make, summary=inspect.getdoc(run), panel=needs.value)
         return run
 
     return decorate
+
+
+def _make_function(
+    run: Callable[..., Any], setting_type: type[Any], folder: Path, count: Callable[[int | None], int] | None
+) -> Callable[..., None]:
+    """Make the function that typer makes a command of: its parameters are the settings' fields, --out and --json."""
+
+    def command(*, ranks: int | None = None, out: Path, as_json: bool, **given: Any) -> None:
+        with refusing_bad_input(as_json=as_json):
+            if count is None and "ranks" in options:
+                given["ranks"] = ranks
+            setting = setting_type(**_read(options, given))
+            counted = () if count is None else (count(ranks),)
+            result = run(*counted, setting, out)
+        if isinstance(result, dict) and result.get("failure") is not None:
+            raise fail(result["failure"], 1, as_json=as_json)
+        if as_json:
+            print_json(result if isinstance(result, dict) else {"rows": result})
+
+    options = {field.name: field for field in fields(setting_type)}
+    parameters = [_make_parameter(field) for field in options.values()]
+    if count is not None:
+        parameters.insert(0, _make_ranks())
+    parameters.append(
+        _parameter("out", Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")], folder)
+    )
+    parameters.append(_parameter("as_json", Json, False))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = run.__doc__
+    return command
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

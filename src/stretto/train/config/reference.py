@@ -23,16 +23,18 @@ You can look up every option of a training run here, with its default. A run is 
 `--set`, as often as needed:
 
 ```sh
-stretto train configs/demo.toml --set train.steps=3 --set train.lr=1e-3 --set out=runs/mine
+stretto init demo
+stretto train demo.toml --set train.steps=3 --set train.lr=1e-3 --set out=runs/mine
 ```
 
 A value is read as TOML (`2`, `true`, `["a", "b"]`) if it is valid TOML, and otherwise as text, so paths and names need
 no quotes. The text `none` turns off an option that can be turned off. Unknown options are refused. The run's folder
 stores the whole configuration in `config.toml`, which is again a file for `stretto train`.
 
-[configs/demo.toml](../configs/demo.toml), [configs/gpt2-small.toml](../configs/gpt2-small.toml),
-[configs/llama-7b-one-gpu.toml](../configs/llama-7b-one-gpu.toml), [configs/moe.toml](../configs/moe.toml) and
-[configs/dlrm.toml](../configs/dlrm.toml) are examples. The options of GPTs and of
+`stretto init` lists configurations to start from, and `stretto init NAME` writes one:
+[demo](../src/stretto/configs/demo.toml), [gpt2-small](../src/stretto/configs/gpt2-small.toml),
+[llama](../src/stretto/configs/llama.toml), [moe](../src/stretto/configs/moe.toml) and
+[dlrm](../src/stretto/configs/dlrm.toml). The options of GPTs and of
 [Hugging Face models](fine-tuning.md) come first, then [those of DLRMs](#a-dlrms-options).
 """
 DLRM_HEAD = """\

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.cli.commands import App
 from stretto.cli.console import Json, print_json, refusing_bad_input
-from stretto.cli.simulate_step import step
 
 if TYPE_CHECKING:
     from stretto.simulator import NetworkTopology
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = App(
     help="Simulate messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU.",
 )
 
-app.command()(step)
+app.add_lazy("step", "stretto.cli.simulate.step:step")
+app.add_lazy("dlrm", "stretto.cli.simulate.dlrm:dlrm")
+app.add_lazy("trace", "stretto.cli.simulate.trace:trace")
+app.add_lazy("export", "stretto.cli.simulate.trace:export")
 
 _MOST_BY_DEFAULT = 4096  # GPUs of a cluster that are simulated without --gpus: of more, a network takes long to make
 Topology = Annotated[

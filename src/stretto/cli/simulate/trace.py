@@ -114,7 +114,7 @@ def export(
 ) -> None:
     """Export a traced step as Chakra execution traces, one file per rank, for `simulate trace` and ASTRA-sim.
 
-    - stretto train configs/demo.toml --trace --set out=runs/traced
+    - stretto train demo.toml --trace --set out=runs/traced
     - stretto simulate export runs/traced/trace.json runs/traced/step
     """
     with refusing_bad_input(as_json=as_json):

@@ -47,7 +47,7 @@ def step(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="all (default), none, or a list of all_reduce,reduce_scatter,all_gather,data,copy_engines.",
+            help="all (default), none, or some of all_reduce, reduce_scatter, all_gather, data, copy_engines.",
         ),
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="The pipeline schedule (default: 1f1b).")] = None,
@@ -88,17 +88,18 @@ def step(
 
     - stretto simulate step --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
     - stretto simulate step --model gpt-5b --cluster dgx-h100 --grid "x=2 z=4" --batch 16 --seq-len 2048 --what-if all
-    - stretto simulate step configs/demo.toml --cluster dgx-h200 --gpus 4 --trace step.json --picture step.png
+    - stretto simulate step demo.toml --cluster dgx-h200 --gpus 4 --trace step.json --picture step.png
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.cluster import Cluster
-        from stretto.simulator.training import simulate_change, simulate_step
-        from stretto.simulator.training.what_if import check_changes
-
         given = {"model": model, "cluster": cluster, "batch": batch, "seq_len": seq_len, "gpus": gpus, "dtype": dtype}
         asked = _gather_inputs(config, given)
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"--micro-batch is {micro_batch}, but must be at least 1")
+
+        from stretto.cluster import Cluster
+        from stretto.simulator.training import simulate_change, simulate_step
+        from stretto.simulator.training.what_if import check_changes
+
         machine = Cluster.find(asked["cluster"])
         changes = check_changes(what_if or ())
         options = {
