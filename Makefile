@@ -123,6 +123,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 			echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; \
 		fi; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
+	$(BIN)/stretto doctor  # which compiles what is compiled once
 	@touch $@
 
 docs: $(VENV)/.docs-installed

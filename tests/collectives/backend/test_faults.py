@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
+from tests.processes import LIMIT
 
 from stretto.collectives import Collective, ScheduleFileError, call_counts, install, uninstall, write_schedule
 from stretto.collectives.algorithms import find
@@ -182,7 +183,7 @@ def test_a_rank_that_is_killed_in_a_call_is_named_by_all_others(ranks, tmp_path)
     for process in processes:
         process.start()
     for process in processes:
-        process.join(40)
+        process.join(LIMIT)
         process.kill()
     for rank in (0, 1):
         text = (tmp_path / f"rank-{rank}").read_text()

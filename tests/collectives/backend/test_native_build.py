@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +30,7 @@ class Compiler:
     def __init__(self, folder: Path) -> None:
         self.cache, self.gate, self._log = folder / "cache", folder / "gate", folder / "log"
         self._script = folder / "compiler"
-        done = shlex.quote(str(native._find_or_build()))
+        done = shlex.quote(str(native.find_library()))
         self._script.write_text(
             "#!/bin/sh\n"
             'while [ "$1" != -o ]; do shift; done\n'
@@ -41,7 +42,11 @@ class Compiler:
 
     def start(self) -> subprocess.Popen[str]:
         """Start a process that loads the C++ part."""
-        variables = {"CXX": str(self._script), "STRETTO_CACHE": str(self.cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+        variables = {
+            "CXX": str(self._script),
+            "STRETTO_CACHE": str(self.cache),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen([sys.executable, "-c", LOAD], env=os.environ | variables, text=True, **pipes)
 
@@ -160,7 +165,7 @@ def join_groups():
         return gloo(*arguments, **options)
 
     with (
-        mock.patch.object(factory, "find_extension", lambda: order.append("compiles")),
+        mock.patch.object(factory, "find_extension", partial(order.append, "compiles")),
         mock.patch.object(dist, "ProcessGroupGloo", connect),
     ):
         dist.new_group(backend="stretto")

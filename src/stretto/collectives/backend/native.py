@@ -147,15 +147,16 @@ class CompilerError(RuntimeError):
 
 
 def load_extension() -> ModuleType:
-    """Load the compiled module; compiles it first, in about a minute, if none has. CompilerError if that fails."""
+    """Load the compiled module; compiles it first, as `find_library` does."""
     global _loaded
     with _lock:
         if _loaded is None:
-            _loaded = _import(_find_or_build())
+            _loaded = _import(find_library())
         return _loaded
 
 
-def _find_or_build() -> Path:
+def find_library() -> Path:
+    """The compiled file; compiles it first, in about a minute, if none has. CompilerError if that fails."""
     library = cache_folder() / f"{MODULE}-{_key()}.so"
     if library.exists():
         return library
