@@ -39,7 +39,7 @@ def demo(
     if not as_json:
         ranks = f"{config.ranks} ranks, then on one" if config.ranks > 1 else "one rank"
         seconds = round(30 + config.train.steps / 2, -1)
-        print(f"{config.train.steps} steps on {ranks}: about {seconds:.0f} s on 2 CPU cores, less on GPUs")
+        print(f"{config.train.steps} steps on {ranks}: about {seconds:.0f} s on 2 CPU cores, less on GPUs", flush=True)
 
     from stretto.report import read_run, write_report
 
