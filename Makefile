@@ -3,18 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-docs test-with-docs test-exhaustive test-versions test-versions-exhaustive nightly
+.PHONY: demo test test-long test-docs test-with-docs test-exhaustive test-slow-machine test-versions test-versions-exhaustive nightly
 .PHONY: gpu-test gpu-test-exhaustive
 .PHONY: gpu-sanitize lint format docs docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
+	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent; SHORT=1 for 8 steps"
 	@echo "make test      tests of everything that needs no GPU"
 	@echo "make test-long the end-to-end runs that make test leaves to CI"
 	@echo "make test-docs the code blocks of README and docs"
 	@echo "make test-with-docs  test, test-long and test-docs in one session, as CI runs them"
 	@echo "make test-exhaustive  the cases that all of these leave out"
+	@echo "make test-slow-machine  make test in a clone with empty caches, on one core beside a busy loop (TESTS=FOLDER: a part)"
 	@echo "make test-versions  the oldest and the newest Python, torch and Triton that are tried"
 	@echo "make nightly   all of these, and make lint"
 	@echo "make docs      the documentation as a site, in build/site; a broken link, anchor or picture is an error"
@@ -24,7 +25,7 @@ help:
 	@echo "make gpu-test-exhaustive  the cases that make gpu-test leaves out; SHARD=1/4 is a quarter of them"
 
 demo: $(VENV)/.installed
-	$(BIN)/stretto demo
+	$(BIN)/stretto demo $(if $(SHORT),--steps 8)
 
 # Compiled modules are kept, whatever this shell says: tests start hundreds of processes. A process that has run all its
 # tests takes over some of the others'; there is one more than 2 cores take, since some tests wait.
@@ -43,6 +44,10 @@ test-docs: $(VENV)/.installed
 # test, test-long and test-docs in one session, which imports, collects and starts its servers once.
 test-with-docs: $(VENV)/.installed
 	$(PYTEST) $(filter-out --ignore=tests/test_pages.py,$(CODE_TESTS)) --durations 20
+
+# What is committed, in a clone with empty caches, on one core beside a busy loop: no limit may depend on the machine.
+test-slow-machine: $(VENV)/.installed
+	$(BIN)/python tests/slow_machine.py --venv $(VENV) $(if $(TESTS),--tests $(TESTS))
 
 test-exhaustive: $(VENV)/.installed
 	$(PYTEST) $(CODE_TESTS) --durations 20 -m exhaustive
@@ -123,6 +128,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 			echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; \
 		fi; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
+	$(BIN)/stretto doctor  # which compiles what is compiled once
 	@touch $@
 
 docs: $(VENV)/.docs-installed

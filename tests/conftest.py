@@ -7,6 +7,7 @@ of its cases are exhaustive, and all but k of these long. Without n none is exha
 The cases are drawn by the test's name, so that everyone runs the same ones.
 """
 
+import contextlib
 import functools
 import gc
 import multiprocessing.spawn
@@ -123,6 +124,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     import torch
 
     is_run = _POOL in session.config.stash and not session.config.getoption("collectonly")  # not where xdist only waits
+    if is_run:
+        _compile_backend()
     if is_run and sys.platform == "linux" and not torch.cuda.is_available():
         from tests.pool import fork_default_server
 
@@ -135,6 +138,14 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         capture.suspend_global_capture()
     # Of this process alone: by default, a test that parses our source spends most of its time on collecting garbage.
     gc.set_threshold(10_000, 20, 20)
+
+
+def _compile_backend() -> None:
+    """Have the backend's C++ part compiled before any test's limit begins."""
+    from stretto.collectives.backend.native import CompilerError, find_library
+
+    with contextlib.suppress(CompilerError):  # tests that need it say so
+        find_library()
 
 
 @pytest.fixture(scope="session")

@@ -49,20 +49,28 @@ def fuzz(case: Callable[[random.Random], None], count: int, *refusals: type[Exce
 @contextmanager
 def _named(seed: int) -> Iterator[None]:
     """Add the seed to whatever a case raises, and end a case that hangs."""
-
-    def end(*_: object) -> None:
-        raise AssertionError(f"hangs: not done after {HANGING} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(HANGING)
     try:
-        yield
+        with cpu_limit(HANGING):
+            yield
     except BaseException as error:
         error.add_note(f"STRETTO_TEST_SEED={seed} runs this case first")
         raise
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise AssertionError once this process has computed for so long, however long that takes on a loaded machine."""
+
+    def end(*_: object) -> None:
+        raise AssertionError(f"hangs: not done after {seconds} s of CPU time")
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def mutate(rng: random.Random, tree: dict[str, Any], odd: tuple[Any, ...], times: int = 4) -> dict[str, Any]:

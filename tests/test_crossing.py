@@ -57,7 +57,7 @@ compile_kernel(note_end, (words, words, words, words, 16, 2**31 - 1), {"num_warp
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_stand_in_signals_its_three_peers_and_waits_by_loads_that_acquire():
     root = Path(__file__).parents[1]
-    ran = subprocess.run([sys.executable, "-c", COMPILE], cwd=root, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", COMPILE], cwd=root, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("atom.global.sys.release.add.u32") == RANKS - 1
     assert ran.stdout.count("ld.global.sys.acquire.b32") >= RANKS - 1

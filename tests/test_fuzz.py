@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random run files, cluster files, models and schedules are taken or refused with a message; nothing else is raised."""
 
+import itertools
 import json
 import random
+import time
 import tomllib
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from stretto.planner.hugging_face import FAMILIES
 from stretto.train.config import load_config
 from stretto.train.preflight import preflight
 from tests.collectives.executor import programs
-from tests.fuzzing import ODD_NUMBERS, ODD_TOML, ODD_VALUES, damage, fuzz, mutate, mutate_schedule, to_toml
+from tests.fuzzing import ODD_NUMBERS, ODD_TOML, ODD_VALUES, cpu_limit, damage, fuzz, mutate, mutate_schedule, to_toml
 
 FOLDER = Path(__file__).parents[1] / "src" / "stretto" / "configs"
 CONFIGS = [tomllib.loads(path.read_text()) for path in sorted(FOLDER.glob("*.toml"))]
@@ -227,3 +229,10 @@ def test_keys_of_thousands_of_parts_are_refused_by_all_that_read_toml(line, tmp_
     path.write_text(to_toml(CONFIGS[0]))
     with pytest.raises(ValueError, match="is nested too deeply"):
         load_config(path, [f"{DEEP}=1"])
+
+
+def test_a_case_is_ended_by_what_it_computes_and_not_by_what_it_waits():
+    with cpu_limit(0.5):
+        time.sleep(0.6)
+    with pytest.raises(AssertionError, match=r"hangs: not done after 0\.1 s of CPU time"), cpu_limit(0.1):
+        all(number >= 0 for number in itertools.count())

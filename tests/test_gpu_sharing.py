@@ -13,6 +13,7 @@ import pytest
 from stretto.bench.mps import share_for
 from tests.gpu import compile_once, resuming, sharing
 from tests.gpu.sharing import GpuRanks
+from tests.processes import LIMIT
 
 ROOT = Path(__file__).parents[1]
 
@@ -169,7 +170,7 @@ def test_skipped():
 def run_pytest(folder: Path, *options: str) -> tuple[int, str]:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "--rootdir", folder, folder, *options],
-        cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
+        cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
     )  # fmt: skip
     return ended.returncode, ended.stdout
 
@@ -265,7 +266,7 @@ def test_a_kernel_that_a_process_compiles_is_waited_for_and_not_compiled_twice(k
         path = compiling.put("code", "kernel.cubin")
         assert wait([found], timeout=0.5).not_done, "a file of a kernel is not all of it"
         compiling.put_group("kernel.json", {"kernel.cubin": path})
-        assert found.result(timeout=30) == {"kernel.cubin": path}
+        assert found.result(LIMIT) == {"kernel.cubin": path}
     assert kernel_cache().get_group("kernel.json") == {"kernel.cubin": path}
 
 
@@ -300,4 +301,4 @@ def test_a_launcher_is_built_once(kernel_cache):
         found = others.submit(waiting.get_file, "launcher.so")
         assert wait([found], timeout=0.5).not_done
         path = building.put(b"machine code", "launcher.so")
-        assert found.result(timeout=30) == path
+        assert found.result(LIMIT) == path

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PythonServer, _Server
+from tests.processes import LIMIT, PythonServer, _Server
 
 
 @pytest.fixture(scope="module", params=["started", "forked"])
@@ -90,7 +90,7 @@ def test_signals_reach_the_process_and_a_kill_takes_it_along(server: PythonServe
     assert server.process_of(process.pid) == pid != process.pid
     process.send_signal(number)
     assert process.wait() == -number
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + LIMIT
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)

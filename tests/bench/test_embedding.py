@@ -44,7 +44,7 @@ def test_a_tiny_run_compares_all_peers_and_writes_what_it_has(tmp_path):
     ]  # fmt: skip
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "embedding.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["forward", "backward", "timeline"]

@@ -243,7 +243,6 @@ def test_interpreted_ranks_find_nothing_and_launch_the_kernels_that_configuratio
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1500)
 def test_all_interpreted_configurations_find_nothing_and_launch_the_kernels_that_they_name():
     run_interpreted(None, results=1)
 

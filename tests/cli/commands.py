@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.processes import shared_server
+from tests.processes import LIMIT, shared_server
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -24,13 +24,13 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=240)
+    output, errors = process.communicate()
     return process.returncode, output, errors
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Wait until a run has written that step's metrics."""
-    file, deadline = out / "metrics.jsonl", time.monotonic() + 120
+    file, deadline = out / "metrics.jsonl", time.monotonic() + LIMIT
     while not file.exists() or len(file.read_text().splitlines()) < step:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.cli.commands import finish, start
 
 from stretto.cluster import host_memory
 from stretto.cluster.host_memory import HostMemoryLimit
+from stretto.collectives.backend.native import find_library
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> str:
@@ -28,7 +30,11 @@ def findings(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, d
 
 
 def test_available_features_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = find_library()
+    (tmp_path / "cache").mkdir()
+    shutil.copy(library, tmp_path / "cache")
     found = findings(monkeypatch, STRETTO_CACHE=str(tmp_path / "cache"), CUDA_VISIBLE_DEVICES="")
+    assert found["backend"]["found"] == f"compiled: {tmp_path / 'cache' / library.name}"
     assert found["torch"] == {"what": "torch", "state": "ok", "found": torch.__version__, "so": ""}
     assert found["GPUs"]["state"] == "missing"
     assert "gloo" in found["GPUs"]["so"]
@@ -47,8 +53,8 @@ def test_missing_features_are_reported_with_their_fallbacks(monkeypatch: pytest.
     found = findings(monkeypatch, STRETTO_CACHE=str(tmp_path / "file"), CXX="no-such-compiler", CUDA_VISIBLE_DEVICES="")
     assert found["cache"]["state"] == "missing"
     assert "STRETTO_CACHE" in found["cache"]["so"]
-    assert found["C++ compiler"]["found"] == "no no-such-compiler on the PATH"
-    assert "- no no-such-compiler on the PATH" in run(monkeypatch)
+    assert "there is no C++ compiler 'no-such-compiler' on PATH" in found["backend"]["found"]
+    assert "- the backend stretto compiles a small C++ part" in run(monkeypatch)
 
 
 def test_a_version_that_is_too_old_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,4 +149,4 @@ def test_a_containers_memory_limit_is_what_its_cores_share(no_gpus, monkeypatch)
 
 def test_planning_on_a_preset_imports_no_gpu_library():
     code = "from stretto import Cluster; print(Cluster.preset('alps')); import sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,14 +5,21 @@ import tracemalloc
 
 import pytest
 from tests.collectives.schedules import block, schedule, step
+from tests.fuzzing import cpu_limit
 
 from stretto.collectives import AllReduce, Broadcast, Collective, from_xml, to_xml, verify
 from stretto.collectives.algorithms import one_shot_all_reduce, ring_all_reduce
 from stretto.collectives.verifier import races
 
 SUM = AllReduce(2, 1, in_place=True)
-IN_TIME = pytest.mark.timeout(25)
+IN_TIME = pytest.mark.usefixtures("limit_of_seconds")
 """Of what takes seconds, and minutes where work grows with the square of the schedule."""
+
+
+@pytest.fixture
+def limit_of_seconds():
+    with cpu_limit(25):
+        yield
 
 
 def exchange(*, wait=True, wait_for_send=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import LIMIT
 
 from stretto.memory import pinned
 from stretto.memory.pinned import HostMemoryLimit, allocate_pinned
@@ -195,7 +196,7 @@ def server(ranks) -> multiprocessing.context.ForkServerContext:
 def test_a_killed_process_leaves_nothing_behind(server, tmp_path: Path) -> None:
     process = server.Process(target=hold_memory, args=(str(tmp_path), "kill"))
     process.start()
-    process.join(40)
+    process.join(LIMIT)
     assert process.exitcode == -signal.SIGKILL
     _, permissions, _, device, inode, *name = (tmp_path / "map").read_text().split()
     assert (permissions, device, inode, name) == ("rw-p", "00:00", "0", [])  # anonymous, and of this process alone
@@ -205,7 +206,7 @@ def test_a_killed_process_leaves_nothing_behind(server, tmp_path: Path) -> None:
 def test_memory_is_unregistered_when_the_process_ends_and_not_by_a_forked_one(server, tmp_path: Path) -> None:
     process = server.Process(target=hold_memory, args=(str(tmp_path), "end"))
     process.start()
-    process.join(40)
+    process.join(LIMIT)
     assert process.exitcode == 0
     assert (tmp_path / "child").read_text() == "True True 3"  # the three are the parent's registrations
     assert (tmp_path / "unregistered").read_text() == "3"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.ops.leaves import OPERATORS, make_leaves, multiply
 from tests.ops.operands import find_plan, random_of
+from tests.processes import LIMIT
 
 from stretto import ops
 from stretto.memory import PeerError
@@ -54,7 +55,7 @@ def call_from_threads():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT)
     return right.count(True)
 
 

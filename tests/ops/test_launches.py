@@ -32,7 +32,7 @@ SEED = random.randrange(2**31)
 def test_known_launches_are_those_that_triton_would_make(calls: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.recorded", str(SEED), str(calls)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ended.returncode == 0, (SEED, ended.stdout, ended.stderr[-3000:])
 
 

@@ -104,7 +104,7 @@ def test_missing_packages_are_named(monkeypatch):
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_operators_come_without_nvshmems_bindings():
     code = "import sys, stretto.ops; print(any('nvshmem' in name for name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 

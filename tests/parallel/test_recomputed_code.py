@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from stretto.parallel import Grid, parallelize, recomputation_contexts
 from stretto.parallel.layers.weight_shard import WeightShard
+from tests.processes import LIMIT
 
 SEED = 3
 MODES = ("full", "every:2", "every:3", "products", "communication", "host")
@@ -326,7 +327,7 @@ def count_gathered_weights() -> dict[str, tuple[int, int]]:
 
         with mock.patch.object(WeightShard, "gather", gather):
             loss = model(torch.ones(3, 8)).sum()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + LIMIT
         while any(each() is not None for each in gathered) and time.monotonic() < deadline:
             time.sleep(0.001)  # gloo's thread may not have let go of the last one
         found[mode] = len(gathered), sum(each() is not None for each in gathered)

@@ -5,6 +5,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 from tests.tiles import kernels
 
 from stretto import tiles
@@ -20,7 +21,7 @@ COLUMNS, BLOCK = 24, 32
 HALF = 1 << 15
 
 
-def make_channel(timeout=20.0, group=None, channels=None):
+def make_channel(timeout=LIMIT, group=None, channels=None):
     return tiles.BlockChannel.allocate(
         group,
         channels=channels or 3 * dist.get_world_size(group),

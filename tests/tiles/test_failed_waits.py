@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 from tests.tiles import kernels
 from tests.tiles.channels import BLOCK, COLUMNS, make_channel, map_gather
 
@@ -43,7 +44,7 @@ def lose(what, loser):
     rank, world = dist.get_rank(), dist.get_world_size()
     producer, consumer = map_gather(24, world)
     count = tiles.count_tiles(consumer)
-    channel = make_channel(timeout=1.5)
+    channel = make_channel(timeout=4.0)
     try:
         if what == "begin" and rank == loser:
             return None
@@ -88,7 +89,7 @@ def test_a_rank_that_never_arrives_is_named_with_operator_and_tile(interpret, wh
     outcomes = interpret(3, lose, what, 1)
     for rank in (0, 2):
         first, second = outcomes[rank]
-        assert re.match(f"rank {rank} of 3: first, call 1: waited in vain for {words}, 1.5 s: its signal is at ", first)
+        assert re.match(f"rank {rank} of 3: first, call 1: waited in vain for {words}, 4 s: its signal is at ", first)
         assert second == first  # the channel is broken
 
 
@@ -96,8 +97,8 @@ def follow_another_failure():
     """A wait ends since another channel's has failed. What the next call raises when that one is closed."""
     rank = dist.get_rank()
     shards = tiles.shard_tiles(16, 2, 8, channels=2)
-    with make_channel(timeout=60.0) as channel:
-        other = make_channel(timeout=60.0)
+    with make_channel(timeout=LIMIT) as channel:
+        other = make_channel(timeout=LIMIT)
         other.describe("another operator")
         device = channel.begin("first", shards, shards, "broadcast")
         other._record.mark([OF_HOST.value, 0, 1, 0, 0, 1 - rank, 0, 1])
@@ -141,7 +142,7 @@ def test_programs_of_a_channel_that_give_up_together_do_not_take_each_other_for_
 def begin_after_another_failure():
     """LATE of a call that begins after a wait of this process has failed; the flag has a number of that channel's."""
     shards = tiles.shard_tiles(16, 2, 8, channels=2)
-    with make_channel(timeout=60.0) as channel:
+    with make_channel(timeout=LIMIT) as channel:
         device = channel.begin("first", shards, shards, "broadcast")
         channel._record.failed.fill_(123_456_789)
         with pytest.raises(PeerError):

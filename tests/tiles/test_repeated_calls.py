@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 from tests.tiles import interpreted
 from tests.tiles.channels import (
     COLUMNS,
@@ -105,7 +106,7 @@ def test_slots_are_written_over_only_when_all_have_read_them(interpret, slots):
 
 def use_a_slot_again(calls):
     """Calls in a slot that no call of so many before has used; PeerError for one that waits in vain."""
-    with make_channel(timeout=2.0) as channel:
+    with make_channel(timeout=LIMIT) as channel:
         mapping = map_gather(20, channel.world_size)
         channel.begin("first", *mapping, "broadcast", slot=1)
         epoch = (calls + 2**31) % 2**32 - 2**31  # as int32

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.processes import LIMIT
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -262,7 +263,7 @@ def save_in_a_thread(out: Path, writers: int) -> None:
     thread.start()
     for _ in range(20):
         torch.distributed.all_reduce(torch.ones(1))
-    thread.join(60)
+    thread.join(LIMIT)
     if failed or thread.is_alive():
         raise AssertionError(f"the thread did not save: {failed}")
 

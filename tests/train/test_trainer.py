@@ -387,6 +387,6 @@ def test_a_rank_that_is_late_within_the_time_limit_breaks_nothing(ranks: MakeRan
     with socket.socket() as free:
         free.bind(("localhost", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    config = runs.configure(tmp_path / "run", "train.steps=2", *on_grid(z=2), "train.timeout=20")
+    config = runs.configure(tmp_path / "run", "train.steps=2", *on_grid(z=2), "train.timeout=120")
     ranks(2).run(train_late, config, 0.5)
     assert len(runs.metrics_of(tmp_path / "run")) == 2

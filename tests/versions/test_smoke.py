@@ -102,7 +102,7 @@ def test_the_command_trains_3_steps_writes_a_checkpoint_and_resumes_it_on_anothe
         command = [python, "-m", "stretto", "train", "src/stretto/configs/demo.toml"]
         for option in (f"out={tmp_path / 'run'}", *options):
             command += ["--set", option]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
@@ -145,6 +145,6 @@ def test_groups_of_the_backend_end_while_gloos_threads_still_drop_tensors(ranks)
 
 
 def test_the_backend_runs_a_schedule_by_its_name(ranks):
-    for found, ran in ranks(2).run(sum_by_the_backend, timeout=240.0):  # the first call compiles its C++ part
+    for found, ran in ranks(2).run(sum_by_the_backend):
         assert torch.equal(found, torch.full((1001,), 3.0))
         assert ran == {("allreduce", "schedule ring-all-reduce"): 1}

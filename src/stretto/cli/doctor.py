@@ -4,7 +4,6 @@
 import importlib
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,7 +27,8 @@ class Finding(NamedTuple):
 def doctor(as_json: Json = False) -> None:
     """Check this machine: versions, GPUs, their links, host memory, compilers; and which features use a fallback.
 
-    Starts no ranks and measures nothing: `stretto probe` does.
+    Compiles the backend's C++ part where that has not been done. Starts no ranks and measures nothing: `stretto probe`
+    does.
     """
     findings = [finding for look in LOOKS for finding in look()]
     if as_json:
@@ -132,6 +132,7 @@ def _host_memory() -> Iterator[Finding]:
 
 
 def _compilers() -> Iterator[Finding]:
+    from stretto.collectives.backend.native import CompilerError, find_library
     from stretto.collectives.executor.cuda.nvrtc import compile_source
 
     try:
@@ -139,12 +140,10 @@ def _compilers() -> Iterator[Finding]:
         yield Finding("NVRTC", "ok", "compiles CUDA C++")
     except (ImportError, RuntimeError) as error:
         yield Finding("NVRTC", "missing", str(error), "on GPUs all collectives run on NCCL")
-    name = os.environ.get("CXX", "c++")
-    if shutil.which(name):
-        yield Finding("C++ compiler", "ok", name)
-    else:
-        without = 'the torch.distributed backend "stretto" cannot be built: install g++, or set CXX'
-        yield Finding("C++ compiler", "missing", f"no {name} on the PATH", without)
+    try:
+        yield Finding("backend", "ok", f"compiled: {find_library()}")
+    except CompilerError as error:
+        yield Finding("backend", "missing", str(error), 'torch.distributed has no backend "stretto"')
 
 
 def _places() -> Iterator[Finding]:

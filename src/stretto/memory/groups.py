@@ -2,6 +2,8 @@
 """What Stretto asks of a process group: this process's rank, the time limit, and exchanges that end in time."""
 
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,6 +17,8 @@ from stretto.memory.symmetric import PeerError
 T = TypeVar("T")
 MAX_SECONDS = 30 * 24 * 3600.0
 """The longest time limit, 30 days: c10d and kernels count in units in which a year would overflow."""
+MAX_PREPARATION = 3600.0
+"""Seconds after which ranks no longer wait for one that prepares itself: it may have died."""
 
 
 def find_own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -109,6 +113,28 @@ def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: i
 def is_debugging() -> bool:
     """Whether ranks compare all calls before they make them: STRETTO_DEBUG is set, and not to 0."""
     return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
+
+
+def prepare_together(prepare: Callable[[], object], store: dist.Store, size: int, timeout: timedelta) -> None:
+    """Run what may take a rank minutes, such as a compilation, and return once all ranks of a new group have run it.
+
+    store: the group's, which has no backend yet; size: of the group. `timeout` is for ranks that do not come: it does
+    not run while one prepares itself. PeerError after it. Raises what `prepare` raises here; the others go on.
+    """
+    store.add("begun", 1)
+    try:
+        prepare()
+    finally:
+        if store.add("ended", 1) >= size:
+            store.set("all have", "")
+    started = time.monotonic()
+    while True:
+        try:
+            return store.wait(["all have"], timeout)
+        except RuntimeError as error:
+            begun, ended, waited = store.add("begun", 0), store.add("ended", 0), time.monotonic() - started
+            if begun == ended or waited > MAX_PREPARATION:
+                raise PeerError(f"{ended} of a new group's {size} ranks came within {waited:.0f} s: {error}") from error
 
 
 def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:

@@ -12,6 +12,7 @@ from stretto.collectives import install
 from stretto.collectives.algorithms import find
 from stretto.collectives.backend import debug_check
 from stretto.memory import PeerError
+from stretto.memory.groups import set_timeout
 
 
 def make_group(debug="1", **options):
@@ -86,7 +87,8 @@ def test_ranks_with_equal_calls_are_named_together(ranks):
 
 def stay_away():
     """Rank 0's error where a rank calls nothing; rank 1 only waits."""
-    group = make_group(timeout=timedelta(seconds=1))
+    group = make_group()
+    set_timeout(group, timedelta(seconds=1))  # once all are connected
     if dist.get_rank() == 0:
         with pytest.raises(PeerError, match=r"calls allreduce sum of \[4\] .* rank 1 has called nothing .* within 1 s"):
             dist.all_reduce(torch.ones(4), group=group)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 
 from stretto.collectives import install
 from stretto.collectives.algorithms import find
@@ -29,7 +30,7 @@ def use_after_failure(use):
     group = dist.new_group(backend="stretto")
     install(find("ring-all-reduce").compile(ranks=2), group)
     work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.01)
     workspace = Workspace()

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -150,7 +151,7 @@ def test_a_thread_that_has_the_gil_does_not_wait_for_one_that_needs_it(group):
     faulthandler.dump_traceback_later(30, exit=True)  # no thread of this process would run again
     call = threading.Thread(target=group.all_gather, args=(torch.ones(8), torch.ones(4)))
     call.start()
-    assert group.is_busy.wait(20)
+    assert group.is_busy.wait(LIMIT)
     group.fast.hold()
     group.fast.release()
     call.join()
@@ -171,7 +172,7 @@ def test_calls_that_two_threads_make_through_python_do_not_mix():
         thread = threading.Thread(target=call)
         thread.start()
         assert not entered.wait(0.05)
-    assert entered.wait(20)
+    assert entered.wait(LIMIT)
     thread.join()
 
 

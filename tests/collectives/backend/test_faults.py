@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
+from tests.processes import LIMIT
 
 from stretto.collectives import Collective, ScheduleFileError, call_counts, install, uninstall, write_schedule
 from stretto.collectives.algorithms import find
 from stretto.memory import PeerError
+from stretto.memory.groups import set_timeout
 
 
 def ring(ranks=2):
@@ -110,9 +112,9 @@ def test_an_output_whose_elements_share_memory_is_refused_by_all_ranks(ranks):
 
 def stay_away():
     """A rank that does not come: the other one names it after the limit, and no schedule runs in the group again."""
-    limit = timedelta(seconds=1)
-    group = dist.new_group(backend="stretto", timeout=limit)
+    group = dist.new_group(backend="stretto")
     install(ring(), group)
+    set_timeout(group, timedelta(seconds=1))  # once all are connected
     if dist.get_rank() == 0:
         started = time.monotonic()
         with pytest.raises(
@@ -135,8 +137,9 @@ def test_a_missing_rank_is_named_within_the_limit(ranks):
 
 def give_up_in_a_row():
     """A rank whose peers gave up reports why the first one did, and not the errors that each passed on."""
-    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=1))
+    group = dist.new_group(backend="stretto")
     install(ring(4), group)
+    set_timeout(group, timedelta(seconds=1))
     for rank in (0, 1, 2):
         dist.barrier()
         if dist.get_rank() == rank:
@@ -182,7 +185,7 @@ def test_a_rank_that_is_killed_in_a_call_is_named_by_all_others(ranks, tmp_path)
     for process in processes:
         process.start()
     for process in processes:
-        process.join(40)
+        process.join(LIMIT)
         process.kill()
     for rank in (0, 1):
         text = (tmp_path / f"rank-{rank}").read_text()

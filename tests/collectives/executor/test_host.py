@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.collectives.executor import programs
 from tests.collectives.executor.test_simulation import SEED, exchange_of
+from tests.processes import LIMIT
 
 from stretto.collectives.collective import AllGather
 from stretto.collectives.executor import REDUCTIONS, ExecutionError, run_on_host, run_on_processes, simulate
@@ -186,7 +187,7 @@ def run_beside_a_rank_that_is_killed(rank, folder):
     if rank == 1:
         threading.Thread(target=die_once_written, args=(given,)).start()
     try:
-        run_on_host(schedule, given, tile_bytes=4, timeout=60)
+        run_on_host(schedule, given, tile_bytes=4, timeout=LIMIT)
     except ExecutionError as error:
         text = str(error)
     maps = Path("/proc/self/maps").read_text().count("memfd:stretto")
@@ -202,7 +203,7 @@ def test_a_rank_that_is_killed_stops_its_peers_by_name_and_leaves_nothing(ranks,
     for process in processes:
         process.start()
     for process in processes:
-        process.join(40)
+        process.join(LIMIT)
         process.kill()
     texts = [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 2)]
     for text in texts:

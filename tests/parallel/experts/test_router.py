@@ -18,6 +18,7 @@ from stretto.parallel.comm.collectives import Pending
 from tests.parallel.experts.training import EXACT, gpt, gradient_distances
 from tests.parallel.experts.training import Run as Training
 from tests.parallel.training import SEED, Case, batches, build, distance, my_rows, plain_loss
+from tests.processes import LIMIT
 
 FULL = Case(GPT, (gpt(balance="bias", balance_loss=0.1, bias_rate=0.01, capacity_factor=0.75),))
 BIAS = Case(GPT, (gpt(balance="bias", bias_rate=0.01, capacity_factor=0.75),))
@@ -90,7 +91,7 @@ def compute_before_the_other_rank(folder: Path) -> dict[str, int]:
     grid = Grid(data=2)
     model = parallelize(build(SWITCH_ALONE, EXACT), grid, recompute="full")
     tokens, _ = next(iter(batches(SWITCH_ALONE)))
-    has_ended, deadline = folder / "ended", time.monotonic() + 30
+    has_ended, deadline = folder / "ended", time.monotonic() + LIMIT
     while grid.coordinate("data") == 1 and not has_ended.exists():
         assert time.monotonic() < deadline, "rank 0 waits in its forward pass"
         time.sleep(0.01)

@@ -25,6 +25,7 @@ from stretto.schedules import Action, PipelineOperation
 from tests.parallel.pipeline.training import STAGES
 from tests.peak_memory import PeakMemory
 from tests.pool import Pool
+from tests.processes import LIMIT
 
 VOCAB, SEQ_LEN = 31, 16
 SCALARS = 64  # bytes that losses and numbers of targets take at most
@@ -200,7 +201,7 @@ def storages_kept(schedule: str, recompute: str) -> list[str]:
     return wrong
 
 
-def _expire(ref: StorageWeakRef, seconds: float = 2.0) -> bool:
+def _expire(ref: StorageWeakRef, seconds: float = LIMIT) -> bool:
     """Whether memory is freed. A carrier's thread may need a moment to drop what it has sent."""
     deadline = time.monotonic() + seconds
     while not ref.expired():

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 from tests.train import runs
 from torch import Tensor
 
@@ -63,7 +64,7 @@ def change_while_it_is_written(out: Path, grid: dict[str, int], is_async: AsyncS
     before, changed = whole(model), threading.Event()
 
     def write_late(write: Callable[[], None], writer: Any) -> None:
-        assert changed.wait(30)
+        assert changed.wait(LIMIT)
         write()
 
     with (

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import Ranks
+from tests.processes import LIMIT
 from tests.train import runs
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -148,7 +149,7 @@ def crash_at_each_change(folder: Path) -> None:
 def test_a_crash_at_any_change_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     process = multiprocessing.get_context("forkserver").Process(target=crash_at_each_change, args=(tmp_path,))
     process.start()
-    process.join(120)
+    process.join(LIMIT)
     assert process.exitcode == 0
     outs = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert [(out / "exit").read_text() for out in outs] == ["9"] * (len(outs) - 1) + ["0"]

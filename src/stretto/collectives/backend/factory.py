@@ -14,10 +14,11 @@ from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.host_fallback import HostFallback
-from stretto.collectives.backend.native import make_backend, make_fast_calls
+from stretto.collectives.backend.native import find_extension, make_backend, make_fast_calls
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import Member
 from stretto.memory import shared_gpus
+from stretto.memory.groups import prepare_together
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
@@ -30,8 +31,10 @@ _dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
 def create_backend(request: Any, options: object = None) -> "Backend":
     """Make the backend of a new group, as torch.distributed asks for it; request: its _DistributedBackendOptions.
 
-    options: `pg_options` of the caller, for NCCL. CompilerError where the C++ part cannot be compiled.
+    options: `pg_options` of the caller, for NCCL. CompilerError where the C++ part cannot be compiled. The group's time
+    limit runs only once it is compiled on all ranks.
     """
+    prepare_together(find_extension, dist.PrefixStore("compiled", request.store), request.group_size, request.timeout)
     return _create(
         request.store,
         request.group_rank,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C++ classes that torch calls, at first use; Python's classes serve where there is no compiler.
+"""Compiles the C++ classes that torch calls, once; Python's classes serve where there is no compiler.
 
 torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, so that class has to be C++; later
 versions have one, with gaps (`python_backend`). It is compiled against the headers that torch ships, by the compiler
-that torch.utils.cpp_extension would take ($CXX, or c++), into $STRETTO_CACHE (or ~/.cache/stretto). One process of a
-machine compiles, and the others wait for its lock, which the kernel releases when a process ends in any way.
+that torch.utils.cpp_extension would take ($CXX, or c++), into $STRETTO_CACHE (or ~/.cache/stretto), by `stretto doctor`
+or at first use. One process at a time compiles, and the others wait for its lock, which the kernel releases when a
+process ends in any way. All that it writes is in a folder beside the library, which is renamed into its place; the
+compiler ends with the process, and the next one that compiles removes the folder.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +60,7 @@ def make_backend(
 
     CompilerError where it cannot be compiled and this torch allows no backend in Python.
     """
-    module = _find_extension()
+    module = find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonBackend
 
@@ -72,13 +74,13 @@ def make_fast_calls() -> Any:
 
     CompilerError as of `make_backend`.
     """
-    module = _find_extension()
+    module = find_extension()
     return None if module is None else module.FastCalls()
 
 
 def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
     """Make a Work, to be ended by `succeed()` or `fail(error)`; operation: its name in profiles."""
-    module = _find_extension()
+    module = find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonWork
 
@@ -93,7 +95,7 @@ def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor], ten
     have ended, even if the caller frees it. The Work's attribute `end` has `wait`, `query` and `synchronize` as a
     torch.cuda.Event that was recorded after the kernels.
     """
-    module = _find_extension()
+    module = find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonEnqueuedWork
 
@@ -105,7 +107,7 @@ def profiled(operation: str, tensors: Sequence[Tensor]) -> contextlib.AbstractCo
     """A context that profiles show as a range `stretto:operation` with these tensors' shapes, as c10d's ranges."""
     if not torch.autograd._profiler_enabled():
         return _NO_RANGE
-    module = _find_extension()
+    module = find_extension()
     name = f"stretto:{operation}"
     return torch.profiler.record_function(name) if module is None else module.Range(name, list(tensors))
 
@@ -114,8 +116,8 @@ _NO_RANGE = contextlib.nullcontext()
 
 
 @functools.cache
-def _find_extension() -> ModuleType | None:
-    """The compiled classes; None if there is no compiler and this torch does not need one."""
+def find_extension() -> ModuleType | None:
+    """The compiled classes; compiles them first, if nobody has. None without a compiler if this torch needs none."""
     try:
         module = load_extension()
         failures.when_table_exists(lambda summary: module.set_failure_check(summary, failures.check))
@@ -129,12 +131,13 @@ def _find_extension() -> ModuleType | None:
         return None
 
 
-logger = logging.getLogger("stretto.collectives")
-
 MODULE = "stretto_c10d_backend"
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-O1", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden")
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+_WHAT = "the C++ part of the torch.distributed backend"
+# The shell runs the compiler, and ends it with all that it has started when the pipe to us ends, as it does with us.
+_END_WITH_US = 'exec 3<&0; { cat; kill -s KILL 0; } <&3 > /dev/null 2>&1 & exec 3<&-; "$@" < /dev/null'
 _lock = threading.Lock()
 _loaded: ModuleType | None = None
 
@@ -144,23 +147,23 @@ class CompilerError(RuntimeError):
 
 
 def load_extension() -> ModuleType:
-    """Load the compiled module; compiles it first, in about a minute, if none has. CompilerError if that fails."""
+    """Load the compiled module; compiles it first, as `find_library` does."""
     global _loaded
     with _lock:
         if _loaded is None:
-            _loaded = _import(_find_or_build())
+            _loaded = _import(find_library())
         return _loaded
 
 
-def _find_or_build() -> Path:
+def find_library() -> Path:
+    """The compiled file; compiles it first, in about a minute, if none has. CompilerError if that fails."""
     library = cache_folder() / f"{MODULE}-{_key()}.so"
     if library.exists():
         return library
     compiler = _find_compiler()
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with library.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _only_builder(library.parent):
             if not library.exists():  # another process may have compiled it meanwhile
                 _build(compiler, library)
     except OSError as error:
@@ -169,6 +172,25 @@ def _find_or_build() -> Path:
             "folder that can be written"
         ) from error
     return library
+
+
+@contextlib.contextmanager
+def _only_builder(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles into the folder, and keep others from it.
+
+    By a lock of this process alone: unlike flock's, no process that is forked meanwhile has it too.
+    """
+    with (folder / f"{MODULE}.lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
+            _say(f"process {os.getpid()} waits for another one that compiles {_WHAT} into {folder}")
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(line: str) -> None:
+    print(f"stretto: {line}", file=sys.stderr, flush=True)
 
 
 def _find_compiler() -> str:
@@ -184,18 +206,32 @@ def _find_compiler() -> str:
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile into a temporary file, and rename it once it is complete."""
+    """Compile in a folder beside the library, and rename it once it is complete; removes what was cut off before."""
+    for left in library.parent.glob(f"{MODULE}-*/"):
+        shutil.rmtree(left, ignore_errors=True)
+    _say(f"compiling {_WHAT} with {compiler} into {library.parent}, once: it takes a core about a minute")
     started = time.monotonic()
-    logger.info("compiling the backend's C++ part with %s, which takes about a minute, once", compiler)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{MODULE}-") as folder:
-        made = Path(folder, library.name)
+        made, said = Path(folder, library.name), Path(folder, "errors")
         command = [compiler, *_FLAGS, *_definitions(), str(_SOURCES / "bindings.cpp"), "-o", str(made)]
         command += [f"-isystem{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
         command += [f"-L{path}" for path in cpp_extension.library_paths()]
         command += [f"-l{name}" for name in _LIBRARIES]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        if result.returncode != 0:
-            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+        with (
+            said.open("w") as errors,
+            subprocess.Popen(
+                ["/bin/sh", "-c", _END_WITH_US, "sh", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=os.environ | {"TMPDIR": folder},
+                start_new_session=True,
+            ) as process,
+        ):
+            status = process.wait()
+        if status != 0:
+            output = said.read_text(errors="replace").splitlines()
+            lines = [line for line in output if "error" in line] or output
             raise CompilerError(
                 f"the backend stretto's C++ part does not compile with {compiler} and torch {torch.__version__}: "
                 + "; ".join(lines[:5])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.collectives.executor.cuda.emulated import COMPILER, Places, make_workspaces
 from tests.collectives.executor.cuda.test_kernels import make
+from tests.processes import LIMIT
 
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
@@ -55,7 +56,7 @@ class Crossing:
         arrived = threading.Barrier(2 * OTHERS)
 
         def wait_for_all(*_):
-            arrived.wait(timeout=60)
+            arrived.wait(LIMIT)
 
         def launch(rank, which):
             if which == 2:
