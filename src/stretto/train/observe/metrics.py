@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from stretto.atomic_files import write_atomically
 from stretto.train.config.options import RunOptions
 
 if TYPE_CHECKING:
@@ -113,10 +114,7 @@ class MetricsLog:
     ) -> None:
         path = out / METRICS_FILE
         kept = [line for line, values in read_steps(path) if values["step"] <= start] if has_history(out, start) else []
-        # Written to another file and renamed, so that a kill at this moment does not lose the history.
-        rewritten = path.with_name(f".{METRICS_FILE}.writing")
-        rewritten.write_text("".join(kept), encoding="utf-8")
-        os.replace(rewritten, path)
+        write_atomically(path, "".join(kept))  # a kill at this moment must not lose the history
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
         self._tensorboard = _open_tensorboard(out, start) if tensorboard else None
         self._wandb = None if wandb is None else _open_wandb(out, wandb, options or {})
@@ -163,10 +161,7 @@ def require_loggers(options: RunOptions) -> None:
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
     """Write `out/summary.json`, whole or not at all."""
-    path = out / SUMMARY_FILE
-    rewritten = path.with_name(f".{SUMMARY_FILE}.writing")
-    rewritten.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(rewritten, path)
+    write_atomically(out / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
