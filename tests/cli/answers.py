@@ -223,7 +223,7 @@ ANSWERS = (
     Answer("bench flips --flips 0", REFUSED, "flips is 0, but must be at least 1"),
     Answer("bench messages", REFUSED, "Without GPUs these run"),
     Answer("bench messages --ranks 1", REFUSED, "2 would do"),
-    Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MB"),
+    Answer("bench messages --ranks 2 --sizes 0", REFUSED, "a size of 0 MiB"),
     Answer("bench offload --parts everything", REFUSED, "there is no part 'everything'"),
     Answer("bench schedules --sizes 4", REFUSED, "a size is stages x micro-batches, such as 4x16"),
     Answer("bench simulator-speed --largest 1000", REFUSED, "512 would do"),

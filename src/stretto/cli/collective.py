@@ -27,6 +27,7 @@ from stretto.cli.schedules import (
     shown_name,
     write,
 )
+from stretto.quantities import read_bytes
 from stretto.suggestions import did_you_mean_file
 
 NOT_VERIFIED = 1
@@ -304,7 +305,14 @@ def run(
     ranks: Ranks = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
-    size: Annotated[str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64K, 1M, 1G.")] = "1M",
+    size: Annotated[
+        str,
+        typer.Option(
+            "--bytes",
+            help="Size of a rank's larger buffer, rounded down to whole chunks: 4096, 64KiB, 1MiB (2^20 bytes), 1MB "
+            "(10^6).",
+        ),
+    ] = "1MiB",
     dtype: Annotated[str, typer.Option(help="fp64, fp32, fp16, bf16, int8, int16, int32, int64 or uint8.")] = "fp32",
     reduction: Annotated[str, typer.Option(help="sum, max, min or prod.")] = "sum",
     repeats: Annotated[int, typer.Option(help="Number of runs; the median is reported.", min=1)] = 1,
@@ -348,8 +356,10 @@ def run(
     if as_json:
         print_json(asdict(result))
     else:
+        rounded = "" if result.bytes == (given_bytes := read_bytes(size)) else f" ({given_bytes:,} in whole chunks)"
         print(
-            f"{shown_name(schedule.name)} on {schedule.collective.ranks} processes, {result.bytes:,} bytes of {dtype}: "
+            f"{shown_name(schedule.name)} on {schedule.collective.ranks} processes, {result.bytes:,} bytes{rounded} of "
+            f"{dtype}: "
             f"{result.seconds * 1e3:.1f} ms with their start, "
             + ("all numbers right" if not result.wrong else f"{result.wrong:,} numbers WRONG")
         )

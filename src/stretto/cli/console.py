@@ -3,6 +3,7 @@
 
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from typer.core import TyperCommand
 from stretto.suggestions import similar_names
 
 BAD_INPUT = 2
+MOST = 2**62
 
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for machines.")]
 
@@ -27,9 +29,17 @@ class Command(TyperCommand):
     """A command whose error names all missing options, and suggests an option for an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command line as typer does, with these two messages."""
+        """Parse a command line as typer does, with these messages, and refuse numbers that nothing can be."""
         try:
-            return super().parse_args(ctx, list(args))
+            rest = super().parse_args(ctx, list(args))
+            for parameter in self.get_params(ctx):
+                given = ctx.params.get(parameter.name)
+                for number in given if isinstance(given, list | tuple) else [given]:
+                    if isinstance(number, float) and not math.isfinite(number):
+                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must be a finite number.")
+                    if isinstance(number, int) and abs(number) > MOST:
+                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must lie between -2^62 and 2^62.")
+            return rest
         except UsageError as error:
             missing = self._find_missing(ctx, args) if isinstance(error, typer.BadParameter) else []
             if len(missing) > 1:

@@ -142,7 +142,7 @@ def verify_(
         ),
     ] = "in_order",
     max_live: Annotated[
-        int | None, typer.Option(help="Micro-batches whose activations fit on a rank (default: any number).")
+        int | None, typer.Option(help="Micro-batches whose activations fit on a rank (default: any number).", min=1)
     ] = None,
     as_json: Json = False,
 ) -> None:

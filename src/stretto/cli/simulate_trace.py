@@ -49,7 +49,7 @@ def trace(
         from stretto.simulator.chakra import ALGORITHMS, NodeTimes, read_chakra, trace_graph
         from stretto.simulator.collectives.patterns import ALGORITHMS as ONE_LEVEL
         from stretto.simulator.network.shapes import fully_connected
-        from stretto.simulator.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
+        from stretto.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
         from stretto.suggestions import name_known
 
         network_options = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)

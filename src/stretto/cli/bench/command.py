@@ -5,6 +5,7 @@ A command imports its bench, and torch with it, when all that was given has been
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from enum import Enum
@@ -13,7 +14,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.settings import Ranks, parse_number, require_least, split_words
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
 
 app = typer.Typer(help="Run the benchmarks whose results the README and the documentation report.")
@@ -136,6 +137,8 @@ def _read(options: "Mapping[str, Field[Any]]", given: Mapping[str, Any]) -> dict
             if not words and options[name].default:
                 raise ValueError(f"{flag} is empty, but takes one name or more")
             value = tuple(_read_items(words, get_args(type_)[0], flag))
+        elif value is not None and option.least is not None:
+            require_least(option.least, **{option.flags or "--" + name.replace("_", "-"): value})
         values[name] = value
     return values
 
@@ -152,6 +155,9 @@ def _read_items(words: list[str], kind: Any, flag: str) -> Iterator[Any]:
 
 def _parse_float(word: str, flag: str) -> float:
     try:
-        return float(word)
+        number = float(word)
     except ValueError:
         raise ValueError(f"{flag} has {word!r}, which is no number") from None
+    if not 0 <= number < math.inf:  # refuses NaN, too
+        raise ValueError(f"{flag} has {word!r}, but must be finite and at least 0")
+    return number
