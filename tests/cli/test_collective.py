@@ -446,7 +446,7 @@ def test_a_picture_does_not_replace_the_schedule(ring):
 
 def test_a_size_means_the_same_to_every_command_and_what_is_rounded_is_said(ring):
     for size, count in (("1MB", 10**6), ("1MiB", 2**20), ("1M", 2**20)):
-        result = run("collective", "simulate", ring, "--cluster", "dgx-h200", "--bytes", size, "--json")
+        result = run("simulate", ring, "--cluster", "dgx-h200", "--bytes", size, "--json")
         assert json.loads(result.stdout)["bytes"] == count
     result = run("run", "ring-all-reduce", "--ranks", 2, "--bytes", "1001")
     assert "1,000 bytes (1,001 in whole chunks) of fp32" in result.stdout

@@ -70,14 +70,9 @@ def test_benches_refuse_negative_numbers() -> None:
             kinds = {get_args(kind)[0]} if get_origin(kind) is tuple else set(get_args(kind) or (kind,))
             if not kinds & {int, float} or name == "seed":
                 continue
+            needed = {each.name: Path(__file__) for each in fields.values() if each.default is each.default_factory}
             with pytest.raises(ValueError):
-                given = _read(fields, {name: "-1" if get_origin(kind) is tuple else -1})
-                required = {
-                    field.name: Path(__file__).parents[2]
-                    for field in fields.values()
-                    if field.default is field.default_factory
-                }
-                setting(**required | given)
+                setting(**needed | _read(fields, {name: "-1" if get_origin(kind) is tuple else -1}))
             checked += 1
             if float in kinds and get_origin(kind) is tuple:
                 with pytest.raises(ValueError, match="must be finite"):

@@ -47,7 +47,9 @@ Costs = Annotated[
 @app.command()
 def simulate(
     name: Name,
-    size: Annotated[str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64KiB, 1MiB (2^20 bytes), 1MB (10^6).")],
+    size: Annotated[
+        str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64KiB, 1MiB (2^20 bytes), 1MB (10^6).")
+    ],
     cluster: MaybeClusterName = None,
     topology: Topology = None,
     bandwidth: Bandwidth = None,

@@ -73,8 +73,8 @@ def message(
     - stretto simulate message --cluster perlmutter --gpus 64 --bytes 1MiB --src 0 --dst 63 --packet-bytes 4KiB
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
         from stretto.quantities import read_bytes, whole_nanoseconds
+        from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
 
         network = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes).build(max(src, dst) + 1)
         network.check_pair(src, dst)
@@ -147,9 +147,9 @@ def collective(
       --bytes 256MB
     """
     with refusing_bad_input(as_json=as_json):
+        from stretto.quantities import read_bytes, whole_nanoseconds
         from stretto.simulator import EventDrivenNetwork
         from stretto.simulator.collectives import CollectiveOptions, closed_form_seconds, simulate_collective
-        from stretto.quantities import read_bytes, whole_nanoseconds
 
         given = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
         network = given.build()
@@ -193,8 +193,8 @@ class NetworkOptions:
 
         ranks: how many of a large cluster's ranks suffice, where --gpus does not say how many there are.
         """
-        from stretto.simulator import of_cluster, parse_topology
         from stretto.quantities import read_bandwidth, read_seconds
+        from stretto.simulator import of_cluster, parse_topology
 
         if (self.topology is None) == (self.cluster is None):
             given = "neither is" if self.topology is None else "both are"

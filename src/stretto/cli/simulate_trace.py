@@ -45,11 +45,11 @@ def trace(
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.cluster import Cluster
+        from stretto.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
         from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, execute
         from stretto.simulator.chakra import ALGORITHMS, NodeTimes, read_chakra, trace_graph
         from stretto.simulator.collectives.patterns import ALGORITHMS as ONE_LEVEL
         from stretto.simulator.network.shapes import fully_connected
-        from stretto.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
         from stretto.suggestions import name_known
 
         network_options = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)

@@ -35,7 +35,8 @@ class HostTrial(NamedTuple):
 def plan_trial(schedule: Schedule, size: str, dtype: str, reduction: str, in_place: bool | None = None) -> HostTrial:
     """Size the buffers of a schedule's trial.
 
-    size: bytes of a rank's larger buffer, as `read_bytes` takes them, rounded down to whole chunks; dtype: a key of ITEMSIZES; reduction: one of REDUCTIONS; in_place: None for the schedule's own setting.
+    size: bytes of a rank's larger buffer, as `read_bytes` takes them, rounded down to whole chunks; dtype: a key of
+    ITEMSIZES; reduction: one of REDUCTIONS; in_place: None for the schedule's own setting.
     Raises ValueError for any other, and for buffers or ranks that a machine has no room for.
     """
     if dtype not in ITEMSIZES:

@@ -200,7 +200,9 @@ class BlocksSetting:
     """What `stretto bench blocks` trains and times. Raises ValueError for settings that cannot work."""
 
     models: Annotated[tuple[str, ...], Option("translator, vision-transformer, u-net, with commas.")] = BLOCK_MODELS
-    ranks: Annotated[int | None, Option("Processes (default: the machine's GPUs); more than GPUs share these.", least=1)] = None
+    ranks: Annotated[
+        int | None, Option("Processes (default: the machine's GPUs); more than GPUs share these.", least=1)
+    ] = None
     layers: Annotated[
         int | None, Option("Of an encoder or decoder, a third of a vision transformer's, blocks of a U-Net's level.")
     ] = None
