@@ -14,7 +14,7 @@ from stretto.cli.checkpoint import app as checkpoint
 from stretto.cli.checkpoint import export
 from stretto.cli.cluster import app as cluster
 from stretto.cli.collective_simulate import app as collective
-from stretto.cli.console import Command, print_any_text
+from stretto.cli.console import Command, print_any_text, reporting_faults
 from stretto.cli.demo import demo
 from stretto.cli.doctor import doctor
 from stretto.cli.pipeline import app as pipeline
@@ -77,4 +77,5 @@ def _about(
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 a rank failed, 2 bad input, 128 + n stopped by signal n."""
     print_any_text()
-    app(prog_name="stretto")
+    with reporting_faults():
+        app(prog_name="stretto")
