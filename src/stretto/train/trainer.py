@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.atomic_files import write_atomically
 from stretto.axes import NAMES
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
@@ -25,6 +26,7 @@ from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.resuming import start_from_newest
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import Saver
+from stretto.train.config import config_to_toml
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
@@ -146,6 +148,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             skips_nonfinite=config.train.on_nonfinite == "skip",
             on_nonfinite=partial(_inspect_nonfinite, task, replicas),
         )
+        if is_first and config.train.resume == "latest" and resumed_from is None:
+            reporter.print_message(f"train.resume is 'latest', but {config.out} has no checkpoint: starts at step 0")
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
         predicted = task.predict() if is_first else None
@@ -175,6 +179,19 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
             if recorder.last is not None and recorder.last.step == config.train.steps:
                 mark_ended(config.out)
+            if recorder.has_lost_folder():
+                raise ValueError(_what_is_left(config, recorder))
+
+
+def _what_is_left(config: JobConfig, recorder: StepRecorder) -> str:
+    """Write the run's configuration again, and say what there is of a run whose files were removed."""
+    assert recorder.last is not None
+    write_atomically(config.out / "config.toml", config_to_toml(config))
+    return (
+        f"{config.out} or its config.toml was removed while the run trained: it was stopped after step "
+        f"{recorder.last.step}, and its metrics and {newest_checkpoint(config.out)} were written there again; "
+        "train.resume='latest' continues"
+    )
 
 
 def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple[TrainTask, int]:
@@ -274,7 +291,7 @@ def _train_steps(
             with phase("save", step):
                 saver.prepare(task.state())  # after the first step the optimizer has its state
             recorder.restart_clock()
-        if saver.has_failed():
+        if saver.has_failed() or recorder.has_lost_folder():
             stop.request()  # all ranks end after the same step, in `save`
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
@@ -289,8 +306,9 @@ def _train_steps(
             ends = is_stopping or step == options.steps
             saver.save(step, task.state(), task.description(), measured, waits=ends)
             recorder.restart_clock()
-        if is_stopping:
+        if is_stopping and not recorder.has_lost_folder():
             reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")
+        if is_stopping:
             break
     tracer.finish()
     return bytes_sent
