@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.atomic_files import require_writable_folder
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def export(
                 "one file"
             )
         limit = None if max_file_gigabytes is None else round(max_file_gigabytes * 1e9)
+        require_writable_folder(to.parent, "--to")
         if to.suffix == ".safetensors":
             if pretrained is not None:
                 raise ValueError(f"--pretrained is for folders, and --to is the file {to}: leave it out")

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.atomic_files import require_writable, require_writable_folder
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import (
     DEFAULT_MAX_FILE_BYTES,
@@ -125,6 +126,8 @@ def compile_(
     with refusing_bad_input():
         from stretto.collectives import verify
 
+        if output is not None:
+            require_writable(output, "--output")
         made = compile_algorithm(
             name,
             Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots, min_bytes, max_bytes),
@@ -221,6 +224,10 @@ def import_msccl(
         from stretto.collectives.msccl import import_msccl as run_script
 
         arguments, output = _script_arguments(args or [], output)
+        if output is not None and output.suffix:
+            require_writable(output, "--output")
+        elif output is not None:
+            require_writable_folder(output.parent, "--output")
         _agree_to_run(script, is_agreed=is_agreed)
         try:
             programs = run_script(script, arguments).programs
@@ -281,6 +288,7 @@ def show(
         picture = output or (file.with_suffix(".png") if file.name else Path("schedule.png"))
         if picture.exists() and file.exists() and picture.samefile(file):
             raise ValueError(f"{picture} is the schedule itself: name another file for the picture with -o")
+        require_writable(picture, "--output")
         shown = _rank_range(only)
         count = None if ranks is None else int(ranks)
         schedule = load_schedule(

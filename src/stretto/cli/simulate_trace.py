@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stretto.atomic_files import require_writable
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
 
@@ -124,6 +125,7 @@ def export(
 
         if not source.is_file():
             raise ValueError(f"there is no {source}: `stretto train --trace` writes trace.json into its folder")
+        require_writable(prefix.with_name(f"{prefix.name}.0.et"), "PREFIX.0.et")
         made = step_trace(read_timeline(source), step)
         paths = write_chakra(made, prefix)
     if as_json:

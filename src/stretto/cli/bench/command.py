@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from stretto.atomic_files import require_writable_folder
 from stretto.bench.settings import Ranks, parse_number, require_least, split_words
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
 
@@ -73,6 +74,7 @@ def bench_command(
                 if count is None and "ranks" in options:
                     given["ranks"] = ranks
                 setting = setting_type(**_read(options, given))
+                require_writable_folder(out, "--out")
                 counted = () if count is None else (count(ranks),)
                 result = run(*counted, setting, out)
             if isinstance(result, dict) and result.get("failure") is not None:
