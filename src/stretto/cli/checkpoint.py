@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto checkpoint`: verifies checkpoints and exported models, and shows what is in them; and `stretto export`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -64,11 +63,6 @@ def export(
     from stretto.train.checkpoint.weights import export_folder, export_safetensors
 
     with refusing_bad_input(as_json=as_json):
-        if max_file_gigabytes is not None and not math.isfinite(max_file_gigabytes):
-            raise ValueError(
-                f"--max-file-gigabytes is {max_file_gigabytes}, but must be a finite number; without it, all goes to "
-                "one file"
-            )
         limit = None if max_file_gigabytes is None else round(max_file_gigabytes * 1e9)
         require_writable_folder(to.parent, "--to")
         if to.suffix == ".safetensors":

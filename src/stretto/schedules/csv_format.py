@@ -37,6 +37,8 @@ def read_csv(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> PipelineSched
     checks whether the schedule can be run. Raises ScheduleError with the row and cell, and OSError.
     """
     file = Path(path)
+    if file.exists() and not file.is_file():  # reading a pipe might never begin
+        raise ScheduleError(f"{file} is not a regular file")
     with file.open("rb") as stream:
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:

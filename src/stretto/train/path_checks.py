@@ -14,6 +14,9 @@ def check_folder(out: Path) -> None:
     require_writable_folder(out, "out")
     if (checkpoints := out / "checkpoints").exists() and not checkpoints.is_dir():
         raise ValueError(f"out is {str(out)!r}, but {checkpoints} is not a folder: checkpoints would go there")
+    for file in (out / name for name in ("config.toml", "metrics.jsonl", "summary.json")):
+        if file.exists() and not file.is_file():  # a pipe would never be opened
+            raise ValueError(f"out is {str(out)!r}, but {file} is not a regular file: the run would write it")
 
 
 def check_outside_data(run_folder: Path, data: str | list[str], *, reads_all: bool = True) -> None:

@@ -32,7 +32,7 @@ from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
 from stretto.train.health import Heartbeat, flight_recorder, heartbeats, note, phase
 from stretto.train.launch import resolve_device
-from stretto.train.launch.elastic import mark_begun, mark_ended
+from stretto.train.launch.elastic import ATTEMPT, mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
 from stretto.train.nonfinite import require_finite_start, save_batch
@@ -49,6 +49,7 @@ from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
 from stretto.train.observe.tracing import StepTracer, steps_to_trace
 from stretto.train.optimizer import scheduled_rate
+from stretto.train.preflight import preflight
 from stretto.train.replicas import ReplicaCheck
 from stretto.train.task import TrainTask
 
@@ -65,8 +66,11 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     Raises ValueError for an invalid configuration, invalid data or an invalid checkpoint, or while another run uses
     `config.out`, and DivergenceError, with the step and how to continue, when the loss is no longer finite.
     """
-    require_loggers(config.train)
     is_callers_group = dist.is_initialized()
+    if is_callers_group or ATTEMPT in os.environ:  # Stretto's launcher is started after the whole preflight
+        require_loggers(config.train)
+    else:
+        config = preflight(config)  # of a program that calls this: before anything is made or written
     is_captured = isinstance(config, TrainConfig) and config.train.cuda_graph
     os.environ.update(flight_recorder.environment(times_nccl=not is_captured))  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
