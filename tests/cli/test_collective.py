@@ -357,7 +357,9 @@ def test_an_unverified_schedule_is_not_run(ring):
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        (("--bytes", "1X"), "'1X' is no size: write 4096, 64K, 1M or 1G"),
+        (("--bytes", "1X"), "'1X' is no size: write 4096, 64KiB, 1MiB (2^20 bytes) or 1MB (10^6)"),
+        (("--bytes", "3"), "3 is less than one element of fp32 for each chunk; 8 bytes would do"),
+        (("--bytes", "0"), "0 is less than one element"),
         (("--bytes", "-1"), "'-1' is no size"),
         (("--bytes", "999999G"), "is too large to be tried on processes"),
         (("--dtype", "fp8"), "the dtypes are fp64, fp32"),
@@ -440,3 +442,11 @@ def test_a_picture_does_not_replace_the_schedule(ring):
     assert result.exit_code == 2
     assert "is the schedule itself" in result.stderr
     assert same.read_bytes() == before
+
+
+def test_a_size_means_the_same_to_every_command_and_what_is_rounded_is_said(ring):
+    for size, count in (("1MB", 10**6), ("1MiB", 2**20), ("1M", 2**20)):
+        result = run("simulate", ring, "--cluster", "dgx-h200", "--bytes", size, "--json")
+        assert json.loads(result.stdout)["bytes"] == count
+    result = run("run", "ring-all-reduce", "--ranks", 2, "--bytes", "1001")
+    assert "1,000 bytes (1,001 in whole chunks) of fp32" in result.stdout

@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_an_earlier_runs_configuration_as_it_was(
 
 def test_a_size_of_files_that_is_no_number_is_refused(tmp_path: Path) -> None:
     status, text = stretto_command("export", tmp_path, "--to", "a.safetensors", "--max-file-gigabytes", "inf")
-    assert (status, "--max-file-gigabytes is inf, but must be a finite number" in text) == (2, True)
+    assert (status, "'--max-file-gigabytes' is inf, but must be a finite number" in text) == (2, True)
 
 
 def test_a_name_that_the_terminal_cannot_show_is_shown_in_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_with_json_an_error_is_json_too(run_file: Path) -> None:
         (("ablations", "--step", "1"), "by a factor of 1 (at least 2)"),
         (("ops", "--ranks", "99"), "takes 2 GPUs or more, one a rank"),
         (("embedding", "--dtype", "int8"), "--dtype is float32, float16 or bfloat16, not 'int8'"),
-        (("dlrm", "--tables", "0"), "--tables is 0, but is at least 1"),
+        (("dlrm", "--tables", "0"), "--tables is 0, but must be at least 1"),
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure_in_json_too(arguments: tuple[str, ...], words: str) -> None:

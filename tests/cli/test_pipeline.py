@@ -2,6 +2,7 @@
 """`stretto pipeline`: what it draws, writes and refuses."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -141,3 +142,10 @@ def test_a_file_of_other_sizes_is_refused(tmp_path):
 def test_many_ranks_are_summarized():
     text = "\n".join(draw_characters(simulate_message_driven(2, StageCosts.uniform(70)), 100))
     assert "and 6 more ranks" in text
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    status, text = pipeline("verify", tmp_path / "pipe.csv")
+    assert status == 2
+    assert "is not a regular file" in text

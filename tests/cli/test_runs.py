@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -125,3 +126,27 @@ def test_a_damaged_checkpoint_is_mentioned_once_and_the_one_before_is_taken(
     assert "Traceback" not in errors
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert (out / "checkpoints" / "earlier-run-1" / "step-00000003").is_dir()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_run_whose_folder_is_gone_saves_what_there_is_and_says_so(config: Path, tmp_path: Path, how: str) -> None:
+    out = tmp_path / "out"
+    process = start("train", config, "--set", f"out={out}", "--set", "train.steps=100000")
+    wait_for_step(out, 3, process)
+    out.rename(tmp_path / "moved")
+    if how == "removed":
+        shutil.rmtree(tmp_path / "moved")
+    status, _, errors = finish(process)
+    assert status == 1, errors
+    assert f"{out} or its config.toml was removed while the run trained: it was stopped after step" in errors
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert (out / "config.toml").is_file()
+    assert (out / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()
+
+
+def test_resuming_where_there_is_nothing_to_resume_is_told(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    status, output, errors = finish(start("train", config, "--set", f"out={out}", "--set", "train.resume=latest"))
+    assert status == 0, errors
+    assert f"train.resume is 'latest', but {out} has no checkpoint: starts at step 0" in output

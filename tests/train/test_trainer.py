@@ -24,7 +24,7 @@ from stretto.models import GPT
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.storage import read_tensor
-from stretto.train.config import TrainConfig
+from stretto.train.config import TrainConfig, make_config
 from stretto.train.data import Sampler, open_dataset
 from stretto.train.gpt.task import GPTTask
 from stretto.train.observe.metrics import DivergenceError
@@ -390,3 +390,26 @@ def test_a_rank_that_is_late_within_the_time_limit_breaks_nothing(ranks: MakeRan
     config = runs.configure(tmp_path / "run", "train.steps=2", *on_grid(z=2), "train.timeout=120")
     ranks(2).run(train_late, config, 0.5)
     assert len(runs.metrics_of(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.heads=3", "which 3 heads do not divide"),
+        ("data.tokenizer=byets", "no such file"),
+        ("train.resume=nowhere", "there is no checkpoint at nowhere"),
+    ],
+)
+def test_a_program_that_calls_train_is_refused_before_anything_is_made(
+    tmp_path: Path, override: str, words: str
+) -> None:
+    (tmp_path / "text.txt").write_text("a text to train on, long enough for a sequence or two" * 20)
+    values = {
+        "out": str(tmp_path / "out"),
+        "model": {"layers": 1, "hidden": 16, "heads": 4},
+        "data": {"path": str(tmp_path / "text.txt")},
+        "train": {"steps": 2, "batch": 4, "seq_len": 8},
+    }
+    with pytest.raises(ValueError, match=words):
+        train(make_config(values, [override]))
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

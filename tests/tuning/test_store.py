@@ -5,6 +5,7 @@ import json
 import logging
 
 import pytest
+from tests.full_disk import no_room_beyond
 
 from stretto.tuning import TuningStore
 from stretto.tuning.store import cache_folder, read_times
@@ -44,19 +45,14 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     assert "not kept" in caplog.text
 
 
-def test_a_disk_that_is_full_costs_a_warning_and_leaves_the_file_as_it_was(tmp_path, caplog, monkeypatch):
+def test_a_disk_that_is_full_costs_a_warning_and_leaves_the_file_as_it_was(tmp_path, caplog):
     store = TuningStore(tmp_path / "times.json")
     store.add("a", {"product": [1.0]})
 
-    def write_some(content, file):
-        file.write("{")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(json, "dump", write_some)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), no_room_beyond(10):
         store.add("a", {"product": [2.0]})
     assert "not kept" in caplog.text
-    assert "No space left on device" in caplog.text
+    assert "times.json: File too large" in caplog.text
     assert store.read("a") == {"product": (1.0,)}
     assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
 

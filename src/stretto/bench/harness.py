@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from stretto.atomic_files import write_atomically
 from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.cluster.detection import count_gpus
 from stretto.memory import allocated_bytes, shared_gpus
@@ -83,10 +84,10 @@ def write_result(
         "rows": list(rows),
     }
     path = out / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
     devices = ", ".join(f"{value}" if key == "devices" else f"{key} {value}" for key, value in kind.items())
     lines = [f"`{result['command']}`, {result['date']}, {devices}", "", *markdown_table(columns, rows)]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    write_atomically(path.with_suffix(".md"), "\n".join(lines) + "\n")
     return path
 
 
@@ -98,7 +99,13 @@ def write_tables(result: Path, tables: Sequence[TitledTable]) -> None:
     table = result.with_suffix(".md")
     head = table.read_text().partition("\n\n")[0]
     parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, rows)) for title, columns, rows in tables]
-    table.write_text("\n\n".join([head, *parts]) + "\n")
+    write_atomically(table, "\n\n".join([head, *parts]) + "\n")
+
+
+def append_to_table(result: Path, lines: Iterable[str]) -> None:
+    """Append lines of Markdown, after an empty one, to the table next to a result."""
+    table = result.with_suffix(".md")
+    write_atomically(table, table.read_text() + "\n" + "\n".join(lines) + "\n")
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:

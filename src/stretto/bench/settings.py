@@ -27,7 +27,7 @@ class Option:
 
     help: what `--help` says. flags: the option's name where it is not the field's ("--only", or "--tune/--no-tune").
     separator: between the items of a tuple in the default that is shown; a user may write commas or spaces. A tuple
-    with is_repeated is an option that may be given several times instead.
+    with is_repeated is an option that may be given several times instead. least: the least number that it may be.
     """
 
     help: str
@@ -36,15 +36,18 @@ class Option:
     envvar: str | None = None
     separator: str = ","
     is_repeated: bool = False
+    least: float | None = None
 
 
-Ranks = Annotated[int | None, Option("Processes (default: the machine's GPUs).")]
-WarmUp = Annotated[int, Option("Steps before timing.")]
-Repeats = Annotated[int, Option("Timed steps of a round; their median counts.")]
-Rounds = Annotated[int, Option("Rounds over all runs; a run's best median counts.")]
-Layers = Annotated[int | None, Option("How many of its layers (default: all).")]
-SeqLen = Annotated[int, Option("Tokens a sequence.")]
-Vocab = Annotated[int, Option("Vocabulary; GPT-2's 50,257 padded to a multiple of 64, since an odd GEMM is slow.")]
+Ranks = Annotated[int | None, Option("Processes (default: the machine's GPUs).", least=1)]
+WarmUp = Annotated[int, Option("Steps before timing.", least=0)]
+Repeats = Annotated[int, Option("Timed steps of a round; their median counts.", least=1)]
+Rounds = Annotated[int, Option("Rounds over all runs; a run's best median counts.", least=1)]
+Layers = Annotated[int | None, Option("How many of its layers (default: all).", least=1)]
+SeqLen = Annotated[int, Option("Tokens a sequence.", least=1)]
+Vocab = Annotated[
+    int, Option("Vocabulary; GPT-2's 50,257 padded to a multiple of 64, since an odd GEMM is slow.", least=1)
+]
 Modes = Annotated[tuple[str, ...], Option("graph, eager, with commas.")]
 LargestBytes = Annotated[int, Option("Bytes of the whole array.")]
 Step = Annotated[int, Option("A size is this many times the one before it.")]

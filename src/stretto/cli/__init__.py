@@ -11,7 +11,7 @@ import typer
 
 import stretto
 from stretto.cli.commands import App
-from stretto.cli.console import print_any_text
+from stretto.cli.console import print_any_text, reporting_faults
 
 app = App(name="stretto", add_completion=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_lazy("init", "stretto.cli.init:init")
@@ -51,4 +51,5 @@ def _about(
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 a rank failed, 2 bad input, 128 + n stopped by signal n."""
     print_any_text()
-    app(prog_name="stretto")
+    with reporting_faults():
+        app(prog_name="stretto")

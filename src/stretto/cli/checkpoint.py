@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto checkpoint`: verifies checkpoints and exported models, and shows what is in them; and `stretto export`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.atomic_files import require_writable_folder
 from stretto.cli.commands import App
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
@@ -64,12 +64,8 @@ def export(
     from stretto.train.checkpoint.weights import export_folder, export_safetensors
 
     with refusing_bad_input(as_json=as_json):
-        if max_file_gigabytes is not None and not math.isfinite(max_file_gigabytes):
-            raise ValueError(
-                f"--max-file-gigabytes is {max_file_gigabytes}, but must be a finite number; without it, all goes to "
-                "one file"
-            )
         limit = None if max_file_gigabytes is None else round(max_file_gigabytes * 1e9)
+        require_writable_folder(to.parent, "--to")
         if to.suffix == ".safetensors":
             if pretrained is not None:
                 raise ValueError(f"--pretrained is for folders, and --to is the file {to}: leave it out")

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.atomic_files import require_writable, require_writable_folder
 from stretto.cli.commands import App
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import (
@@ -28,6 +29,7 @@ from stretto.cli.schedules import (
     shown_name,
     write,
 )
+from stretto.quantities import read_bytes
 from stretto.suggestions import did_you_mean_file
 
 NOT_VERIFIED = 1
@@ -124,6 +126,8 @@ def compile_(
     with refusing_bad_input():
         from stretto.collectives import verify
 
+        if output is not None:
+            require_writable(output, "--output")
         made = compile_algorithm(
             name,
             Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots, min_bytes, max_bytes),
@@ -220,6 +224,10 @@ def import_msccl(
         from stretto.collectives.msccl import import_msccl as run_script
 
         arguments, output = _script_arguments(args or [], output)
+        if output is not None and output.suffix:
+            require_writable(output, "--output")
+        elif output is not None:
+            require_writable_folder(output.parent, "--output")
         _agree_to_run(script, is_agreed=is_agreed)
         try:
             programs = run_script(script, arguments).programs
@@ -280,6 +288,7 @@ def show(
         picture = output or (file.with_suffix(".png") if file.name else Path("schedule.png"))
         if picture.exists() and file.exists() and picture.samefile(file):
             raise ValueError(f"{picture} is the schedule itself: name another file for the picture with -o")
+        require_writable(picture, "--output")
         shown = _rank_range(only)
         count = None if ranks is None else int(ranks)
         schedule = load_schedule(
@@ -304,7 +313,14 @@ def run(
     ranks: Ranks = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
-    size: Annotated[str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64K, 1M, 1G.")] = "1M",
+    size: Annotated[
+        str,
+        typer.Option(
+            "--bytes",
+            help="Size of a rank's larger buffer, rounded down to whole chunks: 4096, 64KiB, 1MiB (2^20 bytes), 1MB "
+            "(10^6).",
+        ),
+    ] = "1MiB",
     dtype: Annotated[str, typer.Option(help="fp64, fp32, fp16, bf16, int8, int16, int32, int64 or uint8.")] = "fp32",
     reduction: Annotated[str, typer.Option(help="sum, max, min or prod.")] = "sum",
     repeats: Annotated[int, typer.Option(help="Number of runs; the median is reported.", min=1)] = 1,
@@ -348,8 +364,10 @@ def run(
     if as_json:
         print_json(asdict(result))
     else:
+        rounded = "" if result.bytes == (given_bytes := read_bytes(size)) else f" ({given_bytes:,} in whole chunks)"
         print(
-            f"{shown_name(schedule.name)} on {schedule.collective.ranks} processes, {result.bytes:,} bytes of {dtype}: "
+            f"{shown_name(schedule.name)} on {schedule.collective.ranks} processes, {result.bytes:,} bytes{rounded} of "
+            f"{dtype}: "
             f"{result.seconds * 1e3:.1f} ms with their start, "
             + ("all numbers right" if not result.wrong else f"{result.wrong:,} numbers WRONG")
         )

@@ -47,7 +47,9 @@ Costs = Annotated[
 @app.command()
 def simulate(
     name: Name,
-    size: Annotated[str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64K, 1M, 1G.")],
+    size: Annotated[
+        str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64KiB, 1MiB (2^20 bytes), 1MB (10^6).")
+    ],
     cluster: MaybeClusterName = None,
     topology: Topology = None,
     bandwidth: Bandwidth = None,
@@ -80,10 +82,10 @@ def simulate(
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.collectives import verify
-        from stretto.collectives.host_trial import read_size
+        from stretto.quantities import read_bytes
         from stretto.simulator.schedules import MachineCosts, simulate_schedule
 
-        num_bytes = read_size(size)
+        num_bytes = read_bytes(size)
         given = Compilation(ranks, nodes, gpus, in_place, set_, slots=slots)
         schedule = load_schedule(name, given, max_file_bytes)
         machine = MachineCosts.find(costs)
@@ -147,10 +149,10 @@ def tune(
     - stretto collective tune allreduce --cluster dgx-h200 --gpus 8
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.collectives.host_trial import read_size
+        from stretto.quantities import read_bytes
         from stretto.simulator.schedules import MachineCosts, ScheduleTuner
 
-        all_bytes = [read_size(each) for each in sizes.split(",")]
+        all_bytes = [read_bytes(each) for each in sizes.split(",")]
         machine = MachineCosts.find(costs)
         topology, found_cluster = _find_network(cluster, machine, gpus)
         tuner = ScheduleTuner(

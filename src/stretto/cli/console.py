@@ -3,7 +3,10 @@
 
 import io
 import json
+import math
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +19,7 @@ from stretto.cli.help import write_help
 from stretto.suggestions import similar_names
 
 BAD_INPUT = 2
+MOST = 2**62
 
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for machines.")]
 
@@ -28,9 +32,17 @@ class Command(TyperCommand):
     """A command whose error names all missing options, and suggests an option for an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command line as typer does, with these two messages."""
+        """Parse a command line as typer does, with these messages, and refuse numbers that nothing can be."""
         try:
-            return super().parse_args(ctx, list(args))
+            rest = super().parse_args(ctx, list(args))
+            for parameter in self.get_params(ctx):
+                given = ctx.params.get(parameter.name)
+                for number in given if isinstance(given, list | tuple) else [given]:
+                    if isinstance(number, float) and not math.isfinite(number):
+                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must be a finite number.")
+                    if isinstance(number, int) and abs(number) > MOST:
+                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must lie between -2^62 and 2^62.")
+            return rest
         except UsageError as error:
             missing = self._find_missing(ctx, args) if isinstance(error, typer.BadParameter) else []
             if len(missing) > 1:
@@ -89,11 +101,37 @@ def refusing_bad_input(*, as_json: bool = False) -> Iterator[None]:
     """End the command with status 2 for a ValueError, whose message is for users, or an OSError."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # `reporting_faults` ends the command
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise fail(f"{where}{error.strerror or error}", BAD_INPUT, as_json=as_json) from error
     except ValueError as error:
         raise fail(str(error), BAD_INPUT, as_json=as_json) from error
+
+
+@contextmanager
+def reporting_faults() -> Iterator[None]:
+    """End any command with a line, and no traceback, where its output cannot be written or memory does not suffice.
+
+    A reader of the output that has ended, as `head` does, is no fault: the command ends as by SIGPIPE.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, for Python would report what fails at exit with a traceback
+    except (ImportError, MemoryError, OSError) as error:
+        if isinstance(error, ImportError) and not re.search("failed to map|cannot allocate", str(error)):
+            raise
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # what is left in the buffer must not fail again
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from error
+        what = f"{error.filename or 'output'}: {error.strerror or error}" if isinstance(error, OSError) else ""
+        with suppress(OSError):
+            print(f"stretto: {what or f'memory does not suffice: {error}'.rstrip(': ')}", file=sys.stderr, flush=True)
+        raise SystemExit(BAD_INPUT) from error
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def doctor(as_json: Json = False) -> None:
     Compiles the backend's C++ part where that has not been done. Starts no ranks and measures nothing: `stretto probe`
     does.
     """
-    findings = [finding for look in LOOKS for finding in look()]
+    findings = [finding for look in LOOKS for finding in _found(look)]
     if as_json:
         print_json({"findings": [finding._asdict() for finding in findings]})
         return
@@ -39,6 +39,15 @@ def doctor(as_json: Json = False) -> None:
         print(f"{finding.what:{width}}  {'-' if finding.state == 'missing' else '+'} {finding.found}")
         if finding.so:
             print(f"{'':{width}}    so {finding.so}")
+
+
+def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a look finds, as far as it gets: without torch, or with little memory, the others still report."""
+    try:
+        yield from look()
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        what = look.__name__.strip("_").replace("_", " ")
+        yield Finding(what, "missing", f"cannot be looked at: {error or 'memory does not suffice'}")
 
 
 def _python() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from stretto.atomic_files import require_writable
 from stretto.cli.commands import App
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.suggestions import did_you_mean_file, name_known
@@ -83,6 +84,9 @@ def show(
             raise ValueError(f"a picture is a .png or .svg file, not {out.name!r}")
         if name != MESSAGE_DRIVEN and (limit is not None or serve_first is not None):
             raise ValueError(f"--limit and --serve-first are of {MESSAGE_DRIVEN}, not of {name}")
+        for path, option in ((out, "--out"), (csv, "--csv")):
+            if path is not None:
+                require_writable(path, option)
         given = _ScheduleNumbers(pipe, micro_batches, virtual_stages, extra_warm_up)
 
         from stretto.report.pictures import require_drawing, require_few_boxes
@@ -140,7 +144,7 @@ def verify_(
         ),
     ] = "in_order",
     max_live: Annotated[
-        int | None, typer.Option(help="Micro-batches whose activations fit on a rank (default: any number).")
+        int | None, typer.Option(help="Micro-batches whose activations fit on a rank (default: any number).", min=1)
     ] = None,
     as_json: Json = False,
 ) -> None:

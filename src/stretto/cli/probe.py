@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.atomic_files import require_writable
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 
@@ -34,8 +35,7 @@ def probe(
     with refusing_bad_input(as_json=as_json):
         if dtype not in (None, "bf16", "fp16", "fp32", "fp64"):
             raise ValueError(f"--dtype is {dtype!r}, but must be bf16, fp16, fp32 or fp64")
-        if not out.parent.is_dir():
-            raise ValueError(f"{out.parent} is not a folder: {out} cannot be written there")
+        require_writable(out, "--out")
 
         from stretto.bench.settings import require_links
         from stretto.cluster import Cluster

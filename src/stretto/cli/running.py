@@ -7,10 +7,10 @@ from contextlib import ExitStack, nullcontext
 
 import typer
 
+from stretto.atomic_files import write_atomically
 from stretto.cli.console import fail, refusing_bad_input, stdout_on_stderr
 from stretto.report import remove_report
 from stretto.train.config import JobConfig, config_to_toml
-from stretto.train.data import write_atomically
 from stretto.train.launch import RankFailure, launch, remove_traces
 from stretto.train.launch.elastic import continues_job
 from stretto.train.launch.run_lock import command_lock
@@ -42,7 +42,7 @@ def run_training(config: JobConfig, *, as_json: bool) -> signal.Signals | None:
 def _begin_folder(config: JobConfig) -> None:
     """Write the configuration into the run's folder, and remove reports and traces of an earlier run."""
     try:
-        write_atomically(config.out / "config.toml", lambda file: file.write(config_to_toml(config).encode()))
+        write_atomically(config.out / "config.toml", config_to_toml(config))
         remove_report(config.out)
         remove_traces(config.out)
     except OSError as error:

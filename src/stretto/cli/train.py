@@ -64,7 +64,7 @@ def train(
         if as_json:
             print_json(_result(checked.out, run, stopped_by))
         elif run is None:
-            print_line("stopped before the first step")
+            print_line("nothing was left to train" if stopped_by is None else "stopped before the first step")
         else:
             print_line(f"loss {run.losses[-1]:.4f} after {run.steps[-1]} steps; see {checked.out / 'summary.md'}")
     if stopped_by is not None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stretto.atomic_files import write_atomically
 from stretto.cluster import detection, files
 from stretto.cluster.description import describe
 from stretto.cluster.model import GPU, HostLink, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
@@ -91,7 +92,7 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write a file that `load` reads back as an equal cluster. Raises OSError where it cannot be written."""
-        Path(path).write_text(to_toml(self), encoding="utf-8")
+        write_atomically(Path(path), to_toml(self))
 
     def describe(self) -> str:
         """A plain-text table for people: every figure with its unit, unknown ones, and the sources."""

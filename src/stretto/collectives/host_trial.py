@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the options of a schedule's test run on processes of this machine (`host_benchmark`). Imports no torch."""
 
-import re
 from typing import NamedTuple
 
 from stretto.collectives.schedule import Schedule
+from stretto.quantities import read_bytes
 from stretto.suggestions import did_you_mean
 
 ITEMSIZES = {
@@ -23,7 +23,6 @@ ITEMSIZES = {
 REDUCTIONS = ("sum", "max", "min", "prod")
 MAX_BYTES = 2**31
 MAX_PROCESSES = 256
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class HostTrial(NamedTuple):
@@ -36,8 +35,8 @@ class HostTrial(NamedTuple):
 def plan_trial(schedule: Schedule, size: str, dtype: str, reduction: str, in_place: bool | None = None) -> HostTrial:
     """Size the buffers of a schedule's trial.
 
-    size: bytes of a rank's larger buffer, as 4096, 64K, 1M or 1G, rounded down to whole chunks, at least one element
-    each; dtype: a key of ITEMSIZES; reduction: one of REDUCTIONS; in_place: None for the schedule's own setting.
+    size: bytes of a rank's larger buffer, as `read_bytes` takes them, rounded down to whole chunks; dtype: a key of
+    ITEMSIZES; reduction: one of REDUCTIONS; in_place: None for the schedule's own setting.
     Raises ValueError for any other, and for buffers or ranks that a machine has no room for.
     """
     if dtype not in ITEMSIZES:
@@ -53,17 +52,11 @@ def plan_trial(schedule: Schedule, size: str, dtype: str, reduction: str, in_pla
         raise ValueError(
             f"{collective.ranks} ranks are too many processes to be tried on one machine: at most {MAX_PROCESSES}"
         )
-    itemsize = ITEMSIZES[dtype]
-    chunk = max(1, read_size(size) // max(1, collective.chunks_per_loop) // itemsize)
-    buffer_bytes = chunk * collective.chunks_per_loop * itemsize
+    least = max(1, collective.chunks_per_loop) * ITEMSIZES[dtype]  # one element a chunk
+    chunk = read_bytes(size) // least
+    if not chunk:
+        raise ValueError(f"{size} is less than one element of {dtype} for each chunk; {least} bytes would do")
+    buffer_bytes = chunk * least
     if buffer_bytes > MAX_BYTES:
         raise ValueError(f"a buffer of {buffer_bytes} bytes is too large to be tried on processes: at most {MAX_BYTES}")
     return HostTrial(chunk, buffer_bytes)
-
-
-def read_size(text: str) -> int:
-    """Parse a size: 4096, 64K, 1M or 1G, in powers of 1024. ValueError for anything else."""
-    match = re.fullmatch(r"([0-9]{1,12})([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    if match is None:
-        raise ValueError(f"{text!r} is no size: write 4096, 64K, 1M or 1G")
-    return int(match[1]) * _UNITS[match[2].upper()]

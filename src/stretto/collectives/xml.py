@@ -16,6 +16,7 @@ from xml.sax.saxutils import quoteattr
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser, ParseError
 
+from stretto.atomic_files import write_atomically
 from stretto.cluster import read_bounded
 from stretto.collectives import collective as collectives
 from stretto.collectives.collective import MAX_CHUNKS, MAX_PLACES, MAX_RANKS, Buffer, Collective
@@ -47,7 +48,7 @@ class ScheduleFileError(ValueError):
 
 def write_schedule(schedule: Schedule, path: Path) -> None:
     """Write a schedule to a file that MSCCL, RCCL and `read_schedule` read."""
-    path.write_text(to_xml(schedule), encoding="utf-8")
+    write_atomically(path, to_xml(schedule))
 
 
 def to_xml(schedule: Schedule) -> str:

@@ -245,8 +245,10 @@ def _check_experts(model: Architecture, expert: int | None, expert_tensor: str |
 
 def set_imbalance(model: Architecture, imbalance: float | None) -> Architecture:
     """The model with this imbalance of experts. ValueError for one below 1, which no mean is below."""
-    if imbalance is None or model.moe is None:
+    if imbalance is None:
         return model
+    if model.moe is None:
+        raise ValueError(f"imbalance is {imbalance!r}, but {model.name} has no experts: leave it out")
     if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not 1 <= imbalance <= model.moe.experts:
         raise ValueError(
             f"imbalance is {imbalance!r}, but rows of the busiest rank over the mean are from 1 to the number of "

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from stretto.atomic_files import write_atomically
 from stretto.cluster import name_grid, read_bounded
 from stretto.report.pictures import can_draw
 from stretto.train.checkpoint import newest_checkpoint
@@ -121,7 +122,7 @@ def write_report(out: Path, *, compare_with: Path | None = None, sample: str | N
     ]
     if sample is not None:
         sections.insert(2, f"## What it writes\n\n```text\n{sample.replace('```', '')}\n```")
-    (out / SUMMARY).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+    write_atomically(out / SUMMARY, "\n\n".join(filter(None, sections)) + "\n")
     return run
 
 

@@ -33,6 +33,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from numpy.typing import NDArray
 
+from stretto.atomic_files import write_atomically
+
 BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 GREY, LIGHT, INK = "#808080", "#e4e4e4", "#444444"
@@ -121,7 +123,8 @@ def drawing(file: Path, width: float, height: float) -> Iterator["Picture"]:
         yield picture
         picture.lay_out()
         # The bounding box must stay: texts are wrapped to this width.
-        picture.figure.savefig(file, dpi=DPI)
+        kind = file.suffix.removeprefix(".") or "png"
+        write_atomically(file, lambda out: picture.figure.savefig(out, dpi=DPI, format=kind))
 
 
 @dataclass

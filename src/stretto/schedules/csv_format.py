@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stretto.atomic_files import write_atomically
 from stretto.schedules.schedule import Action, PipelineOperation, PipelineSchedule, ScheduleError
 
 MAX_FILE_BYTES = 1 << 24
@@ -36,6 +37,8 @@ def read_csv(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> PipelineSched
     checks whether the schedule can be run. Raises ScheduleError with the row and cell, and OSError.
     """
     file = Path(path)
+    if file.exists() and not file.is_file():  # reading a pipe might never begin
+        raise ScheduleError(f"{file} is not a regular file")
     with file.open("rb") as stream:
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -50,7 +53,7 @@ def read_csv(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> PipelineSched
 
 def write_csv(schedule: PipelineSchedule, path: str | Path, communication: bool = False) -> None:
     """Write a schedule as torch does. Raises as `format_csv`, and OSError."""
-    Path(path).write_text(format_csv(schedule, communication), newline="")
+    write_atomically(Path(path), format_csv(schedule, communication))
 
 
 def parse_csv(text: str, name: str = "schedule") -> PipelineSchedule:

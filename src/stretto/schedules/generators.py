@@ -76,9 +76,10 @@ def check_numbers(
     _check_rules(name, pipe, micro_batches, stages, extra_warm_up)
     if 3 * pipe * stages * micro_batches > MAX_ACTIONS:
         most = MAX_ACTIONS // (3 * pipe * stages)
+        near = f"{most} micro-batches" if most else f"{MAX_ACTIONS // 3} stages and one micro-batch"
         raise ScheduleError(
-            f"{micro_batches} micro-batches on {pipe * stages} stages are more than {MAX_ACTIONS} actions; {most} "
-            f"micro-batches would do"
+            f"{micro_batches} micro-batches on {pipe * stages} stages are more than {MAX_ACTIONS} actions; {near} "
+            "would do"
         )
     return stages
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.atomic_files import write_atomically
 from stretto.memory.plain_data import all_gather_data
-from stretto.train.data import write_atomically
 from stretto.train.optimizer import local_shard
 from stretto.train.task import TrainTask
 
@@ -65,7 +65,7 @@ def save_batch(task: TrainTask, step: int) -> str:
 
         content = save(task.read_batch(step), {"step": str(step), "rank": str(rank)})
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"rank-{rank}.safetensors", lambda file: file.write(content))
+        write_atomically(folder / f"rank-{rank}.safetensors", content)
     except (OSError, ValueError) as error:  # a full disk or a damaged data file must not hide the step's own fault
         return f"; its batch could not be saved: {error}"
     return f"; its batch is saved in {folder}"

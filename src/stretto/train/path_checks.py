@@ -2,24 +2,21 @@
 """Checks of a run's folder before anything is created: it is writable, and not inside the data's folder."""
 
 import os
-import tempfile
 from pathlib import Path
+
+from stretto.atomic_files import require_writable_folder
 
 PYTHON_DOCS = "python-docs"  # a data path that names no folder
 
 
 def check_folder(out: Path) -> None:
     """Raise ValueError if the run's folder cannot be made or written to. Nothing of it is made yet."""
-    try:
-        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists() or folder.is_symlink())
-        if not there.is_dir():
-            raise ValueError(f"out is {str(out)!r}, but {there} is not a folder")
-        # Permissions do not suffice: a file system may be read-only, full, or refuse new files, as /proc does.
-        os.rmdir(tempfile.mkdtemp(prefix=".stretto-", dir=there))
-    except OSError as error:
-        raise ValueError(f"out is {str(out)!r}, where nothing can be written: {error.strerror or error}") from error
+    require_writable_folder(out, "out")
     if (checkpoints := out / "checkpoints").exists() and not checkpoints.is_dir():
         raise ValueError(f"out is {str(out)!r}, but {checkpoints} is not a folder: checkpoints would go there")
+    for file in (out / name for name in ("config.toml", "metrics.jsonl", "summary.json")):
+        if file.exists() and not file.is_file():  # a pipe would never be opened
+            raise ValueError(f"out is {str(out)!r}, but {file} is not a regular file: the run would write it")
 
 
 def check_outside_data(run_folder: Path, data: str | list[str], *, reads_all: bool = True) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import counters
+from stretto.atomic_files import write_atomically
 from stretto.axes import NAMES
 from stretto.counters import note, phase
 from stretto.memory import allocated_bytes, failures
@@ -28,6 +29,7 @@ from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.resuming import start_from_newest
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import Saver
+from stretto.train.config import config_to_toml
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
@@ -35,7 +37,7 @@ from stretto.train.health import device_waits
 from stretto.train.health.joining import watched
 from stretto.train.health.slow_ranks import SLOW_RANK_FILE
 from stretto.train.launch import resolve_device
-from stretto.train.launch.elastic import mark_begun, mark_ended
+from stretto.train.launch.elastic import ATTEMPT, mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest, meet_ranks
 from stretto.train.nonfinite import require_finite_start, save_batch
@@ -52,6 +54,7 @@ from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
 from stretto.train.observe.tracing import StepTracer, steps_to_trace
 from stretto.train.optimizer import scheduled_rate
+from stretto.train.preflight import preflight
 from stretto.train.replicas import ReplicaCheck
 from stretto.train.task import TrainTask
 
@@ -68,8 +71,11 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     Raises ValueError for an invalid configuration, invalid data or an invalid checkpoint, or while another run uses
     `config.out`, and DivergenceError, with the step and how to continue, when the loss is no longer finite.
     """
-    require_loggers(config.train)
     is_callers_group = dist.is_initialized()
+    if is_callers_group or ATTEMPT in os.environ:  # Stretto's launcher is started after the whole preflight
+        require_loggers(config.train)
+    else:
+        config = preflight(config)  # of a program that calls this: before anything is made or written
     is_captured = isinstance(config, TrainConfig) and config.train.cuda_graph
     os.environ.update(device_waits.environment(times_nccl=not is_captured))  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
@@ -152,6 +158,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             skips_nonfinite=config.train.on_nonfinite == "skip",
             on_nonfinite=partial(_inspect_nonfinite, task, replicas),
         )
+        if is_first and config.train.resume == "latest" and resumed_from is None:
+            reporter.print_message(f"train.resume is 'latest', but {config.out} has no checkpoint: starts at step 0")
         if is_first and (layout := task.layout()) is not None:
             reporter.print_message(layout)
         predicted = task.predict() if is_first else None
@@ -179,6 +187,19 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             write_summary(config.out, _summary(task, recorder) | about | measured | expected)
             if recorder.last is not None and recorder.last.step == config.train.steps:
                 mark_ended(config.out)
+            if recorder.has_lost_folder():
+                raise ValueError(_what_is_left(config, recorder))
+
+
+def _what_is_left(config: JobConfig, recorder: StepRecorder) -> str:
+    """Write the run's configuration again, and say what there is of a run whose files were removed."""
+    assert recorder.last is not None
+    write_atomically(config.out / "config.toml", config_to_toml(config))
+    return (
+        f"{config.out} or its config.toml was removed while the run trained: it was stopped after step "
+        f"{recorder.last.step}, and its metrics and {newest_checkpoint(config.out)} were written there again; "
+        "train.resume='latest' continues"
+    )
 
 
 def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple[TrainTask, int]:
@@ -291,7 +312,7 @@ def _train_steps(
             with phase("save", step):
                 saver.prepare(task.state())  # after the first step the optimizer has its state
             recorder.restart_clock()
-        if saver.has_failed():
+        if saver.has_failed() or recorder.has_lost_folder():
             stop.request()  # all ranks end after the same step, in `save`
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
@@ -306,8 +327,9 @@ def _train_steps(
             ends = is_stopping or step == options.steps
             saver.save(step, task.state(), task.description(), measured, waits=ends)
             recorder.restart_clock()
-        if is_stopping:
+        if is_stopping and not recorder.has_lost_folder():
             reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")
+        if is_stopping:
             break
     tracer.finish()
     return bytes_sent

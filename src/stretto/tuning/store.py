@@ -5,11 +5,11 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.atomic_files import write_atomically
 from stretto.cluster import read_bounded
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,7 @@ class TuningStore:
             everything = self._load()
             of_machine = everything.get(machine)
             merged = (of_machine if isinstance(of_machine, dict) else {}) | {k: list(v) for k, v in measured.items()}
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".writing", delete=False) as file:
-                try:
-                    json.dump(everything | {machine: merged}, file)
-                    file.flush()
-                    os.replace(file.name, self.path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            write_atomically(self.path, json.dumps(everything | {machine: merged}))
         except OSError as error:
             logger.warning("measured times are not kept: %s: %s", self.path, error.strerror or error)
 

@@ -3,6 +3,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -245,3 +246,15 @@ def grow(out: Path) -> list[str]:
             names.append(" ".join(sorted(read_metadata(checkpoint_path(out, step)).tensors)))
             dist.barrier()
     return names
+
+
+def save_where_the_folder_is_removed(out: Path) -> list[str]:
+    """Save three times, and remove the checkpoints' folder after the first. Returns the log's lines."""
+    model, optimizer = trained_once({})
+    lines: list[str] = []
+    with Saver(out, CPU, Retention(), is_async=False, log=lines.append) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, training_state(model, optimizer), DESCRIPTION)
+            if step == 1:
+                shutil.rmtree(out / "checkpoints")
+    return lines

@@ -281,3 +281,11 @@ def test_rules_of_what_is_kept_name_what_would_do(tmp_path: Path) -> None:
     assert (
         "train.checkpoint_every (4) must be a multiple of train.evaluate_every (3); train.evaluate_every=4" in message
     )
+
+
+def test_checkpoints_that_are_removed_while_the_run_trains_are_told_once(ranks: MakeRanks, tmp_path: Path) -> None:
+    (lines,) = ranks(1).run(saver_runs.save_where_the_folder_is_removed, tmp_path)
+    assert lines == [
+        f"{tmp_path / 'checkpoints'} was removed while the run trains: earlier checkpoints are lost, new ones go there"
+    ]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]

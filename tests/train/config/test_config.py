@@ -118,7 +118,7 @@ def test_ranks_default_to_the_grids_product() -> None:
         ("train.steps=2.5", "train.steps is 2.5, but must be a whole number; 2 would do"),
         ("train.steps='10'", "train.steps is '10', but must be a whole number; 10 (a number, without quotes) would do"),
         ("train.steps=many", "train.steps is 'many', but must be a whole number"),
-        ("train.steps=true", "train.steps is True, but must be a whole number"),
+        ("train.steps=true", "train.steps is true, but must be a whole number"),
         ("train.lr=nan", "train.lr is nan, but must be a finite number, for example 0.0003"),
         ("train.lr=-inf", "train.lr is -inf, but must be a finite number"),
         ("train.lr=0", "train.lr is 0, but must be above 0.0; 0.0003 would do"),
@@ -329,3 +329,10 @@ def test_a_model_takes_missing_options_from_preset_data_and_sequence_length() ->
     assert preset.to_gpt(data_vocab=256, seq_len=16) == GPTConfig.preset("gpt2-small", layers=1)
     with pytest.raises(ValueError, match="did you mean 'gpt2-small'"):
         make_config(SMALLEST, ["model.name=gpt2-smal"]).model.to_gpt(data_vocab=256, seq_len=16)
+
+
+def test_a_text_that_is_a_boolean_is_told_what_the_text_means() -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_config({**SMALLEST, "train": {**SMALLEST["train"], "wandb": True}})
+    assert "train.wandb is true, but must be a text (also log to this project of Weights & Biases" in str(refused.value)
+    assert str(refused.value).endswith("leave it out for none")

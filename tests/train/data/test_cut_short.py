@@ -102,6 +102,33 @@ def test_a_file_that_is_cut_short_after_it_was_opened_is_named_with_its_sizes(
         read()
 
 
+@pytest.mark.parametrize("how", ["written to", "replaced"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "criteo"])
+def test_a_file_whose_bytes_change_after_it_was_opened_is_named(
+    tmp_path: Path, cache: Path, kind: str, how: str
+) -> None:
+    """As many bytes: only the time of modification, or the file's own number, tells. Also before it is first read."""
+    (tmp_path / "model").mkdir()
+    file, read = KINDS[kind](tmp_path, cache)
+    if how == "replaced":
+        read()
+        (tmp_path / "other").write_bytes(file.read_bytes()[::-1])
+        os.replace(tmp_path / "other", file)
+    else:
+        with file.open("r+b") as opened:
+            opened.write(b"\1\0")
+        os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))  # file systems' clocks may tick every 10 ms
+    with pytest.raises(ValueError, match=rf"{file.name}: was {how} after this run had opened it"):
+        read()
+
+
+def test_a_file_that_is_deleted_can_still_be_read(tmp_path: Path) -> None:
+    file = write_nanogpt(tmp_path / "a.bin", IDS)
+    dataset = open_dataset(str(file), seq_len=16, vocab=256)
+    file.unlink()
+    assert dataset[0].tolist() == IDS[:17]
+
+
 def test_a_part_that_is_still_there_can_be_read(tmp_path: Path, cache: Path) -> None:
     file = write_nanogpt(tmp_path / "a.bin", IDS)
     dataset = open_dataset(str(file), seq_len=16, vocab=256)

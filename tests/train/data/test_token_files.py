@@ -148,9 +148,19 @@ def test_sequences_outside_the_data_are_an_index_error(tmp_path: Path) -> None:
 def test_an_id_outside_the_vocabulary_is_found_on_opening_in_what_is_sampled(tmp_path: Path) -> None:
     write_nanogpt(tmp_path / "a.bin", [1] * 50)
     write_nanogpt(tmp_path / "b.bin", [1, 2, 3, 500, 600])
-    message = r"b\.bin: token 500 at position 3 of 5 is outside the vocabulary, 0 to 99: set vocab to at least 501"
+    message = r"b\.bin: token 500 at position 3 of 5 is outside the vocabulary, 0 to 99, as 2 of 55 sampled ids "
+    message += "are: the file is of a tokenizer with more ids: set vocab to at least 601"
     with pytest.raises(ValueError, match=message):
         open_dataset([str(tmp_path / "a.bin"), str(tmp_path / "b.bin")], seq_len=2, vocab=100)
+
+
+def test_few_ids_outside_the_vocabulary_are_damage_and_no_reason_for_a_larger_one(tmp_path: Path) -> None:
+    write_nanogpt(tmp_path / "a.bin", [1] * 5000 + [60000] + [1] * 5000)
+    message = (
+        r"token 60000 at position 5000 of 10001 .* 1 of 10,001 sampled ids are: the file is probably damaged there"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_dataset(str(tmp_path / "a.bin"), seq_len=2, vocab=100)
 
 
 def test_an_id_outside_the_vocabulary_between_the_samples_is_found_when_it_is_read(tmp_path: Path) -> None:
@@ -200,7 +210,7 @@ def test_the_vocabulary_is_what_16_bits_bound_and_must_be_given_for_wider_ids(tm
         (struct.pack("<2000q", *range(1, 2001)), "uint32", "every second id is 0.*set token_dtype to 'int64'"),
         (struct.pack("<2000I", *range(1, 128000, 64)), "uint16", "or hardly more.*set token_dtype to 'uint32'"),
         (struct.pack("<2000q", *range(1, 128000, 64)), "uint16", "or hardly more.*set token_dtype to 'int64'"),
-        (struct.pack("<2000I", *range(1, 2001)), "int64", "the file may be of another token type"),
+        (struct.pack("<2000I", *range(1, 2001)), "int64", "the file is damaged, or of another token type"),
     ],
 )
 def test_a_nanogpt_file_that_is_none_is_refused(tmp_path: Path, content: bytes, dtype: str, message: str) -> None:

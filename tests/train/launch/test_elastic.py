@@ -126,7 +126,7 @@ def test_segments_stay_where_processes_that_may_have_them_are_invisible(
 def test_half_written_files_go_unless_another_run_trains_there(tmp_path: Path) -> None:
     half = tmp_path / "checkpoints" / ".step-00000002.writing"
     half.mkdir(parents=True)
-    (metrics := tmp_path / ".metrics.jsonl.writing").touch()
+    (metrics := tmp_path / "metrics.jsonl.0123.partial").touch()
     for name in (".job.json.0123.partial", "restarts.jsonl.0123.partial", "mine.partial"):
         (tmp_path / name).touch()
     whole = write_checkpoint(tmp_path, 1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stretto.bench.checkouts.cases import CheckoutCase
 from stretto.bench.checkouts.settings import CheckoutsSetting
-from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.harness import Column, append_to_table, print_table, write_result
 from stretto.bench.pictures import draw_result
 
 BOUND = 0.02
@@ -131,8 +131,7 @@ def write_comparison(setting: CheckoutsSetting, outcome: Comparison, out: Path) 
     }
     path = write_result(out, "checkouts", COLUMNS, rows, **about)
     lines = [f"{name}: {describe(found)}" for name, found in summary.items()]
-    table = path.with_suffix(".md")
-    table.write_text("\n\n".join([table.read_text().rstrip(), *lines]) + "\n")
+    append_to_table(path, ["\n\n".join(lines)])
     draw_result(path)
     return {"rows": rows, "refused": outcome.refused, "failure": outcome.failure, "summary": summary}
 

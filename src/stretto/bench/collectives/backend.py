@@ -50,7 +50,7 @@ BESIDE_COLUMNS = (
     Column("ran_as", "ran as"),
 )
 DDP_COLUMNS = (
-    Column("bucket_mb", "bucket (MB)", "{:g}"),
+    Column("bucket_mb", "bucket (MiB)", "{:g}"),
     Column("work", "step without all-reduces (ms)", "{:.2f}"),
     Column("nccl", "step, NCCL (ms)", "{:.2f}"),
     Column("stretto", "step, Stretto's backend (ms)", "{:.2f}"),

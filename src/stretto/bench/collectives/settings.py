@@ -112,7 +112,7 @@ class BackendSetting:
     width: Annotated[int, Option("Width of DDP's linear layers.")] = 4096
     layers: Annotated[int, Option("Number of DDP's linear layers.")] = 8
     rows: Annotated[int, Option("Rows of DDP's batch on each rank.")] = 8192
-    bucket_mb: Annotated[tuple[float, ...], Option("Sizes of DDP's buckets in MB, with commas.")] = (25.0, 100.0)
+    bucket_mb: Annotated[tuple[float, ...], Option("Sizes of DDP's buckets in MiB, with commas.")] = (25.0, 100.0)
 
     def __post_init__(self) -> None:
         require_known("part", self.parts, BACKEND_PARTS)

@@ -26,7 +26,7 @@ def plot_messages(result: Path, picture: Path) -> None:
                 panel.plot(*zip(*measured, strict=True), label=name, **looks[name].line)
             drawn.log_ticks(panel.xaxis, [row["megabytes"] for row in rows])
             plain_log(panel.yaxis)
-            panel.set_xlabel("MB")
+            panel.set_xlabel("MiB")
             panel.set_ylabel("ms")
             panel.set_title(_TITLES[part].format(ranks=data["ranks"]))
         drawn.title = "Messages between two ranks by carrier, and all-reduces by back end"

@@ -27,11 +27,11 @@ from stretto.memory import shared_gpus
 from stretto.parallel.pipeline.carriers import CARRIERS, choose_carrier
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 
-MB = 1 << 20
+MIB = 1 << 20
 COLUMNS = (
     Column("part", "what"),
     Column("by", "by"),
-    Column("megabytes", "size (MB)", "{:g}"),
+    Column("megabytes", "size (MiB)", "{:g}"),
     Column("milliseconds", "time (ms)", "{:.3f}"),
     Column("gb_per_second", "size / time (GB/s)", "{:.2f}"),
     Column("to_library", "to torch's", "{:.2f}"),
@@ -84,7 +84,7 @@ def _measure(
     """Rows of each size and run, which take turns; the time is the median on the group's first rank."""
     rows = []
     for size in setting.sizes:
-        count = max(int(size * MB) // 4, 1)
+        count = max(int(size * MIB) // 4, 1)
         tensor = torch.ones(count, device=device)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(setting.rounds):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from stretto.bench.settings import Option, Repeats, require_least
 
-LARGEST_MB = 4096
+LARGEST_MIB = 4096
 LIBRARY = "torch's send and recv"
 """The baseline for messages."""
 
@@ -15,15 +15,15 @@ LIBRARY = "torch's send and recv"
 class MessagesSetting:
     """What `stretto bench messages` measures. Raises ValueError for settings that cannot work."""
 
-    sizes: Annotated[tuple[float, ...], Option("Sizes in MB (2^20 bytes), with commas.")] = (1, 2, 5, 10, 20, 50)
+    sizes: Annotated[tuple[float, ...], Option("Sizes in MiB, with commas.")] = (1, 2, 5, 10, 20, 50)
     repeats: Repeats = 10
     rounds: Annotated[int, Option("Rounds over all carriers; the median of all rounds' runs counts.")] = 5
 
     def __post_init__(self) -> None:
         require_least(1, repeats=self.repeats, rounds=self.rounds)
         for size in self.sizes:
-            if not 0 < size <= LARGEST_MB:
-                raise ValueError(f"a size of {size:g} MB: must be more than 0 and at most {LARGEST_MB}")
+            if not 0 < size <= LARGEST_MIB:
+                raise ValueError(f"a size of {size:g} MiB: must be more than 0 and at most {LARGEST_MIB}")
 
 
 def require_two_ranks(ranks: int) -> None:

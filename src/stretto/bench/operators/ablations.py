@@ -70,14 +70,14 @@ def vary(name: str, config: KernelConfig) -> dict[str, KernelConfig]:
             configs["16 programs pull"] = config._replace(transfer="programs", direction="pull", movers=16)
             for size in (19, 20, 21, 22, 23, 24):
                 pieces = config._replace(transfer="copies", direction="push", piece_bytes=1 << size)
-                configs[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
+                configs[f"copies of {(1 << size) / (1 << 20):g} MiB"] = pieces
         case "scatter":
             configs["sums as packets"] = config._replace(exchange="packets")
             tiles = config._replace(exchange="tiles")
             configs["tiles stored by programs"] = tiles._replace(transfer="programs")
             for size in (20, 21, 22, 23, 24):
                 pieces = tiles._replace(transfer="copies", piece_bytes=1 << size)
-                configs[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
+                configs[f"copies of {(1 << size) / (1 << 20):g} MiB"] = pieces
         case _:
             del configs["no shift by rank"]
             configs |= {f"{shots} shots": config._replace(shots=shots) for shots in (1, 2)}

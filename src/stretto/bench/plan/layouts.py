@@ -20,10 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from stretto.atomic_files import write_atomically
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.harness import (
     TORCH_DTYPES,
     Column,
+    append_to_table,
     markdown_table,
     print_table,
     run_ranks,
@@ -109,7 +111,7 @@ def predict_layouts(file: LayoutFile, cluster: Cluster, out: Path) -> dict[str, 
         "rows": rows,
     }
     out.mkdir(parents=True, exist_ok=True)
-    predictions_file(out, file.name).write_text(json.dumps(written, indent=1) + "\n")
+    write_atomically(predictions_file(out, file.name), json.dumps(written, indent=1) + "\n")
     return written
 
 
@@ -200,8 +202,7 @@ def _write(
         not_measured=[name for name in (*file.layouts, *file.peers) if name not in known],
         summary=summary,
     )
-    with path.with_suffix(".md").open("a") as text:
-        text.write("\n" + "\n".join(markdown_table(SUMMARY_COLUMNS, [summary])) + "\n")
+    append_to_table(path, markdown_table(SUMMARY_COLUMNS, [summary]))
     return {"rows": rows + peers, "summary": summary, "path": path}
 
 

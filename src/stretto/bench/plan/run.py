@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
+from stretto.atomic_files import write_atomically
+from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.plan.comparison import compare, summarize
 from stretto.bench.plan.settings import Planned, read_predictions
@@ -98,7 +99,7 @@ def write_predictions(
         ],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(written, indent=1) + "\n")
+    write_atomically(file, json.dumps(written, indent=1) + "\n")
     return written
 
 
@@ -151,8 +152,7 @@ def _write(kept: dict[str, list[dict[str, Any]]], predictions: Path, out: Path) 
         predictions={key: about[key] for key in ("date", "cluster", "assumed")},
         summaries=summaries,
     )
-    with path.with_suffix(".md").open("a") as file:
-        file.write("\n" + "\n".join(markdown_table(SUMMARY_COLUMNS, summaries)) + "\n")
+    append_to_table(path, markdown_table(SUMMARY_COLUMNS, summaries))
     draw_result(path)
     return {"rows": rows, "summaries": summaries}
 

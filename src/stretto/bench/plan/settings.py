@@ -94,7 +94,7 @@ class MemorySetting:
     smallest: Annotated[float, Option("Predicted memory of the smallest run, in percent of the GPU's.")] = 60.0
     largest: Annotated[float, Option("The same of the largest run.")] = 98.0
     steps: Annotated[int, Option("Steps of each run.")] = 3
-    seconds: Annotated[float | None, Option("Start no run after so many seconds.")] = None
+    seconds: Annotated[float | None, Option("Start no run after so many seconds.", least=0)] = None
     on_cpu: Annotated[bool, Option("Two tiny runs that measure nothing, to try the command.", "--cpu")] = False
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.plan.published_pipelines import (
     CHOICES,
@@ -94,8 +94,7 @@ def bench_simulated_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, l
     path = write_result(
         out, "simulated-pipelines", CHOICE_COLUMNS, choices, stages=stages, batch=batch, seq_len=SEQ_LEN
     )
-    with path.with_suffix(".md").open("a") as file:
-        file.write("\n" + "\n".join(markdown_table(STAGE_COLUMNS, stages)) + "\n")
+    append_to_table(path, markdown_table(STAGE_COLUMNS, stages))
     draw_result(path)
     return {"stages": stages, "choices": choices}
 

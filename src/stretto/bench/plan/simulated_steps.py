@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.axes import check_sizes
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.plan.comparison import rank_correlation
 from stretto.cluster import Cluster
@@ -65,8 +65,7 @@ def bench_simulated_steps(plans: Sequence[Path], overlaps: Path, out: Path) -> d
     summaries = [_summarize(workload, own) for workload, own in _by_workload(rows).items()]
     about = {"plans": [str(folder) for folder in plans], "overlaps": str(overlaps), "summaries": summaries}
     path = write_result(out, "simulated-steps", COLUMNS, rows, **about)
-    with path.with_suffix(".md").open("a") as file:
-        file.write("\n" + "\n".join(markdown_table(SUMMARY_COLUMNS, summaries)) + "\n")
+    append_to_table(path, markdown_table(SUMMARY_COLUMNS, summaries))
     print_table("Measured and simulated steps", COLUMNS, rows)
     print_table("The order of grids", SUMMARY_COLUMNS, summaries)
     draw_result(path)

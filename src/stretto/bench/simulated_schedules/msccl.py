@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stretto.atomic_files import write_atomically
 from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.bench.interleaved import name_size
 from stretto.bench.pictures import draw_result
@@ -322,7 +323,7 @@ def bench_simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> dict[str
     path = write_result(out, "simulated-msccl", COLUMNS, rows, claims=claims)
     table = path.with_suffix(".md")
     heading, _, every = table.read_text().partition("\n\n")
-    table.write_text(f"{heading}\n\n" + "\n".join(markdown_table(CLAIM_COLUMNS, claims)) + f"\n\n{every}")
+    write_atomically(table, f"{heading}\n\n" + "\n".join(markdown_table(CLAIM_COLUMNS, claims)) + f"\n\n{every}")
     draw_result(path)
     return {"claims": claims, "rows": rows}
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.atomic_files import write_atomically
 from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.bench.interleaved import name_size
 from stretto.bench.pictures import draw_result
@@ -153,9 +154,10 @@ def bench_simulated_collectives(setting: SimulatedCollectivesSetting, out: Path)
         f"and ablations with {1e6 * START.link_latency:g} us from GPU to GPU"
     )
     out.mkdir(parents=True, exist_ok=True)
-    (out / "h200.json").write_text(MachineCosts.to_json(_named(gpu_costs, source)))
-    (out / "namespaces.json").write_text(
-        MachineCosts.to_json(_named(socket_costs, "stretto bench simulated-collectives, every second size"))
+    write_atomically(out / "h200.json", MachineCosts.to_json(_named(gpu_costs, source)))
+    write_atomically(
+        out / "namespaces.json",
+        MachineCosts.to_json(_named(socket_costs, "stretto bench simulated-collectives, every second size")),
     )
     print_table("Simulated beside measured, by what ran", GROUPS, groups)
     print_table("The winner of each contest", WINNERS, winners)
@@ -171,7 +173,7 @@ def bench_simulated_collectives(setting: SimulatedCollectivesSetting, out: Path)
         markdown_table(CHOICES, choices),
         [every.rstrip()],
     ]
-    table.write_text("\n\n".join("\n".join(part) for part in parts) + "\n")
+    write_atomically(table, "\n\n".join("\n".join(part) for part in parts) + "\n")
     draw_result(path)
     return {"groups": groups, "winners": winners, "choices": choices}
 

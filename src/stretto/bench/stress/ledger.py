@@ -2,10 +2,11 @@
 """The results of each configuration, over any number of runs, in a JSON file."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from stretto.atomic_files import write_atomically
 
 _VERSION = 1
 _MOST_FINDINGS = 5  # that are kept of a configuration
@@ -62,10 +63,7 @@ class Ledger:
         """Write the file atomically."""
         if self.path is None:
             return
-        text = json.dumps({"version": _VERSION, "ranks": self.encode()}, indent=1)
-        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        partial.write_text(text)
-        partial.replace(self.path)
+        write_atomically(self.path, json.dumps({"version": _VERSION, "ranks": self.encode()}, indent=1))
 
     def encode(self) -> dict[str, Any]:
         """All accounts, as JSON has them."""

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 
+from stretto.atomic_files import write_atomically
 from stretto.bench.stress.mutation_table import MUTATIONS, Mutation
 
 _BATCH_LIMIT = 75.0  # seconds, after which a batch counts as hung
@@ -231,9 +232,9 @@ def main() -> int:
         if options.out is not None:  # after each: an interrupted run keeps its verdicts
             options.out.mkdir(parents=True, exist_ok=True)
             every = _sort(verdicts)
-            (options.out / "mutations.md").write_text(write_table(every))
+            write_atomically(options.out / "mutations.md", write_table(every))
             found = [asdict(one) | {"is_found": one.is_found} for one in every]
-            (options.out / _JSON).write_text(json.dumps(found, indent=1) + "\n")
+            write_atomically(options.out / _JSON, json.dumps(found, indent=1) + "\n")
     every = _sort(verdicts)
     print(write_table(every))
     return int(not all(verdict.is_found for verdict in every))

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.atomic_files import require_writable
 from stretto.bench.settings import require_least
 from stretto.bench.stress.catalogue import CATALOGUES, known_names, select_names
 from stretto.bench.stress.ledger import Ledger
@@ -46,8 +47,8 @@ class StressSetting:
             require_least(1, results=self.results)
         if self.seed is not None:
             require_least(0, seed=self.seed)
-        if self.resume is not None and not self.resume.parent.is_dir():
-            raise ValueError(f"{self.resume.parent} is not a folder: {self.resume} cannot be written there")
+        if self.resume is not None:
+            require_writable(self.resume, "--resume")
         if self.late_warps and not count_gpus():
             raise ValueError("warps are late on a GPU only, and torch finds none here")
         Ledger(self.resume)  # raises for a file of another kind

@@ -14,7 +14,7 @@ def _name(machines: Iterable[str]) -> str:
 
 
 def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
-    """Draw figures 6.9 and 6.11: a panel a machine and collective, the speed-up of two levels by ranks and MB."""
+    """Draw figures 6.9 and 6.11: a panel a machine and collective, the speed-up of two levels by ranks and MiB."""
     import numpy as np
     from matplotlib.colors import LogNorm
 
@@ -43,12 +43,12 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
             panel.grid(visible=False)
             panel.set_title(f"{machine.capitalize()}, {collective.replace('_', '-')}")
             panel.set_xlabel("ranks")
-            panel.set_ylabel("MB")
+            panel.set_ylabel("MiB")
         drawn.title = "Speed-up of two levels over the vendor's flat ring, simulated"
         drawn.subtitle = describe_origin(data, simulated=_name(machines))
         drawn.caption = (
             "Event-driven: packets that queue on links; a node stands for all. Above 1, two levels (recursive between "
-            "nodes) are faster. MB: an all-gather's output, a reduce-scatter's input, of a rank."
+            "nodes) are faster. MiB: an all-gather's output, a reduce-scatter's input, of a rank."
         )
 
 
@@ -76,7 +76,7 @@ def plot_curves(result: Path, picture: Path) -> None:
             drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
             plain_log(panel.yaxis)
             sizes = " and ".join(f"{mb}" for mb in sorted({row["mb"] for row in rows}))
-            panel.set_title(f"{machine.capitalize()}, {collective.replace('_', '-')}, {sizes} MB")
+            panel.set_title(f"{machine.capitalize()}, {collective.replace('_', '-')}, {sizes} MiB")
             panel.set_xlabel("ranks")
             panel.set_ylabel("ms")
         drawn.title = "All-gathers and reduce-scatters by library, simulated"

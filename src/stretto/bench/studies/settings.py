@@ -15,7 +15,7 @@ class SimulatedTwoLevelSetting:
 
     machines: Annotated[tuple[str, ...], Option("Of frontier and perlmutter.")] = STUDIED
     ranks: Annotated[tuple[int, ...], Option("Numbers of ranks (GCDs, GPUs).")] = (32, 64, 128, 256, 512, 1024, 2048)
-    sizes: Annotated[tuple[int, ...], Option("MB (2^20 bytes): an all-gather's output, a reduce-scatter's input.")] = (
+    sizes: Annotated[tuple[int, ...], Option("MiB: an all-gather's output, a reduce-scatter's input.")] = (
         16, 32, 64, 128, 256, 512, 1024,
     )  # fmt: skip
     packet_kib: Annotated[int, Option("KiB of a packet of the event-driven network.")] = 64

@@ -113,7 +113,7 @@ class ThroughputSetting:
     layers: Layers = None
     ranks: Ranks = None
     vocab: Vocab = PADDED_VOCAB
-    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).")] = None
+    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).", least=1)] = None
     seq_len: SeqLen = 2048
     warm_up: WarmUp = 3
     repeats: Repeats = 5
@@ -180,7 +180,7 @@ class OverlapSetting:
     model: Annotated[str, Option("llama-7b, or gpt-5b to gpt-640b.")] = "gpt-5b"
     layers: Layers = None
     ranks: Ranks = None
-    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).")] = None
+    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).", least=1)] = None
     seq_len: SeqLen = 2048
     grids: Annotated[str, Option("Grids to measure.")] = "x=2 z=2, data=2 z=2"
     warm_up: WarmUp = 3
@@ -200,7 +200,9 @@ class BlocksSetting:
     """What `stretto bench blocks` trains and times. Raises ValueError for settings that cannot work."""
 
     models: Annotated[tuple[str, ...], Option("translator, vision-transformer, u-net, with commas.")] = BLOCK_MODELS
-    ranks: Annotated[int | None, Option("Processes (default: the machine's GPUs); more than GPUs share these.")] = None
+    ranks: Annotated[
+        int | None, Option("Processes (default: the machine's GPUs); more than GPUs share these.", least=1)
+    ] = None
     layers: Annotated[
         int | None, Option("Of an encoder or decoder, a third of a vision transformer's, blocks of a U-Net's level.")
     ] = None
@@ -423,10 +425,10 @@ class DlrmSetting:
     """What `stretto bench dlrm` trains and times."""
 
     model: Annotated[str, Option("small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2"
-    max_rows: Annotated[int | None, Option("Cut longer tables down to so many rows (default: none).")] = None
-    tables: Annotated[int | None, Option("How many tables, for paper.")] = None
+    max_rows: Annotated[int | None, Option("Cut longer tables down to so many rows (default: none).", least=1)] = None
+    tables: Annotated[int | None, Option("How many tables, for paper.", least=1)] = None
     ranks: Ranks = None
-    batch: Annotated[int, Option("Global batch in samples.")] = 65536
+    batch: Annotated[int, Option("Global batch in samples.", least=1)] = 65536
     implementations: Annotated[tuple[str, ...], Option("library, kernel, with commas.")] = get_args(Implementation)
     is_jagged: Annotated[bool, Option("Bags from none to twice the pooling.", "--jagged/--no-jagged")] = False
     warm_up: WarmUp = 3

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.two_level.namespaces import INTERFACE, namespace_of, require_namespaces, shaped_network
 from stretto.bench.two_level.settings import TwoLevelSetting
@@ -69,12 +69,8 @@ def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
     print_table("Where they cross", CROSSOVERS, crossovers)
     about = {"setting": asdict(setting), "links": asdict(links), "crossovers": crossovers}
     path = write_result(out, "two-level", COLUMNS, rows, **about)
-    table = path.with_suffix(".md")
-    table.write_text(
-        f"{table.read_text()}\n{title}. Times are medians of {setting.repeats}.\n\n"
-        + "\n".join(markdown_table(CROSSOVERS, crossovers))
-        + "\n"
-    )
+    about_times = f"{title}. Times are medians of {setting.repeats}."
+    append_to_table(path, [about_times, "", *markdown_table(CROSSOVERS, crossovers)])
     draw_result(path)
     return {"rows": rows, "crossovers": crossovers}
 

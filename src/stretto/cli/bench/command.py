@@ -6,6 +6,7 @@ checked.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from enum import Enum
@@ -15,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.settings import Ranks, parse_number, require_least, split_words
 from stretto.cli.commands import App, LazyCommand, make_command
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
 
@@ -91,6 +92,7 @@ def _make_function(
             if count is None and "ranks" in options:
                 given["ranks"] = ranks
             setting = setting_type(**_read(options, given))
+            require_writable_folder(out, "--out")
             counted = () if count is None else (count(ranks),)
             result = run(*counted, setting, out)
         if isinstance(result, dict) and result.get("failure") is not None:
@@ -150,6 +152,8 @@ def _read(options: "Mapping[str, Field[Any]]", given: Mapping[str, Any]) -> dict
             if not words and options[name].default:
                 raise ValueError(f"{flag} is empty, but takes one name or more")
             value = tuple(_read_items(words, get_args(type_)[0], flag))
+        elif value is not None and option.least is not None:
+            require_least(option.least, **{option.flags or "--" + name.replace("_", "-"): value})
         values[name] = value
     return values
 
@@ -166,6 +170,9 @@ def _read_items(words: list[str], kind: Any, flag: str) -> Iterator[Any]:
 
 def _parse_float(word: str, flag: str) -> float:
     try:
-        return float(word)
+        number = float(word)
     except ValueError:
         raise ValueError(f"{flag} has {word!r}, which is no number") from None
+    if not 0 <= number < math.inf:  # refuses NaN, too
+        raise ValueError(f"{flag} has {word!r}, but must be finite and at least 0")
+    return number

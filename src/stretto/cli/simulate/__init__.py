@@ -43,7 +43,10 @@ Latency = Annotated[
 ClusterName = Annotated[
     str | None, typer.Option("--cluster", help="Instead of --topology: a machine of `stretto cluster list`, or a file.")
 ]
-Gpus = Annotated[int | None, typer.Option(help="Number of GPUs of --cluster.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(help="Number of GPUs of --cluster (default: all; for a message, the nodes up to the later rank's)."),
+]
 Bytes = Annotated[str, typer.Option("--bytes", help="Size: 4096, 64KiB, 1MiB (2^20 bytes), 1MB (10^6).")]
 Packets = Annotated[
     str | None,
@@ -72,10 +75,10 @@ def message(
     - stretto simulate message --cluster perlmutter --gpus 64 --bytes 1MiB --src 0 --dst 63 --packet-bytes 4KiB
     """
     with refusing_bad_input(as_json=as_json):
+        from stretto.quantities import read_bytes, whole_nanoseconds
         from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
-        from stretto.simulator.quantities import read_bytes, whole_nanoseconds
 
-        network = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes).build()
+        network = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes).build(max(src, dst) + 1)
         network.check_pair(src, dst)
         packets = read_packets(packet_bytes)
         size = read_bytes(num_bytes)
@@ -88,7 +91,7 @@ def message(
             "topology": network.name,
             "source": src,
             "target": dst,
-            "bytes": int(size),
+            "bytes": size,
             "hops": len(network.routes(src, dst)[0]),
             "routes": len(network.routes(src, dst)),
             "packet_bytes": packets,
@@ -146,9 +149,9 @@ def collective(
       --bytes 256MB
     """
     with refusing_bad_input(as_json=as_json):
+        from stretto.quantities import read_bytes, whole_nanoseconds
         from stretto.simulator import EventDrivenNetwork
         from stretto.simulator.collectives import CollectiveOptions, closed_form_seconds, simulate_collective
-        from stretto.simulator.quantities import read_bytes, whole_nanoseconds
 
         given = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
         network = given.build()
@@ -166,7 +169,7 @@ def collective(
             "collective": name,
             "algorithm": algorithm,
             "ranks": network.devices,
-            "bytes": int(size),
+            "bytes": size,
             "splits": splits,
             "packet_bytes": packets,
             "closed_form_ns": whole_nanoseconds(closed),
@@ -187,10 +190,13 @@ class NetworkOptions:
     gpus: int | None = None
     packet_bytes: str | None = None
 
-    def build(self) -> "NetworkTopology":
-        """The network. ValueError for both, or neither, of --topology and --cluster, and for what these refuse."""
+    def build(self, ranks: int | None = None) -> "NetworkTopology":
+        """The network. ValueError for both, or neither, of --topology and --cluster, and for what these refuse.
+
+        ranks: how many of a large cluster's ranks suffice, where --gpus does not say how many there are.
+        """
+        from stretto.quantities import read_bandwidth, read_seconds
         from stretto.simulator import of_cluster, parse_topology
-        from stretto.simulator.quantities import read_bandwidth, read_seconds
 
         if (self.topology is None) == (self.cluster is None):
             given = "neither is" if self.topology is None else "both are"
@@ -214,6 +220,9 @@ class NetworkOptions:
         found = Cluster.find(self.cluster)
         if self.gpus is not None:
             return of_cluster(found, self.gpus)
+        if ranks is not None and (found.gpus is None or found.gpus > _MOST_BY_DEFAULT):
+            nodes = max(1, -(-ranks // found.gpus_per_node))
+            return of_cluster(found, nodes * found.gpus_per_node)
         if found.gpus is None:
             raise ValueError(f"cluster {found.name!r} does not limit its nodes: give --gpus")
         if found.gpus > _MOST_BY_DEFAULT:
@@ -233,9 +242,9 @@ class NetworkOptions:
 
 
 def read_packets(text: str | None) -> int | None:
-    from stretto.simulator.quantities import read_bytes
+    from stretto.quantities import read_bytes
 
-    return None if text is None else int(read_bytes(text))
+    return None if text is None else read_bytes(text)
 
 
 def _print(found: Mapping[str, Any], title: str, *, as_json: bool) -> None:
@@ -246,7 +255,7 @@ def _print(found: Mapping[str, Any], title: str, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.simulator.quantities import show_nanoseconds
+    from stretto.quantities import show_nanoseconds
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("fidelity", no_wrap=True)

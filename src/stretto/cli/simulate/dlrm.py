@@ -98,7 +98,7 @@ def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.simulator.quantities import show_nanoseconds
+    from stretto.quantities import show_nanoseconds
 
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("fidelity", "fused"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.atomic_files import require_writable
 from stretto.axes import NAMES
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.plan import Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
@@ -93,6 +94,15 @@ def step(
     with refusing_bad_input(as_json=as_json):
         given = {"model": model, "cluster": cluster, "batch": batch, "seq_len": seq_len, "gpus": gpus, "dtype": dtype}
         asked = _gather_inputs(config, given)
+        for path, option in ((trace, "--trace"), (picture, "--picture")):
+            if path is not None:
+                require_writable(path, option)
+        if picture is not None:
+            from stretto.report.pictures import require_drawing
+
+            if picture.suffix.lower() not in (".png", ".svg"):
+                raise ValueError(f"a picture is a .png or .svg file, not {picture.name!r}")
+            require_drawing()
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"--micro-batch is {micro_batch}, but must be at least 1")
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stretto.atomic_files import require_writable
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
 
@@ -45,11 +46,11 @@ def trace(
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.cluster import Cluster
+        from stretto.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
         from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, execute
         from stretto.simulator.chakra import ALGORITHMS, NodeTimes, read_chakra, trace_graph
         from stretto.simulator.collectives.patterns import ALGORITHMS as ONE_LEVEL
         from stretto.simulator.network.shapes import fully_connected
-        from stretto.simulator.quantities import read_bandwidth, show_nanoseconds, whole_nanoseconds
         from stretto.suggestions import name_known
 
         network_options = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
@@ -124,6 +125,7 @@ def export(
 
         if not source.is_file():
             raise ValueError(f"there is no {source}: `stretto train --trace` writes trace.json into its folder")
+        require_writable(prefix.with_name(f"{prefix.name}.0.et"), "PREFIX.0.et")
         made = step_trace(read_timeline(source), step)
         paths = write_chakra(made, prefix)
     if as_json:

@@ -70,7 +70,9 @@ class PipelineSearch:
         self.workload, self.cluster, self.device = workload, cluster, device
         self.space, self.pipelines, self.limit, self.micro_batch = space, pipelines, limit, micro_batch
         self._computed: dict[tuple[int, int, int, str, int, int, bool], tuple[float, float]] = {}
-        self._balanced = replace(workload, model=set_imbalance(workload.model, 1.0))
+        self._balanced = (
+            workload if workload.model.moe is None else replace(workload, model=set_imbalance(workload.model, 1.0))
+        )
         self._sent: dict[GridSizes, tuple[float, float, float]] = {}
         self._rates: dict[GridSizes, Rates] = {}
 

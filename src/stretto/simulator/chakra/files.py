@@ -7,12 +7,14 @@ every size has a limit that is checked before memory is taken.
 
 import json
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stretto.atomic_files import naming_file
 from stretto.cluster import read_bounded
 from stretto.simulator.chakra.schema import (
     ChakraNode,
@@ -127,17 +129,20 @@ def write_chakra(trace: ChakraTrace, prefix: str | Path) -> list[Path]:
     prefix = Path(prefix)
     if not prefix.parent.is_dir():
         raise ValueError(f"{prefix.parent} is no folder")
-    paths = []
-    for rank, nodes in enumerate(trace.nodes):
-        path = prefix.with_name(f"{prefix.name}.{rank}.et")
-        messages = (encode_metadata(trace.metadata), *map(encode_node, nodes))
-        path.write_bytes(b"".join(join_delimited(messages)))
-        paths.append(path)
-    if trace.groups:
-        path = prefix.with_name(prefix.name + ".groups.json")
-        path.write_text(json.dumps({name: list(ranks) for name, ranks in trace.groups.items()}) + "\n")
-        paths.append(path)
-    return paths
+    names = [f"{prefix.name}.{rank}.et" for rank in range(len(trace.nodes))]
+    with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=".stretto-") as folder:  # no mix of two traces
+        for name, nodes in zip(names, trace.nodes, strict=True):
+            messages = (encode_metadata(trace.metadata), *map(encode_node, nodes))
+            with naming_file(prefix.with_name(name)):
+                Path(folder, name).write_bytes(b"".join(join_delimited(messages)))
+        if trace.groups:
+            names.append(f"{prefix.name}.groups.json")
+            with naming_file(prefix.with_name(names[-1])):
+                groups = {name: list(ranks) for name, ranks in trace.groups.items()}
+                Path(folder, names[-1]).write_text(json.dumps(groups) + "\n")
+        for name in names:
+            Path(folder, name).replace(prefix.with_name(name))
+    return [prefix.with_name(name) for name in names]
 
 
 def group_node(id: int, groups: Mapping[str, Sequence[int]]) -> ChakraNode:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stretto.atomic_files import write_atomically
 from stretto.simulator.training.program import COMPUTE, HOST
 from stretto.simulator.training.simulation import StepSimulation, StepSpan
 
@@ -51,7 +52,7 @@ def make_trace(step: StepSimulation, *, is_whole: bool = False) -> dict[str, Any
 
 def write_trace(step: StepSimulation, file: Path) -> None:
     """Write the trace of all ranks that were simulated. Raises OSError where it cannot be written."""
-    file.write_text(json.dumps(make_trace(step, is_whole=True)) + "\n", encoding="utf-8")
+    write_atomically(file, json.dumps(make_trace(step, is_whole=True)) + "\n")
 
 
 def _events_of(step: StepSimulation, rank: int) -> Iterator[dict[str, Any]]:

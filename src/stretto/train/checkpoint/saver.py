@@ -86,6 +86,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._writer: CheckpointWriter | None = None
         self._error: BaseException | None = None
+        self._has_saved = False
 
     @property
     def is_async(self) -> bool:
@@ -140,6 +141,11 @@ class Saver:
         assert self._ownership is not None
         own = self._ownership.part_of(self._rank, state)
         path = checkpoint_path(self._out, step)
+        if self._rank == 0 and self._has_saved and not path.parent.is_dir():
+            self._log(
+                f"{path.parent} was removed while the run trains: earlier checkpoints are lost, new ones go there"
+            )
+        self._has_saved = True
         index = {"step": step, "evaluation": dict(evaluation or {}), **description}
         self._writer = CheckpointWriter(path, index, threads=self._writers)
         written = self.staging.copy(own) if self._is_async else own

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.atomic_files import naming_file, write_atomically
 from stretto.cluster import read_bounded
 from stretto.train.checkpoint.file_tensors import (
     CheckedTensor,
@@ -139,8 +140,9 @@ def _write_files(path: Path, file: Path, weights: Mapping[str, _Weight], max_fil
     files = [file.with_name(name) for name in names]
     unfinished = [file.with_name(f".{name}.writing") for name in names]
     try:
-        for each, part in zip(unfinished, parts, strict=True):
-            _write_file(path, each, part)
+        for each, final, part in zip(unfinished, files, parts, strict=True):
+            with naming_file(final):
+                _write_file(path, each, part)
     except BaseException:
         for each in unfinished:
             each.unlink(missing_ok=True)
@@ -152,7 +154,7 @@ def _write_files(path: Path, file: Path, weights: Mapping[str, _Weight], max_fil
     index = file.with_name(f"{file.name}.index.json")
     weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
     total = sum(weight.num_bytes for weight in weights.values())
-    index.write_bytes(seal_index({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    write_atomically(index, seal_index({"metadata": {"total_size": total}, "weight_map": weight_map}))
     return [*files, index]
 
 
@@ -211,15 +213,20 @@ def _export_folder(
     unfinished = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    _write_files(path, unfinished / "model.safetensors", weights, max_file_bytes)
-    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for pattern in _COPIED:
-        for each in source.glob(pattern):
-            if each.is_dir():
-                shutil.copytree(each, unfinished / each.name, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(each, unfinished / each.name)
-    unfinished.replace(folder)
+    try:
+        with naming_file(folder):
+            _write_files(path, unfinished / "model.safetensors", weights, max_file_bytes)
+            (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for pattern in _COPIED:
+                for each in source.glob(pattern):
+                    if each.is_dir():
+                        shutil.copytree(each, unfinished / each.name, dirs_exist_ok=True)
+                    else:
+                        shutil.copyfile(each, unfinished / each.name)
+            unfinished.replace(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return sorted(each for each in folder.rglob("*") if each.is_file())
 
 

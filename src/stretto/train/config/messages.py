@@ -40,7 +40,7 @@ def _explain(key: str, detail: ErrorDetails, options: Mapping[str, FieldInfo]) -
         case "literal_error":
             choices = _choices(field.annotation) if field else []
             near = did_you_mean(value, choices)
-            return f"{key} is {value!r}, but must be one of {', '.join(choices)}{near}"
+            return f"{key} is {_toml(value)}, but must be one of {', '.join(choices)}{near}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             (name, bound) = next(iter(context.items()))
             words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[name]
@@ -63,7 +63,10 @@ def _explain(key: str, detail: ErrorDetails, options: Mapping[str, FieldInfo]) -
         "model_type": "a section with options of its own",
         "model_attributes_type": "a section with options of its own",
     }.get(detail["type"], detail["msg"])
-    return f"{key} is {value!r}, but must be {rule}{_instead(value, rule, default)}"
+    if isinstance(value, bool) and rule == "a text" and field is not None:
+        off = "leave it out for none" if default is None else f'the default is "{default}"'
+        return f"{key} is {_toml(value)}, but must be a text ({field.description}); {off}"
+    return f"{key} is {_toml(value)}, but must be {rule}{_instead(value, rule, default)}"
 
 
 def _known_key(location: tuple[int | str, ...], options: Mapping[str, FieldInfo]) -> str:
@@ -98,8 +101,13 @@ def _inside(name: str, bound: float, default: Any) -> Any:
     return default if default is not None else 0.1
 
 
+def _toml(value: Any) -> str:
+    """A value as a configuration file has it, as far as that differs from Python's: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def _for_example(default: Any) -> str:
-    return "" if default is None else f", for example {default!r}"
+    return "" if default is None else f", for example {_toml(default)}"
 
 
 def _instead(value: Any, rule: str, default: Any) -> str:

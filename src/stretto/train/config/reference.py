@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from stretto.atomic_files import write_atomically
 from stretto.train.config.dlrm import DLRMRunConfig, DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig, RunOptions, Section
@@ -137,4 +138,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
+    write_atomically(Path(sys.argv[1]), reference())

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training data: token streams in files, cut into sequences, and the order in which they are read."""
 
-from stretto.train.data.cache import write_atomically
 from stretto.train.data.dataset import SequenceDataset, TokenDataset
 from stretto.train.data.demo import demo_corpus, write_demo_corpus
 from stretto.train.data.opening import open_dataset
@@ -14,6 +13,5 @@ __all__ = [
     "demo_corpus",
     "open_dataset",
     "rank_rows",
-    "write_atomically",
     "write_demo_corpus",
 ]

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of files that can be computed again, and atomic writing of files."""
+"""A cache of files that can be computed again."""
 
 import fcntl
 import logging
-import os
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from stretto.atomic_files import write_atomically
 from stretto.tuning.store import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -34,19 +33,6 @@ def cached_file(name: str, write: Callable[[BinaryIO], object]) -> Path:
             f"{path}: cannot be written: {error.strerror or error}: set STRETTO_CACHE to a folder with room"
         ) from error
     return path
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Create or replace a file atomically with what `write` writes; if it raises, nothing changes."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with partial.open("xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class ChatDataset(SequenceDataset):
         self.seq_len, self.vocab_size = seq_len, vocab_size
         lengths, firsts = _read_table(cached)
         count = len(lengths)
-        self._stream = TokenStream([Segment(cached, "<u4", file_size(cached) // 4)])
+        self._stream = TokenStream([Segment(cached, "<u4", file_size(cached) // 4)], is_cache=True)
         starts = np.cumsum(lengths) - lengths
         is_used = firsts <= np.minimum(seq_len, lengths - 1)
         if not is_used.any():
@@ -122,7 +122,11 @@ class ChatDataset(SequenceDataset):
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} is not one of 0 to {len(self) - 1}")
         start = int(self._starts[index])
-        return self._stream.read(start, start + int(self._lengths[index]))
+        words = self._stream.read(start, start + int(self._lengths[index]))
+        if (words & _ID).max() >= self.vocab_size:
+            (segment,) = self._stream.segments
+            raise ValueError(f"{segment.path}: this cached file is damaged: delete it, and it is written again")
+        return words
 
 
 def _read_table(cached: Path) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from stretto.train.data.cache import write_atomically
+from stretto.atomic_files import write_atomically
 from stretto.train.data.files import reading
 
 MIN_BYTES = 1_000_000
@@ -56,7 +56,7 @@ def write_demo_corpus(path: str | Path) -> Path:
     path = Path(path)
     content = demo_corpus().encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: file.write(content))
+    write_atomically(path, content)
     return path
 
 

@@ -49,14 +49,15 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class DataFile:
-    """An open file of known size, read by position.
+    """An open file of known size and time of modification (`modified_at`), read by position.
 
     A memory map would end the process by SIGBUS where the file has been cut short since, or give zeros up to the end of
-    its last page. This raises. ValueError if the file does not have `size` bytes when it is opened.
+    its last page. This raises. ValueError if the file does not have `size` bytes when it is opened, and when it is read
+    after it was written to or another file took its place: a look of a microsecond at each read.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, size
+    def __init__(self, path: Path, size: int, modified: int) -> None:
+        self.path, self.size, self._modified = path, size, modified
         with reading(path):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             found = os.fstat(self._descriptor).st_size
@@ -67,6 +68,13 @@ class DataFile:
         """Read `count` bytes at `offset`. Raises ValueError, with both sizes, if the file has been cut short."""
         parts = []
         with reading(self.path):
+            now = os.fstat(self._descriptor)
+            is_replaced = now.st_nlink == 0 and self.path.exists()  # a file that is only deleted can still be read
+            if is_replaced or (now.st_mtime_ns != self._modified and now.st_size >= self.size):
+                raise ValueError(
+                    f"{self.path}: was {'replaced' if is_replaced else 'written to'} after this run had opened it, so "
+                    "that the rest of the run would see other data: put the old file back, and resume"
+                )
             while count:
                 part = os.pread(self._descriptor, count, offset)  # may return less, of large reads
                 if not part:
@@ -114,6 +122,12 @@ def find_files(paths: Sequence[str], format: str) -> tuple[str, list[Path]]:
             raise ValueError(f"{file}: the data path names it twice: name each file once")
         seen.add(file.resolve())
     return format, files
+
+
+def modified_at(path: Path) -> int:
+    """When a file was last written to, in nanoseconds of its file system's clock."""
+    with reading(path):
+        return path.stat().st_mtime_ns
 
 
 def file_size(path: Path) -> int:

@@ -3,21 +3,24 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.train.config.options import MAX_VOCAB
-from stretto.train.data.files import DataFile
+from stretto.train.data.files import DataFile, modified_at
 
 # The sample that represents a whole stream of any size: 256 blocks of 16 Ki tokens.
 SAMPLE_BLOCKS = 256
 BLOCK_TOKENS = 1 << 14
 # Linux allows a process 1024 open files by default, and a folder of text may have more files than that.
 MAX_OPEN_FILES = 256
+FEW = 0.01  # share of ids outside the vocabulary up to which a damaged file is likelier than another tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,19 @@ class Segment:
 
 
 class TokenStream:
-    """The concatenated ids of all segments. A file is opened when it is first read."""
+    """The concatenated ids of all segments. A file is opened when it is first read, and must not change from now on.
 
-    def __init__(self, segments: Iterable[Segment]) -> None:
-        self.segments = tuple(segments)
+    is_cache: the file was made from others, and can be made again.
+    """
+
+    def __init__(self, segments: Iterable[Segment], *, is_cache: bool = False) -> None:
+        self.segments, self._is_cache = tuple(segments), is_cache
+        self._modified = [modified_at(segment.path) for segment in self.segments]
         self._ends = np.cumsum([segment.tokens for segment in self.segments], dtype=np.int64)
         self._files: dict[int, DataFile] = {}
 
-    def __reduce__(self) -> tuple[type["TokenStream"], tuple[tuple[Segment, ...]]]:
-        # An open file cannot be pickled.
-        return TokenStream, (self.segments,)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": {}}  # an open file cannot be pickled
 
     @property
     def tokens(self) -> int:
@@ -70,13 +76,28 @@ class TokenStream:
             return ids
         at = int(np.flatnonzero((ids >= vocab) | (ids < 0))[0])
         index, offset = self._locate(start + at)
-        segment, found = self.segments[index], int(ids[at])
-        is_id = 0 <= found < MAX_VOCAB
-        remedy = f"set vocab to at least {found + 1}" if is_id else "the file may be of another token type"
+        segment = self.segments[index]
         raise ValueError(
-            f"{segment.path}: token {found} at position {offset} of {segment.tokens} "
-            f"is outside the vocabulary, 0 to {vocab - 1}: {remedy}"
+            f"{segment.path}: token {ids[at]} at position {offset} of {segment.tokens} is outside the vocabulary, 0 to "
+            f"{vocab - 1}{self._explain_outside(vocab, ids)}"
         )
+
+    def _explain_outside(self, vocab: int, found: NDArray[np.int64]) -> str:
+        """Say how many ids are outside the vocabulary in a sample of the stream and in `found`, and what that means."""
+        if self._is_cache:
+            return ": this cached file is damaged: delete it, and it is written again"
+        with suppress(ValueError):  # a file may have been cut short
+            sampled = np.concatenate([self.read(*block) for block in self.sampled_blocks()])
+            is_known = sampled.max() >= vocab or sampled.min() < 0
+            found = sampled if is_known else np.concatenate([sampled, found])
+        outside = found[(found >= vocab) | (found < 0)]
+        counts = f", as {len(outside):,} of {len(found):,} sampled ids are: "
+        if outside.min() < 0 or outside.max() >= MAX_VOCAB:
+            return counts + "the file is damaged, or of another token type"
+        enough = f"set vocab to at least {outside.max() + 1}"
+        if len(outside) < FEW * len(found):
+            return counts + f"the file is probably damaged there; if its tokenizer has such ids, {enough}"
+        return counts + f"the file is of a tokenizer with more ids: {enough}"
 
     def sampled_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of evenly spaced blocks, including the first and the last; all blocks if they are few."""
@@ -107,5 +128,7 @@ class TokenStream:
             if len(self._files) == MAX_OPEN_FILES:
                 del self._files[next(iter(self._files))]
             segment = self.segments[index]
-            self._files[index] = DataFile(segment.path, segment.tokens * np.dtype(segment.dtype).itemsize)
+            self._files[index] = DataFile(
+                segment.path, segment.tokens * np.dtype(segment.dtype).itemsize, self._modified[index]
+            )
         return self._files[index]

@@ -17,12 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from stretto.atomic_files import write_atomically
 from stretto.cluster.local_ranks import is_rank
 from stretto.train.checkpoint.folders import newest_checkpoint, step_of
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
 from stretto.train.config.rules import nearest_grid
-from stretto.train.data import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def mark_begun(out: Path, start: int) -> None:
         return
     try:
         text = json.dumps({"job": job, "start": start}).encode()
-        write_atomically(out / MARK, lambda file: file.write(text))
+        write_atomically(out / MARK, text)
     except OSError as error:  # a full disk
         logger.warning("%s cannot be written (%s): a restart will begin as this start did", out / MARK, error.strerror)
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stretto.train.data import write_atomically
+from stretto.atomic_files import write_atomically
 from stretto.train.observe.metrics import METRICS_FILE, last_step
 
 RESTARTS_FILE = "restarts.jsonl"
@@ -90,7 +90,7 @@ class Journal:
                 self._earlier = [line for line in known.split("\n") if line.strip()]
             lines = [*self._earlier, *map(json.dumps, self._failures)]
             text = "".join(f"{line}\n" for line in lines)
-            write_atomically(self._file, lambda file: file.write(text.encode(errors="surrogateescape")))
+            write_atomically(self._file, text.encode(errors="surrogateescape"))
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._file, error.strerror or error)
 

@@ -34,9 +34,7 @@ def remove_partial_files(out: Path) -> None:
         return
     with suppress(ValueError, OSError), training_lock(out):  # ValueError: the lock is another's
         remove_leftovers(out)
-        for name in (METRICS_FILE, SUMMARY_FILE):
-            (out / f".{name}.writing").unlink(missing_ok=True)
-        for name in (MARK, RESTARTS_FILE):
+        for name in (MARK, METRICS_FILE, RESTARTS_FILE, SUMMARY_FILE):
             for partial in out.glob(f"{name}.*.partial"):
                 partial.unlink(missing_ok=True)
 

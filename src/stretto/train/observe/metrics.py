@@ -6,6 +6,7 @@ They go to TensorBoard and Weights & Biases too, if asked, by the same names.
 
 import importlib.util
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from stretto.atomic_files import write_atomically
 from stretto.train.config.options import RunOptions
 
 if TYPE_CHECKING:
     from stretto.train.observe.experts import ExpertMetrics
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -99,6 +103,9 @@ class MetricsLog:
     A run that starts after step `start` keeps the file's lines up to `start`, so that no step is written twice. In
     Weights & Biases each start is a separate run, in a group with the folder's name.
 
+    A file that is removed meanwhile, or moved away, is written again, with a warning. has_lost_folder: the
+    run's configuration was removed, too: its whole folder probably, which `rm -r` empties file by file.
+
     wandb: the project, or None. options: of the run, for Weights & Biases.
     """
 
@@ -111,17 +118,29 @@ class MetricsLog:
         wandb: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        path = out / METRICS_FILE
+        self._path = path = out / METRICS_FILE
+        self.has_lost_folder = False
+        configuration = out / "config.toml"
+        self._configuration = configuration if configuration.exists() else None
         kept = [line for line, values in read_steps(path) if values["step"] <= start] if has_history(out, start) else []
-        # Written to another file and renamed, so that a kill at this moment does not lose the history.
-        rewritten = path.with_name(f".{METRICS_FILE}.writing")
-        rewritten.write_text("".join(kept), encoding="utf-8")
-        os.replace(rewritten, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
+        write_atomically(path, "".join(kept))  # a kill at this moment must not lose the history
+        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
         self._tensorboard = _open_tensorboard(out, start) if tensorboard else None
         self._wandb = None if wandb is None else _open_wandb(out, wandb, options or {})
 
+    def _write_again(self) -> None:
+        """Write all lines to a new file, from the old one, which is still open."""
+        logger.warning("%s was removed while the run trained: it is written again", self._path)
+        self._file.seek(0)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, self._file.read())
+        self._file.close()
+        self._file = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
+
     def write(self, metrics: StepMetrics) -> None:
+        self.has_lost_folder |= self._configuration is not None and not self._configuration.exists()
+        if not self._path.exists():
+            self._write_again()
         self._file.write(json.dumps(metrics.as_line()) + "\n")
         self._file.flush()
         scalars = metrics.as_scalars()
@@ -151,6 +170,8 @@ def has_history(out: Path, start: int) -> bool:
 
 def require_loggers(options: RunOptions) -> None:
     """Raise ValueError if a run asks for TensorBoard or Weights & Biases, and its package is not installed."""
+    if options.wandb in ("true", "false"):  # of `--set train.wandb=true`
+        raise ValueError(f"train.wandb is {options.wandb}, but names a project; train.wandb=none is for none")
     for option, off, package in (("tensorboard", False, "tensorboard"), ("wandb", None, "wandb")):
         value = getattr(options, option)
         if value != off and importlib.util.find_spec(package) is None:
@@ -163,10 +184,7 @@ def require_loggers(options: RunOptions) -> None:
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
     """Write `out/summary.json`, whole or not at all."""
-    path = out / SUMMARY_FILE
-    rewritten = path.with_name(f".{SUMMARY_FILE}.writing")
-    rewritten.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(rewritten, path)
+    write_atomically(out / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

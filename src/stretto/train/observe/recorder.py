@@ -103,6 +103,10 @@ class StepRecorder:
         while len(self._waiting) > (0 if arrival is None else 1):
             self._record(self._waiting.pop(0))
 
+    def has_lost_folder(self) -> bool:
+        """Whether the run's folder was removed while the run trained, as far as this rank's log shows."""
+        return self._log is not None and self._log.has_lost_folder
+
     def flush(self) -> None:
         """Wait for all steps' numbers, for example so that no checkpoint stores a diverged state."""
         while self._waiting:

@@ -4,14 +4,13 @@
 import ctypes
 import hashlib
 import logging
-import os
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from stretto.atomic_files import write_atomically
 from stretto.tuning.store import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -54,9 +53,7 @@ def compile_source(source: str, arch: str) -> bytes:
 def _keep(path: Path, cubin: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".writing", delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, path)  # whole or not at all: other ranks may be reading
+        write_atomically(path, cubin)  # other ranks may be reading
     except OSError as error:
         logger.warning("a compiled kernel is not kept: %s: %s", path, error.strerror or error)
 

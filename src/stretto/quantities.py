@@ -11,18 +11,18 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|inf|nan)"
 
 
-def read_bytes(text: str) -> float:
-    """Bytes: 4096, 1MiB (2^20), 1MB (10^6), 64K (as 64KiB). ValueError for anything else."""
-    match = re.fullmatch(rf"{_NUMBER}([KMGT]?)(i?)(B?)", text.strip(), re.ASCII)
+def read_bytes(text: str) -> int:
+    """Bytes: 4096, 1MiB or 1M (2^20), 1MB (10^6), in either case. ValueError for anything else."""
+    match = re.fullmatch(rf"{_NUMBER}([KMGT]?)(i?)(B?)", text.strip(), re.ASCII | re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text!r} is no size: write 4096, 64KiB, 1MiB or 1GB")
-    is_binary = match[3] or not match[4]  # as `stretto collective` reads 64K
-    size = float(match[1]) * (_BINARY.get(match[2], 1) if is_binary else _PREFIXES[match[2]])
+        raise ValueError(f"{text!r} is no size: write 4096, 64KiB, 1MiB (2^20 bytes) or 1MB (10^6)")
+    is_binary, prefix = match[3] or not match[4], match[2].upper()
+    size = float(match[1]) * (_BINARY.get(prefix, 1) if is_binary else _PREFIXES[prefix])
     if _finite(text, size) > MOST_BYTES:
         raise ValueError(f"{text} is more than 2^60 bytes, the most; 1TiB would do")
     if size != int(size):
         raise ValueError(f"{text} is {size:g} bytes, which must be a whole number; {math.ceil(size)} would do")
-    return size
+    return int(size)
 
 
 def read_bandwidth(text: str) -> float:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from stretto.simulator.quantities import (
+from stretto.quantities import (
     read_bandwidth,
     read_bytes,
     read_seconds,
@@ -14,7 +14,17 @@ from stretto.simulator.quantities import (
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), ("4096B", 4096), ("64K", 65_536), ("64KiB", 65_536), ("64KB", 64_000), ("1.5MiB", 1_572_864)],
+    [
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("64K", 65_536),
+        ("64KiB", 65_536),
+        ("64KB", 64_000),
+        ("64kB", 64_000),
+        ("1m", 1_048_576),
+        ("1MB", 1_000_000),
+        ("1.5MiB", 1_572_864),
+    ],
 )
 def test_sizes_are_read(text, size):
     assert read_bytes(text) == size

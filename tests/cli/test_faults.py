@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands say when the machine fails them: an output that is full or closed, too little memory."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.cli.test_commands import stretto_command
+from tests.processes import shared_server
+
+from stretto.cli.console import reporting_faults
+
+doctor_module = importlib.import_module("stretto.cli.doctor")  # the package has the function of this name
+
+COMMANDS = (
+    "--help",
+    "--version",
+    "plan --help",
+    "plan --model gpt-5b --cluster perlmutter --gpus 8 --batch 8 --seq-len 2048",
+    "plan --model gpt-5b --cluster perlmutter --gpus 8 --batch 8 --seq-len 2048 --json",
+    "cluster list",
+    "collective compile ring-all-reduce --ranks 4",
+    "pipeline show 1f1b --pipe 4 --micro-batches 8 --json",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_is_full_ends_a_command_with_a_line(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [shared_server().python, "-m", "stretto", *command.split()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "stretto: output: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_ended_is_told_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [shared_server().python, "-m", "stretto", "cluster", "show", "perlmutter"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writing)
+    assert done.returncode != 0
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "stretto: memory does not suffice"),
+        (ImportError("libtorch_cpu.so: failed to map segment"), "memory does not suffice: libtorch_cpu.so: failed"),
+        (OSError(5, "Input/output error", "a/file"), "stretto: a/file: Input/output error"),
+    ],
+)
+def test_faults_of_the_machine_are_a_line(capfd: pytest.CaptureFixture[str], error: Exception, line: str) -> None:
+    kept = os.dup(1)
+    with pytest.raises(SystemExit) as ended, reporting_faults():
+        raise error
+    os.dup2(kept, 1)
+    os.close(kept)
+    assert ended.value.code == 2
+    assert line in capfd.readouterr().err
+
+
+def test_faults_of_the_program_keep_their_traceback() -> None:
+    with pytest.raises(ImportError, match="no_such"), reporting_faults():
+        import no_such  # noqa: F401
+
+
+def test_doctor_reports_what_else_works_where_one_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(doctor_module, "LOOKS", (fail, doctor_module._places))
+    status, text = stretto_command("doctor")
+    assert status == 0
+    assert "fail - cannot be looked at: libtorch_cpu.so: failed to map segment" in text
+    assert "cache" in text
