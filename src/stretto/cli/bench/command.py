@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from stretto.atomic_files import require_writable_folder
 from stretto.bench.settings import Ranks, parse_number, require_least, split_words
 from stretto.cli.commands import App, LazyCommand, make_command
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
