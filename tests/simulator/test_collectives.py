@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from stretto.cluster import Cluster
+from stretto.quantities import whole_nanoseconds
 from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute, of_cluster, parse_topology
 from stretto.simulator.collectives import (
     CollectiveOptions,
@@ -14,7 +15,6 @@ from stretto.simulator.collectives import (
     simulate_collective,
 )
 from stretto.simulator.network import DirectedLink, NetworkTopology, fully_connected, ring, switch
-from stretto.quantities import whole_nanoseconds
 
 GB = 2**30
 LATENCY, BANDWIDTH, BYTES, N = 1e-6, 1e9, 80_000.0, 8  # a chunk of 10,000 bytes takes 10 us
