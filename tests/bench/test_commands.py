@@ -59,7 +59,7 @@ def test_every_bench_has_help(command):
         (["compile", "--largest", 1], "more than 1"),
         (["train", "--ranks", 2, "--batch", 0], "batch is 0, but must be at least 1"),
         (["peers", "--ranks", 2, "--rounds", 0], "rounds is 0, but must be at least 1"),
-        (["overlap", "--ranks", 4, "--warm-up", -1], "warm_up is -1, but must be at least 0"),
+        (["overlap", "--ranks", 4, "--warm-up", -1], "--warm-up is -1, but must be at least 0"),
         (["plan", "--ranks", 2, "--repeats", 0], "repeats is 0, but must be at least 1"),
         (["dlrm", "--ranks", 2, "--batch", 0], "batch is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--replays", 0], "replays is 0, but must be at least 1"),
