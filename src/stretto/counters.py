@@ -86,7 +86,10 @@ def _add_name(name: Any) -> int:
     with _table.lock:
         if name not in _table.names and len(_table.names) < MAX_NAMES:
             if _table.file is not None:
-                os.write(_table.file, json.dumps(name).encode() + b"\n")  # before any counter refers to it
+                try:
+                    os.write(_table.file, json.dumps(name).encode() + b"\n")  # before any counter refers to it
+                except OSError:  # a full disk must not end the training
+                    return 0
             _table.names[name] = len(_table.names)
         return _table.names.get(name, 0)
 
@@ -285,7 +288,7 @@ def share(folder: Path, rank: int) -> None:
     path = folder / f"rank-{rank}.counters"
     hidden = path.with_suffix(".partial")
     descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    os.truncate(descriptor, 8 * _SIZE)
+    os.posix_fallocate(descriptor, 0, 8 * _SIZE)  # where the disk is full, an OSError and not a SIGBUS at a store
     shared = memoryview(mmap.mmap(descriptor, 8 * _SIZE)).cast("q")
     os.close(descriptor)
     _values[_RANK], _values[_PID], _values[_STARTED] = rank, os.getpid(), start_of(os.getpid())
@@ -309,6 +312,7 @@ def _detach() -> None:
     global _values
     _values = _table.values = memoryview(bytearray(_values)).cast("q")
     _table.folder = _table.file = None
+    _table.lock = threading.Lock()  # another thread of the parent may have had it
 
 
 os.register_at_fork(after_in_child=_detach)
@@ -394,7 +398,7 @@ class Counters:
     @property
     def is_running(self) -> bool:
         """Whether the rank's process, and no later one with its number, is there."""
-        return start_of(self.pid) == self.started
+        return self.pid > 0 and start_of(self.pid) == self.started
 
 
 class Reader:
@@ -404,12 +408,14 @@ class Reader:
         self._path = path
         self._names: list[Any] = []
         self._read = 0
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 8 * _SIZE, access=mmap.ACCESS_READ)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (as long as this object)
 
     def read(self) -> Counters:
         """Read the counters. ValueError for a file of another version."""
-        values = memoryview(bytes(self._map)).cast("q")
+        content = os.pread(self._file.fileno(), 8 * _SIZE, 0)  # not mapped: a file that is cut would end this process
+        if len(content) < 8 * _SIZE:
+            raise ValueError(f"{self._path} has {len(content)} bytes, and {8 * _SIZE} are read")
+        values = memoryview(content).cast("q")
         if values[_VERSION] != VERSION:
             raise ValueError(f"{self._path} has version {values[_VERSION]}, and {VERSION} is read")
         self._read_names()
@@ -428,7 +434,7 @@ class Reader:
             number, step, waited, view = values[_WINDOWS + _WINDOW_SIZE * kept :][:_WINDOW_SIZE]
             if number:
                 windows.append(Window(number - 1, step / 1e9, waited / 1e9, VIEWS[view]))
-        about = self._names[0] if self._names else {}
+        about = self._names[0] if self._names and isinstance(self._names[0], dict) else {}
         saves = values[_SAVE_STEP]
         return Counters(
             rank=values[_RANK],
@@ -485,6 +491,6 @@ def read_folder(folder: Path, readers: dict[str, Reader]) -> list[Counters]:
             if path.name not in readers:
                 readers[path.name] = Reader(path)
             found.append(readers[path.name].read())
-        except (OSError, ValueError, IndexError, TypeError):  # it is being made, or was cut
+        except (OSError, ValueError, IndexError, TypeError, RecursionError):  # it is being made, or was cut
             continue
     return found

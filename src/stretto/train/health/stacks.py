@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import IO, Any
 
 # A real-time signal, since Slurm, Python and profilers use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - (3 if hasattr(signal, "SIGRTMAX") else 0)
+STACK_FILE = "stacks-of-stretto"  # in memory, and named in /proc/PID/fd, where temporary files have no name
 PR_SET_PTRACER, PTRACER_ANY = 0x59616D61, -1
 READING = 10.0  # seconds that py-spy has
 ANSWER = 2.0  # seconds that a process has to write its stacks in
@@ -69,10 +69,11 @@ def allow_reading() -> None:
     Also registers the signal of `ask`. For a rank's process, once.
     """
     global _file
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PTRACER_ANY), 0, 0, 0)
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PTRACER_ANY), 0, 0, 0)
     if _file is None:
-        _file = tempfile.TemporaryFile(prefix="stretto-stacks-")  # noqa: SIM115  (as long as the process)
+        _file = os.fdopen(os.memfd_create(STACK_FILE), "wb")
         faulthandler.register(STACK_SIGNAL, file=_file, all_threads=True, chain=False)
 
 
@@ -148,10 +149,10 @@ def ask(pid: int) -> str | None:
 
 
 def _stack_file(pid: int) -> Path | None:
-    """The open file without a name to which `allow_reading` lets a process write its stacks."""
+    """The file in memory to which `allow_reading` lets a process write its stacks."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            if Path(os.readlink(link)).name.startswith("stretto-stacks-"):
+            if os.readlink(link).startswith(f"/memfd:{STACK_FILE} "):
                 return link
     return None
 
