@@ -4,6 +4,7 @@
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
+from stretto import counters
 from stretto.train.config import TrainConfig, make_config
 from stretto.train.data import Sampler
 from stretto.train.gpt.task import GPTTask
-from stretto.train.health.slow_ranks import BusySampler
 from stretto.train.launch import launch
 from stretto.train.trainer import train
 
@@ -30,8 +31,6 @@ def train_slowly(config: TrainConfig) -> None:
     fault, rank = os.environ[FAULT], int(os.environ["RANK"])
     owner, name = (Sampler, "indices") if fault == "data" else (GPTTask, "_update")
     original = getattr(owner, name)
-    samplers: list[BusySampler] = []
-    start = BusySampler.start
 
     def slow_down(*arguments: Any, **options: Any) -> Any:
         if fault == "data" and rank == 1:
@@ -42,13 +41,11 @@ def train_slowly(config: TrainConfig) -> None:
             time.sleep(SLEEP)
         return original(*arguments, **options)
 
-    def start_and_keep(sampler: BusySampler) -> None:
-        samplers.append(sampler)
-        start(sampler)
-
-    with mock.patch.object(owner, name, slow_down), mock.patch.object(BusySampler, "start", start_and_keep):
+    with mock.patch.object(owner, name, slow_down):
         train(config, display="none")
-    windows = [window._asdict() for window in samplers[0].windows()]
+    folder = counters.shared_folder()
+    assert folder is not None
+    windows = [asdict(window) for window in counters.Reader(folder / f"rank-{rank}.counters").read().windows]
     (config.out / VIEWS.format(rank=rank)).write_text(json.dumps(windows))
 
 

@@ -26,7 +26,6 @@ from stretto.train.checkpoint.saver import AsyncSave, Saver
 from stretto.train.checkpoint.writing import CheckpointWriter
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler
-from stretto.train.health import Heartbeat
 from stretto.train.trainer import train
 
 DESCRIPTION = {"optimizer": "adamw", "model": {}, "run": {}, "data": {}}
@@ -105,11 +104,7 @@ def save_three_times(out: Path) -> list[str]:
 
 
 def train_until_full(config: TrainConfig, rank: int, step: int) -> tuple[str, str]:
-    """Train; from `step` on, a rank's files may not grow beyond 20 kB. Returns the error's kind and text.
-
-    The heartbeat writes nothing: the store of the tests' ranks is a file, too, and torch reads one of which a part is
-    missing for ever.
-    """
+    """Train; from `step` on, a rank's files may not grow beyond 20 kB. Returns the error's kind and text."""
     indices = Sampler.indices
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -119,10 +114,7 @@ def train_until_full(config: TrainConfig, rank: int, step: int) -> tuple[str, st
         return indices(sampler, number)
 
     try:
-        with (
-            mock.patch.object(Sampler, "indices", limit_and_draw),
-            mock.patch.object(Heartbeat, "_connect", return_value=None),
-        ):
+        with mock.patch.object(Sampler, "indices", limit_and_draw):
             train(config, display="none")
     except OSError as error:
         return type(error).__name__, str(error)
