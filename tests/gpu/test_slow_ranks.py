@@ -43,8 +43,9 @@ def train_slowly(config: TrainConfig) -> None:
 
     with mock.patch.object(owner, name, slow_down):
         train(config, display="none")
-    found = counters.Reader(counters.shared_folder() / f"rank-{rank}.counters").read().windows
-    windows = [asdict(window) | {"busy": window.busy} for window in found]
+    folder = counters.shared_folder()
+    assert folder is not None
+    windows = [asdict(window) for window in counters.Reader(folder / f"rank-{rank}.counters").read().windows]
     (config.out / VIEWS.format(rank=rank)).write_text(json.dumps(windows))
 
 

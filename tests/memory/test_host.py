@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.processes import LIMIT
 
-from stretto import memory
+from stretto import counters, memory
 from stretto.memory import host
 
 
@@ -223,24 +223,22 @@ def test_sizes_are_checked_before_anything_is_allocated(ranks):
         memory.allocate(8)
 
 
-def test_a_thread_tells_for_whom_it_waits_while_it_waits():
-    thread = threading.get_ident()
+def test_a_rank_tells_for_whom_it_waits_while_it_waits():
     seen = []
 
-    def look(*, until: memory.PeerWait) -> None:
+    def look(until: str) -> None:
         deadline = time.monotonic() + LIMIT
-        while memory.current_wait(thread) != until and time.monotonic() < deadline:
+        while (counters.current_wait() or ("",))[0] != until and time.monotonic() < deadline:
             time.sleep(0.001)
-        seen.append(memory.current_wait(thread))
+        seen.append(counters.current_wait())
         second.signal(0, 0)
 
     first, second = memory.allocate_in_process(2, 0, signals=1)
-    unknown, known = memory.PeerWait(), memory.PeerWait((5,), "the gradient of stage 2")
-    for number, expected in enumerate((unknown, known), start=1):
-        looking = threading.Thread(target=look, kwargs={"until": expected})
+    for number, what in enumerate(("a peer", "the gradient of stage 2"), start=1):
+        looking = threading.Thread(target=look, args=(what,))
         looking.start()
-        with memory.waiting_for(known.ranks, known.what) if expected == known else nullcontext():
+        with counters.waiting_for((5,), what) if number == 2 else nullcontext():
             first.wait(1, 0, number, timeout=LIMIT)
         looking.join()
-    assert seen == [unknown, known]
-    assert memory.current_wait(thread) is None
+    assert seen == [("a peer", ()), ("the gradient of stage 2", (5,))]
+    assert counters.current_wait() is None

@@ -1,83 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who lost whom, from gloo's errors and the addresses that ranks have written."""
+"""Who lost whom, by the kernel's tables of TCP."""
 
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 from stretto.train.health import connections
+from stretto.train.health.connections import Connections, count_connections, describe_lost
+
+CONNECT = """
+import socket, sys
+host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sockets = [socket.create_connection((host, port)) for _ in range(count)]
+print("connected", flush=True)
+for line in sys.stdin:
+    sockets.pop().close()
+    print("closed", flush=True)
+"""
 
 
-@pytest.fixture
-def connected():
-    """Two connected sockets, one for each of two ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-        yield one, other
-        one.close()
-        other.close()
+class Peer:
+    """A process that opens connections to a server, and closes them one by one."""
+
+    def __init__(self, host: str, port: int, count: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CONNECT, host, str(port), str(count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() == "connected\n"
+
+    def close_one(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        assert self._answer() == "closed\n"
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
-def error_at(other):
-    """The error of the rank at the other end, with the port as gloo prints it."""
-    host, port = other.getpeername()
-    return f"RuntimeError: [pair.cc:553] Connection closed by peer [{host}]:{port % 256 * 256 + port // 256}. GLHF!"
+@pytest.fixture(params=[(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")], ids=["IPv4", "IPv6"])
+def server(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    family, host = request.param
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        family, host = socket.AF_INET, "127.0.0.1"  # this machine has no IPv6: the same again
+    with socket.create_server((host, 0), family=family) as server:
+        yield server
 
 
-def test_addresses_are_known_after_their_connection_is_lost(connected):
-    one, other = connected
-    store, known = dist.HashStore(), set()
-    connections.write_addresses(store, 1, known)
-    reasons = {2: error_at(other)}
-    one.close()
-    connections.write_addresses(store, 1, known)  # a later group's
-    assert connections.find_lost_pairs(store, reasons, 4) == [(1, 2)]
+def test_connections_between_processes_are_counted_and_a_lost_one_is_found(server: socket.socket) -> None:
+    host, port = server.getsockname()[:2]
+    one, three = Peer(host, port, 1), Peer(host, port, 2)
+    accepted = [server.accept()[0] for _ in range(3)]
+    pids = {0: os.getpid(), 1: one.process.pid, 3: three.process.pid}
+    try:
+        assert count_connections(pids) == {(0, 1): 1, (0, 3): 2}
+        watched = Connections()
+        watched.look(pids, 0.0)
+        assert watched.find_lost(pids, [0, 1, 3]) == []
+        three.close_one()
+        assert watched.find_lost(pids, [3]) == [(0, 3)]
+        assert watched.find_lost(pids, [1]) == [], "rank 1 has lost nothing"
+        one.end()
+        assert watched.find_lost(pids, [0]) == [(0, 1), (0, 3)]
+    finally:
+        for each in accepted:
+            each.close()
+        one.end()
+        three.end()
 
 
-def test_a_quoted_error_is_the_other_ranks(connected):
-    _, other = connected
-    store = dist.HashStore()
-    connections.write_addresses(store, 3, set())
-    quoting = f"PeerError: rank 0 of the pipe: waited in vain; noticed first by rank 1 of the pipe: {error_at(other)}"
-    assert connections.find_lost_pairs(store, {0: quoting, 2: error_at(other)}, 4) == [(2, 3)]
+def test_listening_sockets_and_connections_to_others_do_not_count(server: socket.socket) -> None:
+    host, port = server.getsockname()[:2]
+    peer, other = Peer(host, port, 1), Peer(host, port, 1)
+    accepted = [server.accept()[0] for _ in range(2)]
+    try:
+        assert count_connections({0: peer.process.pid, 1: other.process.pid}) == {}
+        assert count_connections({0: os.getpid()}) == {}, "a rank's connections to itself are none"
+    finally:
+        for each in accepted:
+            each.close()
+        peer.end()
+        other.end()
+    assert count_connections({0: os.getpid(), 1: peer.process.pid}) == {}, "one process is gone"
 
 
-def test_a_rank_that_loses_all_its_connections_is_the_one_that_is_named():
-    assert connections.describe_lost([(0, 2), (1, 2), (2, 3)], [0, 1, 2, 3]) == (
+def test_connections_are_counted_once_a_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    monkeypatch.setattr(connections, "count_connections", lambda pids: looks.append(pids) or {})
+    watched = Connections()
+    for now in (0.0, 0.5, 0.9, 1.0, 1.1, 2.5):
+        watched.look({}, now)
+    assert len(looks) == 3
+
+
+def test_a_rank_that_loses_all_its_connections_is_the_one_that_is_named() -> None:
+    assert describe_lost([(0, 2), (1, 2), (2, 3)], [0, 1, 2, 3]) == (
         2,
         "rank 2 lost its connections to ranks 0, 1 and 3, and all processes live",
     )
-    rank, text = connections.describe_lost([(1, 3)], [1, 3])
+    rank, text = describe_lost([(1, 3)], [1, 3])
     assert (rank, text) == (1, "ranks 1 and 3 lost their connection to each other, and all processes live")
-    rank, text = connections.describe_lost([], [3])
+    rank, text = describe_lost([], [3])
     assert (rank, text) == (3, "rank 3 lost its connection to another rank, and all processes live")
-
-
-def test_connections_keep_blocking_whatever_time_limit_python_gives_to_sockets(connected):
-    """gloo reads from blocking sockets, and `socket.setdefaulttimeout` is for those that Python makes."""
-    one, _ = connected
-    socket.setdefaulttimeout(5.0)
-    try:
-        connections.write_addresses(dist.HashStore(), 0, set())
-    finally:
-        socket.setdefaulttimeout(None)
-    assert os.get_blocking(one.fileno())
-
-
-@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
-def test_addresses_are_those_of_connections_and_not_of_listening_sockets(family, host):
-    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
-        host = "127.0.0.1"  # this machine has no IPv6: the same again
-        family = socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
-        with socket.create_connection(server.getsockname()[:2]) as one, server.accept()[0] as other:
-            store, known = dist.HashStore(), set()
-            connections.write_addresses(store, 0, known)
-            assert {f"{host} {each.getsockname()[1]}" for each in (one, other)} <= known
-            listening = server.getsockname()[1]
-        known.clear()
-        connections.write_addresses(store, 0, known)
-        assert f"{host} {listening}" not in known
+    rank, text = describe_lost([(0, 1), (2, 3)], [0, 1, 2, 3])
+    assert (rank, text) == (0, "pairs of ranks lost their connections, and all processes live: 0 and 1, 2 and 3")

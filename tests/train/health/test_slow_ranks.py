@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank is slow, by windows of steps and by entries of torch's flight recorder that the tests make up."""
 
-import json
-import sys
-import threading
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stretto.train.health.beat import Beat, Window
 
-from stretto.train.health import device_waits, flight_recorder, progress, slow_ranks
-from stretto.train.health.device_waits import is_due, seconds_in_collectives
-from stretto.train.health.slow_ranks import WINDOW, BusySampler, SlowRanks
+from stretto import counters
+from stretto.counters import WINDOW, Window
+from stretto.train.health import device_waits
+from stretto.train.health.device_waits import NcclWindows, is_due, seconds_in_collectives
+from stretto.train.health.slow_ranks import SlowRanks
 
 MS = 1_000_000  # nanoseconds
 
@@ -69,12 +67,16 @@ def test_without_a_whole_step_of_times_there_is_no_answer(entries):
 
 def of(**windows: tuple[float, float, str]) -> dict[int, list[Window]]:
     """Each rank's window number 2: its busy seconds, the seconds of a step, the view."""
-    return {int(rank[1:]): [Window(2, *window)] for rank, window in windows.items()}
+    return {int(rank[1:]): [window_of(*window)] for rank, window in windows.items()}
+
+
+def window_of(busy: float, step: float, view: str) -> Window:
+    return Window(2, step, step - busy, view)
 
 
 def test_the_rank_whose_nccl_kernels_are_the_shortest_is_slow():
     # Steps of 180 ms. Rank 3 is in NCCL for 20 ms, the others for 100 ms, of which they wait 80 ms for it.
-    found = SlowRanks().find({rank: [Window(2, 0.16 if rank == 3 else 0.08, 0.18, "nccl")] for rank in range(4)})
+    found = SlowRanks().find({rank: [window_of(0.16 if rank == 3 else 0.08, 0.18, "nccl")] for rank in range(4)})
     assert (found.rank, found.ratio) == (3, pytest.approx(1.8))
     assert found.text == "slowest rank 3: 1.8x the median for 50 steps, until step 149"
 
@@ -106,114 +108,148 @@ def test_windows_that_were_measured_in_different_ways_are_not_compared():
     assert SlowRanks().find(of(r0=(0.01, 0.2, "host"), r1=(0.19, 0.2, "nccl"))) is None
 
 
-def test_a_heartbeat_brings_the_windows():
-    beat = Beat(0, "host", 1, 1, "step", 31, 0.0, busy=(Window(2, 0.1, 0.2, "nccl"), Window(3, 0.2, 0.3, "nccl")))
-    assert Beat.of_json(beat.as_json()) == beat
-    assert Beat.of_json(beat.as_json()).busy[1].view == "nccl"
+def test_a_slow_rank_is_reported_again_only_where_another_one_or_its_slowness_has_changed():
+    slow = SlowRanks()
+
+    def find(number: int, *busy: float) -> int | None:
+        windows = {rank: [Window(number, 0.3, 0.3 - own, "cpu")] for rank, own in enumerate(busy)}
+        found = slow.find(windows)
+        return None if found is None else found.rank
+
+    assert find(0, 0.1, 0.2, 0.1) == 1
+    assert find(0, 0.1, 0.2, 0.1) is None, "the same window"
+    assert find(1, 0.1, 0.21, 0.1) is None
+    assert find(2, 0.1, 0.28, 0.1) == 1
+    assert find(3, 0.2, 0.1, 0.1) == 0
+    assert find(4, 0.1, 0.1, 0.1) is None
+    assert find(5, 0.2, 0.1, 0.1) == 0, "it was not slow meanwhile"
 
 
-def test_readings_take_a_thousandth_of_the_time_and_ranks_read_in_the_same_windows():
+def test_ranks_without_a_window_in_common_are_not_compared():
+    own = [Window(2, 0.2, 0.1, "cpu")]
+    assert SlowRanks().find({0: own}) is None
+    assert SlowRanks().find({0: own, 1: []}) is None
+    assert SlowRanks().find({0: own, 1: [Window(3, 0.2, 0.0, "cpu")]}) is None
+
+
+def test_readings_take_a_small_share_of_the_time_and_ranks_read_in_the_same_windows():
     assert all(is_due(window, before, 1.0) for before, window in enumerate((7, 8, 9, 10))), "short runs are measured"
-    for seconds in (0.5, 3.0, 24.0, 49.0, 51.0, 1000.0):
+    for seconds in (0.5, 3.0, 24.0, 49.0, 99.0, 101.0, 1000.0):
         read = [window for window in range(1024) if is_due(window, 100, seconds)]
-        assert len(read) * device_waits.READING <= 1.05e-3 * 1024 * seconds + 2 * device_waits.READING
+        assert len(read) * device_waits.READING <= device_waits.SHARE * 1024 * seconds + device_waits.READING
         # A rank that measures a little less time.
         other = {window for window in range(1024) if is_due(window, 100, seconds * 0.97)}
         assert len(other.intersection(read)) >= len(read) / 2
-        assert len(read) == 1024 or seconds < 50, "windows that are long enough are all read"
+        assert len(read) == 1024 or seconds < 100, "windows that are long enough are all read"
+
+
+class Training:
+    """Steps of this process with counters of their own, by a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        table = counters._Table()
+        monkeypatch.setattr(counters, "_table", table)
+        monkeypatch.setattr(counters, "_values", table.values)
+        monkeypatch.setattr(counters, "_replaces_window", None)
+        monkeypatch.setattr(counters, "_view", 0)
+        self.now = 0
+        clock = SimpleNamespace(monotonic_ns=lambda: self.now, time_ns=lambda: self.now)
+        monkeypatch.setattr(counters, "time", clock)
+        self.step = 0
+
+    def train(self, steps: int, milliseconds: float, waited: float = 0.0) -> None:
+        """Take so many steps more, in each of which this rank waits for `waited` of the milliseconds."""
+        for _ in range(steps):
+            counters.note("step", self.step)
+            with counters.waiting_for([1], "a message"):
+                self.now += int(waited * MS)
+            self.now += int((milliseconds - waited) * MS)
+            self.step += 1
+
+    def windows(self) -> list[Window]:
+        """As `Reader` finds them."""
+        values = counters._values[counters._WINDOWS : counters._GROUPS]
+        found = [values[at : at + counters._WINDOW_SIZE] for at in range(0, len(values), counters._WINDOW_SIZE)]
+        windows = [
+            Window(n - 1, step / 1e9, waited / 1e9, counters.VIEWS[view]) for n, step, waited, view in found if n
+        ]
+        return sorted(windows, key=lambda window: window.number)
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Training:
+    return Training(monkeypatch)
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What NCCL's flight recorder has, as JSON; torch for CPUs has none."""
+    """What NCCL's flight recorder has; torch for CPUs has none."""
     entries: list[dict[str, Any]] = []
-    found = [("nccl", lambda collectives, active: json.dumps({"entries": entries} if collectives else {}).encode())]
-    monkeypatch.setattr(flight_recorder, "_functions", lambda: found)
+    monkeypatch.setattr(device_waits, "nccl_entries", lambda: entries)
     return entries
 
 
-def test_a_window_on_a_gpu_is_measured_by_nccl(recorded):
-    sampler = BusySampler(has_gpu=True, reads_nccl=True)
-    sampler._starts.extend(steps_of(100, 9))
-    recorded.extend(entry(step * 100 + 50, 20.0) for step in range(9))
-    sampler._add(0, 0.4, 0.03)  # the first steps have taken longer
-    (window,) = sampler.windows()
-    assert window == (0, pytest.approx(0.08), pytest.approx(0.1), "nccl")
+@pytest.mark.parametrize("view", ["cpu", "host"])
+def test_a_window_is_a_steps_time_and_the_waits_in_it(training, monkeypatch, view):
+    monkeypatch.setattr(device_waits, "nccl_entries", lambda: pytest.fail("the recorder was read"))
+    counters.measure_windows(view)
+    training.train(WINDOW, 100, 30)
+    assert training.windows() == [], "it has not ended"
+    training.train(WINDOW, 200, 20)
+    assert training.windows() == [Window(0, pytest.approx(0.1), pytest.approx(0.03), view)]
+    assert training.windows()[0].busy == pytest.approx(0.07)
+    training.train(1, 200, 20)
+    assert training.windows()[1] == Window(1, pytest.approx(0.2), pytest.approx(0.02), view)
+
+
+def test_the_last_windows_are_kept(training):
+    training.train(7 * WINDOW + 1, 10)
+    assert [window.number for window in training.windows()] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("first", "windows"), [(WINDOW // 2, [0, 1]), (WINDOW // 2 + 1, [1])])
+def test_a_window_with_less_than_half_of_its_steps_is_left_out(training, first, windows):
+    """As where a run resumes in the middle of one."""
+    training.step = first
+    training.train(2 * WINDOW + 1 - first, 100, 30)
+    assert [window.number for window in training.windows()] == windows
+
+
+def test_a_window_on_a_gpu_is_measured_by_nccl(training, recorded):
+    counters.measure_windows("nccl", NcclWindows())
+    training.train(WINDOW, 100, 30)
+    recorded.extend(entry(step * 100 + 50, 20.0) for step in range(WINDOW))
+    training.train(1, 100, 30)
+    assert training.windows() == [Window(0, pytest.approx(0.1), pytest.approx(0.02), "nccl")]
     del recorded[:]
-    sampler._add(1, 0.1, 0.03)
-    assert len(sampler.windows()) == 1, "the other ranks' times are not to be compared with the host's"
+    training.train(WINDOW, 100, 30)
+    assert len(training.windows()) == 1, "the other ranks' times are not to be compared with the host's"
 
 
-def test_without_times_of_nccl_the_hosts_view_is_taken_and_the_recorder_is_left_alone_soon(recorded, monkeypatch):
+def test_a_host_that_never_waits_is_held_up_by_nobody(training, recorded):
+    """Kernels of a rank that launches them first wait in every step, though all hosts be equally slow."""
+    counters.measure_windows("nccl", NcclWindows())
+    recorded.extend(entry(step * 100 + 50, 20.0) for step in range(WINDOW))
+    training.train(WINDOW + 1, 100, 0)
+    assert training.windows() == [Window(0, pytest.approx(0.1), 0.0, "nccl")]
+
+
+def test_without_times_of_nccl_the_hosts_view_is_taken_and_the_recorder_is_left_alone_soon(training, monkeypatch):
     readings = []
-    monkeypatch.setattr(device_waits, "read_seconds", lambda starts: readings.append(1))
-    sampler = BusySampler(has_gpu=True, reads_nccl=True)
-    for number in range(20):
-        sampler._add(number, 0.1, 0.03)
-    assert [window.view for window in sampler.windows()] == ["host"] * slow_ranks.KEPT
-    assert sampler.windows()[-1].number == 19
+    monkeypatch.setattr(device_waits, "nccl_entries", lambda: readings.append(1) or [])
+    counters.measure_windows("nccl", NcclWindows())
+    training.train(20 * WINDOW + 1, 100, 30)
+    assert [window.view for window in training.windows()] == ["host"] * 4
+    assert training.windows()[-1] == Window(19, pytest.approx(0.1), pytest.approx(0.03), "host")
     assert len(readings) == device_waits.FIRST_WINDOWS
-
-
-def test_the_recorder_is_not_read_on_cpus_or_with_cuda_graphs(monkeypatch):
-    monkeypatch.setattr(device_waits, "read_seconds", lambda starts: pytest.fail("it was read"))
-    for has_gpu, view in ((False, "cpu"), (True, "host")):
-        sampler = BusySampler(has_gpu=has_gpu)
-        sampler._add(0, 0.1, 0.03)
-        assert sampler.windows() == (Window(0, 0.03, 0.1, view),)
-
-
-def test_a_wait_in_a_thread_of_the_autograd_engine_is_a_wait_of_the_rank(monkeypatch):
-    def frame_in(name: str, file: str) -> Any:
-        """A frame that is in a function of this name and file."""
-        space: dict[str, Any] = {"look": sys._getframe}
-        exec(compile(f"def {name}():\n    return look()\n", file, "exec"), space)
-        return space[name]()
-
-    main = frame_in("_engine_run_backward", "graph.py")
-    engine = frame_in("wait", "x/torch/distributed/distributed_c10d.py")
-    sampler = BusySampler(has_gpu=True)
-    frames = {threading.main_thread().ident: main}
-    monkeypatch.setattr(slow_ranks.sys, "_current_frames", lambda: frames)
-    assert not sampler._is_waiting()
-    frames[123456789] = engine  # a thread that Python did not start
-    assert sampler._is_waiting()
-
-
-@pytest.mark.parametrize(("waits", "busy"), [(True, 0.0046), (False, 0.005)], ids=["host waits", "host never waits"])
-def test_steps_are_seen_with_the_unix_time_that_the_recorder_has_too(monkeypatch, waits, busy):
-    """The sampler's thread itself, on steps that the test notes. A host that never waits is held up by nobody."""
-    monkeypatch.setattr(slow_ranks, "PERIOD", 0.0005)
-    monkeypatch.setattr(BusySampler, "_is_waiting", lambda self: waits)
-    times = []
-    monkeypatch.setattr(device_waits, "read_seconds", lambda starts: times.append(list(starts)) or (0.005, 0.0004))
-    sampler = BusySampler(has_gpu=True, reads_nccl=True)
-    before = progress.current()
-    sampler.start()
-    try:
-        pause = threading.Event()
-        for step in range(WINDOW + 2):
-            progress.note("step", step)
-            pause.wait(0.005)
-    finally:
-        sampler.stop()
-        sampler._thread.join()
-        progress.note(before.phase, 0)
-    (window,) = sampler.windows()
-    assert (window.number, window.view) == (0, "nccl")
-    assert (window.busy, window.step) == (pytest.approx(busy), 0.005)
-    (starts,) = times
-    assert len(starts) > WINDOW / 2
-    assert starts == sorted(set(starts))
-    assert abs(starts[-1][1] / 1e9 - time.time()) < 60
 
 
 def test_nccl_times_collectives_unless_the_user_has_set_otherwise(monkeypatch):
     for name in ("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING", "TORCH_FR_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert flight_recorder.environment(times_nccl=True)["TORCH_NCCL_ENABLE_TIMING"] == "1"
-    assert set(flight_recorder.environment(times_nccl=False)) == {"TORCH_FR_BUFFER_SIZE"}
+    assert device_waits.environment(times_nccl=True)["TORCH_NCCL_ENABLE_TIMING"] == "1"
+    assert set(device_waits.environment(times_nccl=False)) == {"TORCH_FR_BUFFER_SIZE"}
     for name in ("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"):  # torch's name, and its old one
         with monkeypatch.context() as patched:
             patched.setenv(name, "0")
-            assert set(flight_recorder.environment(times_nccl=True)) == {"TORCH_FR_BUFFER_SIZE"}
+            assert set(device_waits.environment(times_nccl=True)) == {"TORCH_FR_BUFFER_SIZE"}

@@ -5,9 +5,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from stretto.counters import Counters, Reader, Wait, Window, read_folder
 from stretto.train.health import stacks
@@ -56,16 +57,27 @@ class RankState:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "RankState":
-        """From another node's plain data. Raises ValueError, TypeError or KeyError if it is not that."""
-        wait = values["wait"]
-        return cls(
-            **dict(values)
-            | {
-                "wait": None if wait is None else Wait(**wait | {"ranks": tuple(wait["ranks"])}),
-                "where": tuple(map(str, values["where"])),
-                "windows": tuple(Window(**each) for each in values["windows"]),
-            }
-        )
+        """From another node's plain data. Raises TypeError, KeyError or OverflowError if it is not that."""
+        found: RankState = _typed(cls, values)
+        return found
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """Plain data as a field's type. Every type is checked, since what comes from the store may be anything."""
+    if is_dataclass(kind):
+        return kind(**{each.name: _typed(each.type, value[each.name]) for each in fields(kind)})
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _typed(parts[0], value)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(parts[0], each) for each in value)
+    if origin is Mapping and isinstance(value, dict):
+        return {name: _typed(parts[1], each) for name, each in value.items()}
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind in (int, float) and not abs(value) < 1 << 63):  # neither infinite nor NaN
+        raise TypeError(f"{value!r:.40} is no {kind}")
+    return value
 
 
 @dataclass

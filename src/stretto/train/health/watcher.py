@@ -92,9 +92,9 @@ class Nodes:
         """A machine's last line; None if there is none, or if it is not one that a watcher of this job has written."""
         key = f"stretto/watch/{node}"
         line = self.verify(self._store.get(key)) if self._store.check([key]) else None
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
+        with suppress(ValueError, TypeError, KeyError, OverflowError):
             if line is not None and line["node"] == node:
-                return int(line["number"]), {int(each["rank"]): RankState.of_json(each) for each in line["ranks"]}
+                return int(line["number"]), {(state := RankState.of_json(each)).rank: state for each in line["ranks"]}
         return None
 
     def sign(self, line: Mapping[str, Any]) -> str:
