@@ -80,7 +80,9 @@ def test_a_value_of_another_type_than_the_receiver_expects_is_refused(value, kin
         unpack(pack(value), kind)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, torch.ones(2), len, 1j, [Place]], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, torch.ones(2), len, 1j, [Place]], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_plain_data_is_refused_before_it_is_sent(value):
     with pytest.raises(ValueError, match=r"plain data, and .* is none"):
         pack(value)

@@ -33,10 +33,13 @@ from stretto.axes import (
     shown_sizes,
 )
 from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank, is_rank
+from stretto.counters import waiting_for
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
 from stretto.memory.shared_groups import SharedGroups
 from stretto.parallel.comm.collectives import NO_GROUP
+
+START_LIMIT = timedelta(minutes=10)  # for ranks to import and to find each other, on a loaded machine or a cold disk
 
 GradientReduction = Literal["sum", "mean"]
 """What becomes of the gradients of ranks that have other rows of the batch."""
@@ -318,7 +321,9 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
             store = dist.distributed_c10d._get_default_store()
             local_rank = agree_on_local_rank(store, dist.get_rank(), dist.get_world_size())
         elif local_rank is None and is_rank():
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
+            store, rank, world_size = next(
+                dist.rendezvous("env://", timeout=max(timeout or default_pg_timeout, START_LIMIT))
+            )
             joining = {"store": dist.PrefixStore("stretto", store), "rank": rank, "world_size": world_size}
             local_rank = agree_on_local_rank(store, rank, world_size)
         device = torch.device("cuda", shared_gpus.choose_gpu(local_rank or 0))
@@ -329,7 +334,10 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
     backend = shared_gpus.default_backend(device.type)
     if is_rank():
         device_id = device if "nccl" in backend else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id, **joining)
+        # Other ranks may still import what this one has imported. The grid sets the group's own limit afterwards.
+        longer = None if timeout is None else max(timeout, START_LIMIT)
+        with waiting_for((), "all ranks to start"):
+            dist.init_process_group(backend, timeout=longer, device_id=device_id, **joining)
     elif ranks == 1:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:

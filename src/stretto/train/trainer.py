@@ -37,9 +37,9 @@ from stretto.train.health import device_waits
 from stretto.train.health.joining import watched
 from stretto.train.health.slow_ranks import SLOW_RANK_FILE
 from stretto.train.launch import resolve_device
-from stretto.train.launch.elastic import ATTEMPT, mark_begun, mark_ended
+from stretto.train.launch.elastic import CHECKED, mark_begun, mark_ended
 from stretto.train.launch.run_lock import training_lock
-from stretto.train.launch.stopping import StopRequest, meet_ranks
+from stretto.train.launch.stopping import StopRequest
 from stretto.train.nonfinite import require_finite_start, save_batch
 from stretto.train.observe.metrics import (
     SUMMARY_FILE,
@@ -72,7 +72,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     `config.out`, and DivergenceError, with the step and how to continue, when the loss is no longer finite.
     """
     is_callers_group = dist.is_initialized()
-    if is_callers_group or ATTEMPT in os.environ:  # Stretto's launcher is started after the whole preflight
+    if is_callers_group or CHECKED in os.environ:  # `launch` is called after the whole preflight
         require_loggers(config.train)
     else:
         config = preflight(config)  # of a program that calls this: before anything is made or written
@@ -82,7 +82,6 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     timeout = None if is_callers_group else config.train.timeout
     with watched(config.train.timeout, config.out):
         note("start")
-        meet_ranks()
         grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
         counters.name_groups(grid.group_names())
         try:

@@ -27,6 +27,10 @@ def spin():
     while True:
         pass
 
+def spin_without_handler():
+    signal.signal(stacks.STACK_SIGNAL, signal.SIG_DFL)
+    spin()
+
 def hold_the_interpreter():
     while True:  # a signal ends the sleep
         ctypes.PyDLL(None).sleep(600)
@@ -118,6 +122,13 @@ def main_frames(pid: int, function: str) -> tuple[stacks.Frame, ...]:
 
 def wait_until_stopped(process: "subprocess.Popen[str]") -> None:
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+
+
+def test_a_rank_whose_handler_is_gone_gets_no_signal(start: Start, no_py_spy: None) -> None:
+    process = start("spin_without_handler")
+    eventually(lambda: not stacks._catches(process.pid, stacks.STACK_SIGNAL))
+    assert stacks.ask(process.pid) is None
+    assert process.poll() is None
 
 
 @pytest.mark.parametrize("function", ["spin", "hold_the_interpreter", "stop_again_and_again"])

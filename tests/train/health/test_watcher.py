@@ -48,9 +48,17 @@ def test_a_state_is_the_same_after_its_way_through_the_store() -> None:
         assert RankState.of_json(json.loads(json.dumps(state.to_json()))) == state
 
 
+def begin(*nodes: Nodes) -> None:
+    """Let each machine see that the others write new lines."""
+    for node in (*nodes, *nodes):
+        node.exchange([])
+
+
 def test_two_machines_see_each_others_ranks(store: dist.Store) -> None:
     clock = Clock()
     first, second = (Nodes(store, node, KEY, clock) for node in (0, 2))
+    assert first.exchange([state_of(0), state_of(1)]) == ({}, {})
+    assert second.exchange([]) == ({}, {}), "a line that was there before may be of an earlier start of the job"
     assert first.exchange([state_of(0), state_of(1)]) == ({}, {})
     states, silent = second.exchange([state_of(2, idle=3.0), state_of(3)])
     assert states == {0: state_of(0), 1: state_of(1)}
@@ -62,6 +70,7 @@ def test_two_machines_see_each_others_ranks(store: dist.Store) -> None:
 def test_a_machine_from_which_no_new_line_comes_grows_silent_and_is_heard_again(store: dist.Store) -> None:
     clock = Clock()
     first, second = (Nodes(store, node, KEY, clock) for node in (0, 1))
+    begin(first, second)
     second.exchange([state_of(1)])
     for seconds in range(20):
         clock.now = 100.0 + seconds
@@ -73,6 +82,7 @@ def test_a_machine_from_which_no_new_line_comes_grows_silent_and_is_heard_again(
 def test_ranks_that_are_done_are_not_silent(store: dist.Store) -> None:
     clock = Clock()
     first, second = (Nodes(store, node, KEY, clock) for node in (0, 1))
+    begin(first, second)
     second.exchange([state_of(1, is_done=True), state_of(2)])
     first.exchange([state_of(0)])
     clock.now += 50.0
@@ -82,11 +92,13 @@ def test_ranks_that_are_done_are_not_silent(store: dist.Store) -> None:
 
 def test_a_line_with_another_key_or_of_another_machine_is_ignored(store: dist.Store) -> None:
     own, stranger, other = Nodes(store, 0, KEY), Nodes(store, 1, "another key"), Nodes(store, 2, KEY)
+    begin(own, stranger, other)
     stranger.exchange([state_of(1)])
     other.exchange([state_of(2)])
     store.set("stretto/watch/3", store.get("stretto/watch/2").decode())
     store.append("stretto/watchers", "3,5,")  # and nothing at all stands for 5
     assert set(own.exchange([state_of(0)])[0]) == {2}
+    assert own.read(3) is None
 
 
 GARBAGE: list[Any] = [

@@ -218,7 +218,8 @@ def test_torchruns_nodes_join_and_leave(tmp_path: Path) -> None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait(timeout=60)
     steps = losses(config.out)
-    alone = runs.configure(tmp_path / "alone" / "out", *options, "grid.data=1", "model={layers=1, hidden=16, heads=2}")
+    options = [*options[:3], "grid.data=1", "model={layers=1, hidden=16, heads=2}"]
+    alone = runs.configure(tmp_path / "alone" / "out", *options)
     runs.train_quietly(alone)
     assert len(steps) == 40
     assert steps == pytest.approx(losses(alone.out), abs=1e-6)

@@ -64,7 +64,7 @@ class RankState:
 
 def _typed(kind: Any, value: Any) -> Any:
     """Plain data as a field's type. Every type is checked, since what comes from the store may be anything."""
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return kind(**{each.name: _typed(each.type, value[each.name]) for each in fields(kind)})
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:

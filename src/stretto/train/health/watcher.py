@@ -56,6 +56,7 @@ class Nodes:
     def __init__(self, store: Any, node: int, key: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._node, self._key, self._clock = store, node, key.encode(), clock
         self._seen: dict[int, tuple[int, float, dict[int, RankState]]] = {}  # number, when, states, by node
+        self._first: dict[int, int] = {}  # the number of the first line that was read, by node
         self._number = 0
         self._is_listed = False
 
@@ -73,8 +74,12 @@ class Nodes:
         now = self._clock()
         for node in self._listed():
             found = self.read(node)
-            if found is not None and found[0] != self._seen.get(node, (-1,))[0]:
+            if found is None:
+                continue
+            # A line that has not changed since this machine began may be of an earlier start of the job.
+            if self._first.setdefault(node, found[0]) != found[0] and found[0] != self._seen.get(node, (-1,))[0]:
                 self._seen[node] = (found[0], now, found[1])
+                self._first[node] = -1
         states, silent = {}, {}
         for _, seen, ranks in self._seen.values():
             for rank, state in ranks.items():

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MARK = ".job.json"
 JOB = "TORCHELASTIC_RUN_ID"
 ATTEMPT = "STRETTO_ATTEMPT"  # in the ranks of Stretto's launcher: how often they were started before
+CHECKED = "STRETTO_CHECKED"  # where `launch` calls the entry, whose configuration the command has checked
 NO_ID = "none"  # torchrun's, without --rdzv-id: not one job's alone
 
 

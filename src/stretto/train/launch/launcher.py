@@ -39,7 +39,7 @@ from stretto.train.config.options import JobConfig
 from stretto.train.health import device_waits
 from stretto.train.health.failures import Failure, kind_of
 from stretto.train.health.joining import FOLDER, memory_folder, start_watcher
-from stretto.train.launch.elastic import ATTEMPT, fit_started_ranks, remove_mark, resume_job
+from stretto.train.launch.elastic import ATTEMPT, CHECKED, fit_started_ranks, remove_mark, resume_job
 from stretto.train.launch.leftovers import list_segments, remove_orphans, remove_partial_files
 from stretto.train.launch.rank import STORE_SOCKET
 from stretto.train.launch.restarts import NO_SPACE, FailedAttempt, run_with_restarts
@@ -125,7 +125,7 @@ def _run_here(entry: Entry, config: JobConfig) -> signal.Signals | None:
     """Call `entry` in this process. Its exception is raised as the RankFailure of a separate process would be."""
     call = record(entry) if is_rank() else entry  # `record` writes a file that torchrun reads
     try:
-        with _signals_received() as received:
+        with _signals_received() as received, changed_environment({CHECKED: "1"}):
             call(config)
     except Exception as error:
         lines = f"{type(error).__name__}: {error}".splitlines()
@@ -272,6 +272,7 @@ def _rank_environment(ranks: int) -> dict[str, str]:
         {
             # Otherwise each rank would start a thread for every core.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
+            CHECKED: "1",
             # Ranks must find modules where this process found them.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }

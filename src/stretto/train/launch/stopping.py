@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and stops ranks together: they meet before any limit runs, and agree to end after the same step."""
+"""Stops training on Ctrl-C, SIGTERM or SIGHUP: the ranks agree to end after the same step."""
 
-import os
 import signal
 import threading
 import time
@@ -13,36 +12,13 @@ import torch
 import torch.distributed as dist
 
 from stretto import counters
-from stretto.cluster.local_ranks import is_rank
 from stretto.memory import group_timeout
 from stretto.memory.shared_groups import SharedGroups
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
-from stretto.train.health.monitor import IMPORT_LIMIT
 
 # Seconds; signals closer together count as one request: a launcher may forward a signal that the terminal has already
 # sent to every process.
 ONE_REQUEST = 1.0
-
-
-_store: dist.Store | None = None  # rank 0 may serve it: as long as this process
-
-
-def meet_ranks() -> None:
-    """Wait until all ranks of the job have imported what they need, so that no group's time limit runs meanwhile.
-
-    Collective. Does nothing where the caller has made the process group, and in a job of one rank. Raises
-    torch.distributed.DistError after IMPORT_LIMIT.
-    """
-    global _store
-    if dist.is_initialized() or not is_rank() or os.environ["WORLD_SIZE"] == "1":
-        return
-    limit = timedelta(seconds=IMPORT_LIMIT)
-    with counters.waiting_for((), "all ranks to start"):
-        _store, _, ranks = next(dist.rendezvous("env://", timeout=limit))
-        starts = dist.PrefixStore(f"stretto/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
-        if starts.add("ranks", 1) == ranks:
-            starts.set("all", "")
-        starts.wait(["all"], limit)
 
 
 class StopRequest:
