@@ -121,6 +121,15 @@ def test_every_rank_gets_torchruns_environment_and_its_share_of_the_cores(
     assert_nothing_left(out, [])
 
 
+def test_ranks_import_nothing_from_the_working_directory(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may start the command in a folder that others write."""
+    (out / "tests").mkdir()
+    (out / "tests" / "__init__.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(out)
+    assert launch(launch_entries.write_pid, config_for(out, 2)) is None
+
+
 def test_the_rank_that_raised_is_named_and_not_the_one_that_waited_for_it(out: Path) -> None:
     checkpoint = write_complete_checkpoint(out)
     with pytest.raises(RankFailure) as failed:
