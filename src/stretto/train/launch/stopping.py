@@ -25,6 +25,7 @@ ONE_REQUEST = 1.0
 
 
 _store: dist.Store | None = None  # rank 0 may serve it: as long as this process
+_meetings = 0  # of this process, which may train more than once
 
 
 def meet_ranks() -> None:
@@ -33,13 +34,15 @@ def meet_ranks() -> None:
     Collective. Does nothing where the caller has made the process group, and in a job of one rank. Raises
     torch.distributed.DistError after IMPORT_LIMIT.
     """
-    global _store
+    global _store, _meetings
     if dist.is_initialized() or not is_rank() or os.environ["WORLD_SIZE"] == "1":
         return
     limit = timedelta(seconds=IMPORT_LIMIT)
     with counters.waiting_for((), "all ranks to start"):
         _store, _, ranks = next(dist.rendezvous("env://", timeout=limit))
-        starts = dist.PrefixStore(f"stretto/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        starts = dist.PrefixStore(f"stretto/start/{restarts}/{_meetings}", _store)
+        _meetings += 1
         if starts.add("ranks", 1) == ranks:
             starts.set("all", "")
         starts.wait(["all"], limit)
