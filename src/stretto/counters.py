@@ -217,6 +217,12 @@ def saving(step: int) -> Iterator[None]:
         _values[_SAVE_STEP] = -1
 
 
+def mark_begun() -> None:
+    """Store that this rank begins a training, perhaps after another one."""
+    for at in (_DONE, _FAILED, _STOPPED):
+        _values[at] = 0
+
+
 def mark_done() -> None:
     """Store that this rank has ended training: nothing waits for it any more."""
     _values[_DONE] = 1

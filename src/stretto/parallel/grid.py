@@ -304,12 +304,25 @@ def mismatch(sizes: Mapping[str, Any], ranks: int) -> str:
     return f"the grid {shape} has {product} ranks, but the job has {ranks}: they must be equal{hint}"
 
 
+_joined = 0  # how often this process has made its job's process group
+
+
+def _open_store(timeout: timedelta | None) -> dict[str, Any]:
+    """The store, rank and size of the job, for `init_process_group`; no two groups of a job use the same keys."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=max(timeout or default_pg_timeout, START_LIMIT)))
+    return {"store": dist.PrefixStore(f"stretto/{_joined}", store), "rank": rank, "world_size": world_size}
+
+
 def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | None) -> torch.device:
     """Join the job's process group, unless the caller has, and pick this rank's device.
 
     A GPU without an index is the one with this rank's number among its machine's ranks.
     """
-    joining: dict[str, Any] = {}  # the store, rank and size, if they were needed before the group exists
+    global _joined
+    joining: dict[str, Any] = {}  # the store, rank and size, if torch's own would not do
+    if is_rank() and not dist.is_initialized() and _joined:
+        # The job's store keeps the addresses of the group that was destroyed, which torch would use again.
+        joining = _open_store(timeout)
     if device is None:
         if dist.is_initialized():
             device = torch.device("cuda" if shared_gpus.runs_on_gpus() else "cpu")
@@ -321,11 +334,8 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
             store = dist.distributed_c10d._get_default_store()
             local_rank = agree_on_local_rank(store, dist.get_rank(), dist.get_world_size())
         elif local_rank is None and is_rank():
-            store, rank, world_size = next(
-                dist.rendezvous("env://", timeout=max(timeout or default_pg_timeout, START_LIMIT))
-            )
-            joining = {"store": dist.PrefixStore("stretto", store), "rank": rank, "world_size": world_size}
-            local_rank = agree_on_local_rank(store, rank, world_size)
+            joining = joining or _open_store(timeout)  # it is needed before the group exists
+            local_rank = agree_on_local_rank(**joining)
         device = torch.device("cuda", shared_gpus.choose_gpu(local_rank or 0))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -338,6 +348,7 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
         longer = None if timeout is None else max(timeout, START_LIMIT)
         with waiting_for((), "all ranks to start"):
             dist.init_process_group(backend, timeout=longer, device_id=device_id, **joining)
+        _joined += 1
     elif ranks == 1:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:

@@ -122,5 +122,7 @@ def train_with_fault(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":  # started by torchrun
-    train_with_fault(load_config(sys.argv[1]))
+    for file in sys.argv[1:-1]:  # trained before, without a fault
+        train(load_config(file), display="none")
+    train_with_fault(load_config(sys.argv[-1]))
     assert not dist.is_initialized()

@@ -170,6 +170,22 @@ def test_ranks_that_torchrun_started_end_and_torchrun_names_the_culprit(tmp_path
 
 
 @pytest.mark.long
+def test_a_second_training_of_the_same_processes_is_watched_with_its_own_limit(tmp_path, monkeypatch):
+    monkeypatch.setenv(fault_runs.FAULT, "loop data 1")
+    files = []
+    for name, limit, steps in (("first", 600.0, 2), ("second", TIMEOUT, 1000)):
+        config = runs.configure(tmp_path / name, "grid.data=2", f"train.timeout={limit}", f"train.steps={steps}")
+        runs.write_config(config)
+        files.append(str(config.out / "config.toml"))
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*started, fault_runs.__file__, *files], capture_output=True, text=True, timeout=120)
+    assert f"(train.timeout is {TIMEOUT:g} s); rank 0 waits for it" in done.stderr.partition("Root Cause")[2], (
+        done.stderr
+    )
+    assert (report_folder(tmp_path / "second") / "report.txt").exists()
+
+
+@pytest.mark.long
 def test_of_torchruns_nodes_the_one_with_the_stuck_rank_is_named_on_both(tmp_path, monkeypatch):
     """Each node has a watcher, and they exchange what they see through the job's store."""
     monkeypatch.setenv(fault_runs.FAULT, "loop data 1")

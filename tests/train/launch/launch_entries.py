@@ -3,10 +3,12 @@
 
 import errno
 import os
+import shutil
 import signal
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +33,13 @@ def write_environment(config: TrainConfig) -> None:
 
 def write_pid(config: TrainConfig) -> None:
     (config.out / f"pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
+
+
+def remove_folder_and_die(config: TrainConfig) -> None:
+    """Remove the launcher's folder, as a cleaner of temporary files does, and end."""
+    if os.environ["RANK"] == "0":
+        shutil.rmtree(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sum_until_stopped(config: TrainConfig) -> None:

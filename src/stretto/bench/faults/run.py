@@ -135,7 +135,7 @@ def _run_job(job: Job, folder: Path, setting: FaultsSetting, limit: float | None
     }
     with open(folder / "watch.txt", "wb") as log:
         ended = subprocess.run(
-            [*isolation(), sys.executable, "-m", "stretto.bench.faults.watch", str(folder)],
+            [*isolation(), sys.executable, "-P", "-m", "stretto.bench.faults.watch", str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
         )  # fmt: skip
     if ended.returncode or not (folder / RECORDED_FILE).exists():

@@ -188,7 +188,7 @@ class Watcher:
         environment = os.environ | {FOLDER: str(self._folder), "TMPDIR": str(self._folder / "tmp")}
         with open(self._folder / "screen.txt", "ab") as screen:
             command = subprocess.Popen(
-                [sys.executable, "-m", "stretto.bench.faults", str(self._folder)],
+                [sys.executable, "-P", "-m", "stretto.bench.faults", str(self._folder)],
                 stdin=subprocess.DEVNULL, stdout=screen, stderr=screen, env=environment, cwd=self._folder / "here",
             )  # fmt: skip
         last = time.monotonic()

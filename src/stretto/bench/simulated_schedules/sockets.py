@@ -135,7 +135,7 @@ class SocketTeam:
             subprocess.Popen(
                 [
                     *("ip", "netns", "exec", namespace_of(rank // RANKS_PER_NODE)),
-                    *("env", "OMP_NUM_THREADS=1", sys.executable, "-m", module, json.dumps(job), str(rank)),
+                    *("env", "OMP_NUM_THREADS=1", sys.executable, "-P", "-m", module, json.dumps(job), str(rank)),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -105,7 +105,7 @@ class WorkerPool:
         for rank in range(self.ranks):
             ours, theirs = Pipe()
             process = subprocess.Popen(
-                [sys.executable, "-c", _WORKER, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _WORKER, str(theirs.fileno())],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | self._environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

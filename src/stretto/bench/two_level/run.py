@@ -86,7 +86,7 @@ def _run(setting: TwoLevelSetting) -> dict[str, Any]:
                 node = namespace_of(rank // setting.ranks_per_node)
                 # OMP: eight ranks share the cores. In sessions of their own, Ctrl-C reaches this process only.
                 environment = [f"GLOO_SOCKET_IFNAME={INTERFACE}", "OMP_NUM_THREADS=1"]
-                command = ["env", *environment, sys.executable, "-m", "stretto.bench.two_level.rank"]
+                command = ["env", *environment, sys.executable, "-P", "-m", "stretto.bench.two_level.rank"]
                 ranks.append(
                     subprocess.Popen(
                         ["ip", "netns", "exec", node, *command, description, str(rank)],

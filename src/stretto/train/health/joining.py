@@ -30,6 +30,7 @@ FOLDER = "STRETTO_COUNTERS"
 TOKEN = "STRETTO_JOB_TOKEN"
 """The environment variable by which users of several nodes may give the job a secret: see docs/security.md."""
 MEMORY = Path("/dev/shm")
+ROOM = 16 << 20  # free bytes that it must have
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 VERDICT_LIMIT = 5.0  # seconds, and four looks: a stall is found, and its stacks are collected
 
@@ -58,10 +59,11 @@ def watched(timeout: float, out: Path) -> Iterator[None]:
     rank is late or lost is delayed until the watcher had time to find out which: it then ends this process with a
     better message. Does nothing for ranks of `launch`, which are watched already, and where there is no WORLD_SIZE.
     """
-    if counters.shared_folder() is not None or not is_rank() or os.environ["WORLD_SIZE"] == "1":
+    if FOLDER in os.environ or not is_rank() or os.environ["WORLD_SIZE"] == "1":
         yield
         return
     _begin(timeout, out)
+    counters.mark_begun()
     try:
         yield
     except Exception as error:
@@ -74,16 +76,23 @@ def watched(timeout: float, out: Path) -> Iterator[None]:
 
 
 def _begin(timeout: float, out: Path) -> None:
-    """Share this rank's counters in the job's folder on this machine; its first rank starts the watcher."""
+    """Share this rank's counters in the job's folder on this machine; its first rank starts the watcher.
+
+    In a later training of the same process, the watcher gets the new settings.
+    """
     global _watcher
-    folder = private_folder(job_id())
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(os.getppid())
-    join_watched(folder, int(os.environ["RANK"]))
-    try:
-        os.close(os.open(folder / "watcher", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return  # another rank of this machine has started it
+    folder = counters.shared_folder()
+    if folder is None:
+        folder = private_folder(job_id())
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent(os.getppid())
+        join_watched(folder, int(os.environ["RANK"]))
+        try:
+            os.close(os.open(folder / "watcher", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return  # another rank of this machine has started it
+    elif _watcher is None:
+        return
     settings = {
         "folder": str(folder),
         "ranks": int(os.environ["WORLD_SIZE"]),
@@ -93,7 +102,11 @@ def _begin(timeout: float, out: Path) -> None:
         "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         "key": _key(),
     }
-    _watcher = start_watcher(settings)
+    if _watcher is None:
+        _watcher = start_watcher(settings)
+    else:
+        with suppress(OSError):  # it was killed
+            _send(_watcher, settings)
 
 
 def _key() -> str:
@@ -105,15 +118,19 @@ def _key() -> str:
 def start_watcher(settings: dict[str, object]) -> "subprocess.Popen[bytes]":
     """Start the process that watches, which ends once all ranks have: see `health.watcher`. settings: for its stdin."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "stretto.train.health.watcher"],
+        [sys.executable, "-P", "-m", "stretto.train.health.watcher"],  # -P: import nothing from the working directory
         stdin=subprocess.PIPE,
         start_new_session=True,  # a terminal's Ctrl-C and a launcher's kill of its group are not for it
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
     )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(settings).encode() + b"\n")
-    process.stdin.flush()
+    _send(process, settings)
     return process
+
+
+def _send(watcher: "subprocess.Popen[bytes]", settings: dict[str, object]) -> None:
+    assert watcher.stdin is not None
+    watcher.stdin.write(json.dumps(settings).encode() + b"\n")
+    watcher.stdin.flush()
 
 
 def job_id() -> str:
@@ -125,8 +142,12 @@ def job_id() -> str:
 
 
 def memory_folder() -> Path:
-    """A folder in memory, in which mapped files wait for no disk; else that for temporary files."""
-    return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    """A folder in memory, in which mapped files wait for no disk; that for temporary files if there is no room."""
+    with suppress(OSError):
+        found = os.statvfs(MEMORY)
+        if os.access(MEMORY, os.W_OK) and found.f_bavail * found.f_frsize >= ROOM:
+            return MEMORY
+    return Path(tempfile.gettempdir())
 
 
 def private_folder(job: str) -> Path:
@@ -140,17 +161,25 @@ def private_folder(job: str) -> Path:
     prefix = f"stretto-{os.getuid()}-{scope:x}"
     _remove_abandoned(base, prefix)
     folder = base / f"{prefix}-{job}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = os.lstat(folder)
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not _is_private(folder):
         raise PermissionError(f"{folder} is not this user's alone: another user may have made it")
     return folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a path is a folder, and no link to one, which this user alone may enter."""
+    found = os.lstat(folder)
+    return found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
 
 
 def _remove_abandoned(base: Path, prefix: str) -> None:
     """Remove folders of jobs that have ended without their watcher."""
     for folder in base.glob(f"{prefix}-*"):
         with suppress(OSError, ValueError):
-            found = [counters.Reader(path).read() for path in folder.glob("rank-*.counters")]
+            if not _is_private(folder):  # another user's, where opening a pipe would not return
+                continue
+            found = counters.read_folder(folder, {})
             if found and not any(each.is_running for each in found):
                 shutil.rmtree(folder, ignore_errors=True)

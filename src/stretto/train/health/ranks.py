@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -186,7 +187,8 @@ def write_stacks(folder: Path, counters: Counters, *, may_signal: bool) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a file in the folder of counters by JSON."""
+    """Replace a file in the folder of counters by JSON, if that is there and not full."""
     hidden = path.with_suffix(".partial")
-    hidden.write_text(json.dumps(value))
-    hidden.rename(path)
+    with suppress(OSError):  # it must not end the run
+        hidden.write_text(json.dumps(value))
+        hidden.rename(path)

@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -28,7 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stretto.counters import Counters
 from stretto.train.health import evidence
@@ -39,6 +40,7 @@ from stretto.train.health.slow_ranks import SLOW_RANK_FILE
 GRACE = 60.0  # seconds that ranks without a parent have to stop, while none of them writes a checkpoint
 MAX_LINE = 1 << 20  # bytes of a machine's line in the store
 MAX_NODES = 4096
+WATCHERS = "stretto/watchers"  # the store's list of machines
 CONNECT = timedelta(seconds=30)
 
 
@@ -58,7 +60,6 @@ class Nodes:
         self._seen: dict[int, tuple[int, float, dict[int, RankState]]] = {}  # number, when, states, by node
         self._first: dict[int, int] = {}  # the number of the first line that was read, by node
         self._number = 0
-        self._is_listed = False
 
     def exchange(self, own: Iterable[RankState]) -> tuple[dict[int, RankState], dict[int, float]]:
         """Write this machine's states, and read the others'. Raises RuntimeError if the store does not answer.
@@ -68,11 +69,11 @@ class Nodes:
         self._number += 1
         line = {"number": self._number, "node": self._node, "ranks": [state.to_json() for state in own]}
         self._store.set(f"stretto/watch/{self._node}", self.sign(line))
-        if not self._is_listed:
-            self._is_listed = True
-            self._store.append("stretto/watchers", f"{self._node},")
+        listed = self._listed()
+        if self._node not in listed:  # at first, and if somebody has changed the list
+            self._store.append(WATCHERS, f"{self._node},")
         now = self._clock()
-        for node in self._listed():
+        for node in (listed | self._seen.keys()) - {self._node}:
             found = self.read(node)
             if found is None:
                 continue
@@ -89,9 +90,11 @@ class Nodes:
         return states, silent
 
     def _listed(self) -> set[int]:
-        text = self._store.get("stretto/watchers")[: 8 * MAX_NODES].decode(errors="replace")
+        if not self._store.check([WATCHERS]):
+            return set()
+        text = self._store.get(WATCHERS)[: 8 * MAX_NODES].decode(errors="replace")
         nodes = {int(each) for each in text.split(",") if each.isdecimal() and len(each) < 9}
-        return set(sorted(nodes - {self._node})[:MAX_NODES])
+        return set(sorted(nodes)[:MAX_NODES])
 
     def read(self, node: int) -> tuple[int, dict[int, RankState]] | None:
         """A machine's last line; None if there is none, or if it is not one that a watcher of this job has written."""
@@ -118,25 +121,32 @@ class Nodes:
 
 
 class Watcher:
-    """Watches the ranks that something other than `launch` has started. settings: as `joining.watched` gives them."""
+    """Watches the ranks that something other than `launch` has started.
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._folder, self._out = Path(settings["folder"]), Path(settings["out"])
-        self._ranks, self._timeout = settings["ranks"], settings["timeout"]
+    settings: as `joining.watched` gives them. stdin: where it writes others, for the next training of the same ranks.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], stdin: BinaryIO) -> None:
+        self._folder, self._ranks, self._stdin = Path(settings["folder"]), settings["ranks"], stdin
         self._parents: dict[int, int] = {}  # by process
         self._local = LocalRanks(self._folder)
-        self._monitor = Monitor(self._local, self._ranks, self._timeout)
-        self._settings = settings
+        self._use(settings)
         self._nodes: Nodes | None = None
         self._answered = time.monotonic()
         self._orphaned: float | None = None
         self._has_ended_all = False
+
+    def _use(self, settings: Mapping[str, Any]) -> None:
+        self._settings, self._out, self._timeout = settings, Path(settings["out"]), settings["timeout"]
+        self._monitor = Monitor(self._local, self._ranks, self._timeout)
 
     def run(self) -> None:
         """Watch until this machine's ranks have ended."""
         try:
             while not self._have_ended():
                 time.sleep(self._monitor.interval)
+                if select.select([self._stdin], [], [], 0)[0] and (line := self._stdin.readline()):
+                    self._use(json.loads(line))
                 self._look()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -222,12 +232,12 @@ class Watcher:
                 _signal(counters, signal.SIGKILL)
 
 
-def guard(settings: Mapping[str, Any]) -> None:
+def guard(settings: Mapping[str, Any], stdin: BinaryIO) -> None:
     """Wait until the launcher ends. If it was killed, end its ranks as `Watcher` does, and remove its folder.
 
     settings: `folder`, of counters; `remove`, a folder of the launcher's; `grace`, seconds for ranks to stop.
     """
-    if sys.stdin.buffer.readline().strip() == b"done":
+    if stdin.readline().strip() == b"done":
         return
     local, since = LocalRanks(Path(settings["folder"])), time.monotonic()
     while True:
@@ -279,13 +289,14 @@ def _connect(address: list[Any]) -> Any:
 
 
 def main() -> None:
-    settings = json.loads(sys.stdin.buffer.readline())
-    for number in (signal.SIGINT, signal.SIGHUP):
+    stdin = open(0, "rb", buffering=0)  # noqa: SIM115  (as long as this process; `select` sees no buffer)
+    settings = json.loads(stdin.readline())
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # schedulers signal all; it ends with its ranks
         signal.signal(number, signal.SIG_IGN)
     if settings.get("guards"):
-        guard(settings)
+        guard(settings, stdin)
     else:
-        Watcher(settings).run()
+        Watcher(settings, stdin).run()
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def _start_ranks(
             if rank == 0:
                 variables[STORE_SOCKET] = str(listener.fileno())
             process = subprocess.Popen(
-                [sys.executable, "-u", *arguments],
+                [sys.executable, "-P", "-u", *arguments],  # -P: import nothing from the working directory
                 env=os.environ | variables,
                 start_new_session=True,
                 pass_fds=(listener.fileno(),) if rank == 0 else (),

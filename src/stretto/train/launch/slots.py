@@ -149,7 +149,7 @@ def probe_gpus(gpus: list[str]) -> set[str]:
     for gpu in gpus:
         try:
             asked[gpu] = subprocess.Popen(
-                [sys.executable, "-c", PROBE],
+                [sys.executable, "-P", "-c", PROBE],
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -123,7 +123,8 @@ class Supervisor:
             self._wait_for_errors()
             self.failures = self._find_cause(sorted(self._find_failures(), key=lambda failure: failure.order))
             for rank in self._ranks.values():
-                seen_file(rank.error_file).touch()
+                with suppress(OSError):  # the folder may have been removed; the failure comes first
+                    seen_file(rank.error_file).touch()
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
             self._is_over = True
