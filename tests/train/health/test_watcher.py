@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watchers of several machines exchange through the store, and what they make of values that are not theirs."""
 
+import io
 import json
 import os
 import random
@@ -259,7 +260,7 @@ class Ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == "shared\n"
         settings = {"folder": str(counters), "out": str(folder), "ranks": 2, "timeout": 20.0, "local_ranks": 2}
-        self.watcher = Watcher(settings)
+        self.watcher = Watcher(settings, io.BytesIO())
         self.watcher._monitor.look()
         # It looks at no other process of this machine, whatever a test does.
         assert {each.pid for each in self.watcher._local.counters.values()} == {each.pid for each in self.processes}

@@ -73,7 +73,7 @@ class Nodes:
         if self._node not in listed:  # at first, and if somebody has changed the list
             self._store.append(WATCHERS, f"{self._node},")
         now = self._clock()
-        for node in (listed | self._seen.keys()) - {self._node}:
+        for node in (listed | self._first.keys()) - {self._node}:
             found = self.read(node)
             if found is None:
                 continue
