@@ -195,7 +195,7 @@ class EmulatedWorkspace:
         return None  # there is one
 
     def check(self):
-        description = describe_report(self.report.tolist(), self.kernels, self.limit)
+        description = describe_report(self.report.tolist(), self.kernels)
         assert description is not None or not self.summary[0]
         if description is not None:
             raise PeerError(description)
