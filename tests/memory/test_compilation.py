@@ -17,6 +17,8 @@ def test_the_first_call_after_a_kernel_was_loaded_may_wait_longer():
     assert limit.of_call() == 30.0  # the ranks have met since
     note_loaded_kernel()
     assert [limit.of_call(), limit.of_call()] == [30.0 + ALLOWANCE, 30.0]
+    stages = CallLimit(5.0, loads_first=True)  # whose peers load kernels that this rank does not
+    assert [stages.of_call(), stages.of_call()] == [5.0 + ALLOWANCE, 5.0]
     assert [other.of_call(), other.of_call()] == [7.0 + ALLOWANCE, 7.0]  # each workspace has peers of its own
 
 

@@ -39,12 +39,13 @@ class CallLimit:
     """The time limit of a workspace's waits, for each of its calls.
 
     seconds: the group's limit, which may be changed. All ranks have met when the workspace is made, so the kernels that
-    were loaded before do not count.
+    were loaded before do not count. loads_first: the first call has the longer limit in any case, as where ranks run
+    different programs.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, loads_first: bool = False) -> None:
         self.seconds = seconds
-        self._seen = _loaded.value
+        self._seen = -1 if loads_first else _loaded.value
 
     def of_call(self) -> float:
         """The limit in seconds of the call that begins now; the group's in a CUDA graph, which is replayed later."""

@@ -146,8 +146,8 @@ def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: in
     """All-gather a string through the group's store; returns the strings of all ranks, in rank order.
 
     All ranks of the group call it, for the number-th string of a topic, from 1 on. It uses the host only, no device.
-    `timeout` is in seconds; as for `timed_barrier`. PeerError names a rank that did not write in time; this rank's string is then withdrawn,
-    and its number may be used again.
+    `timeout` is in seconds, and longer as in `timed_barrier`. PeerError names a rank that did not write in time; this
+    rank's string is then withdrawn, and its number may be used again.
     """
     rank, size = find_own_rank(group)
     store = _get_process_group_store(group)

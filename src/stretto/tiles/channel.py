@@ -390,7 +390,8 @@ def describe_failure(rank: int, world: int, operators: Sequence[str], words: Seq
     }[kind]
     return (
         f"rank {rank} of {world}: {operators[operator]}, call {epoch & 0xFFFFFFFF}: waited in vain for rank {peer}, "
-        f"{what}, {failures.read_limit(words):g} s: its signal is at {seen}, the target is {target}. The channel is broken from here on"
+        f"{what}, {failures.read_limit(words):g} s: its signal is at {seen}, the target is {target}. The "
+        "channel is broken from here on"
     )
 
 

@@ -145,9 +145,9 @@ def _launch(
 class PutSlots:
     """Two outputs, staging and signals, in NVSHMEM's symmetric memory on all ranks; made by `find`.
 
-    limit: of the calls' waits. channel: holds it, failure record and addresses for the kernels; its counters are not used, since
-    NVSHMEM's signals have 64 bits. Its addresses are the distances to other ranks' memory, 0 for ranks without peer
-    access.
+    limit: of the calls' waits. channel: holds it, failure record and addresses for the kernels; its counters are not
+    used, since NVSHMEM's signals have 64 bits. Its addresses are the distances to other ranks' memory, 0 for ranks
+    without peer access.
     """
 
     def __init__(self, storage: Tensor, addresses: Sequence[int], rank: int, slot_bytes: int, timeout: float) -> None:
@@ -254,7 +254,8 @@ def _describe_failure(rank: int, world: int, words: Sequence[int]) -> str:
     what = "the beginning of the call" if kind == OF_BEGIN.value else f"channel {channel}"
     return (
         f"rank {rank} of {world}: {NAME}, call {call}: waited in vain for rank {peer}, {what}, "
-        f"{failures.read_limit(words):g} s: its signal is at {seen}, the target is {target}. The group's calls are broken from here on"
+        f"{failures.read_limit(words):g} s: its signal is at {seen}, the target is {target}. The group's calls are "
+        "broken from here on"
     )
 
 

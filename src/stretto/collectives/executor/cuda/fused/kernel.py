@@ -120,7 +120,7 @@ class FusedScheduleKernel:
             function.launch(blocks, plan.threads, stream=stream)
 
     def last_launch(self) -> RecordedLaunch | None:
-        """What the last call has launched, with the limit of later calls; None if that was more than one kernel, or none."""
+        """The last call's launch, with the limit of later calls; None if it launched more than one kernel, or none."""
         plan, function = self._current, self._function
         if plan is None or len(plan.pieces) != 1:
             return None
