@@ -99,6 +99,14 @@ class EmulatedFunction:
         self._at = {name: index for index, name in enumerate(names)}
         self._values = (ctypes.c_uint64 * len(names))()
 
+    handle = 1
+
+    def parameters(self):
+        return tuple(self._values)
+
+    def place(self, name):
+        return self._at[name]
+
     def set(self, name, value):
         self._values[self._at[name]] = value
 
