@@ -27,7 +27,7 @@ import stretto  # noqa: F401  (makes the backend's name known)
 from stretto import ops
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
-from stretto.memory import PeerError, failures, shared_gpus
+from stretto.memory import PeerError, compilation, failures, shared_gpus
 from stretto.ops import workspace
 from stretto.optim import AdamW
 from stretto.optim.guard import guard
@@ -78,6 +78,7 @@ def sampled(chosen: Sequence[Any], cases: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def groups(count: int) -> Iterator[list[dist.ProcessGroup]]:
     """So many groups of all ranks with the short time limit; afterwards their failures are gone with them."""
+    compilation.ALLOWANCE = 0.0  # whatever was loaded before
     made = [dist.new_group(timeout=timedelta(seconds=LIMIT)) for _ in range(count)]
     try:
         yield made
@@ -348,6 +349,39 @@ def test_a_late_rank_gets_the_right_result_or_peer_error(run_ranks: Run, world: 
     assert second == "right" or "waited in vain for rank 0" in second
 
 
+def come_late_twice(way: str) -> None:
+    """Rank 1 is late, as one that compiles, for the first call after a kernel was loaded, and for the second."""
+    warm_up(way)
+    rank = dist.get_rank()
+    x, weight = operands_of(rank)
+    with groups(1) as made:
+        for _ in range(2):
+            call_operator(way, made[0], x, weight)
+        compilation.ALLOWANCE = LONG
+        compilation.note_loaded_kernel()
+        for has_time in (True, False):
+            failures.synchronize(x.device)
+            dist.barrier()
+            if rank == 1:
+                torch.cuda._sleep(int(2 * LIMIT * CYCLES_OF_A_SECOND))
+            out = call_operator(way, made[0], x, weight)
+            torch.cuda.synchronize()
+            if has_time:
+                failures.check()
+                assert torch.equal(out, expect_of(way))
+            elif rank == 0:
+                with pytest.raises(PeerError, match=f"waited in vain for rank 1.* {LIMIT:g} s: "):
+                    failures.check()
+    require_no_failure()
+
+
+@pytest.mark.parametrize("way", sampled(["one shot", "copied rows"], list(OPERATORS)))
+def test_the_first_call_after_a_kernel_was_loaded_waits_for_a_rank_that_compiles_it(
+    run_ranks: Run, world: int, way: str
+) -> None:
+    run_ranks(world, come_late_twice, way)
+
+
 # Collectives.
 
 
@@ -449,6 +483,7 @@ def never_look() -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group(shared_gpus.default_backend("cuda"), store=store, rank=rank, world_size=2)
     warm_up("one shot")
+    compilation.ALLOWANCE = 0.0
     group = dist.new_group(timeout=timedelta(seconds=LIMIT))
     x, weight = operands_of(rank)
     call_operator("one shot", group, x, weight)

@@ -101,8 +101,8 @@ def follow_launches() -> None:
     """Have every `Launches` that is made from now on in `all_launches`."""
     make = tiles.Launches.__init__
 
-    def make_and_follow(self: tiles.Launches) -> None:
-        make(self)
+    def make_and_follow(self: tiles.Launches, *arguments: Any) -> None:
+        make(self, *arguments)
         all_launches.append(self)
 
     tiles.Launches.__init__ = make_and_follow  # type: ignore[method-assign]

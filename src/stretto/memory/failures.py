@@ -19,7 +19,8 @@ description; the code is `stretto.tiles.waits.report_timeout` and, for collectiv
   is set, kernels publish no signal, packet or message that a peer would trust, and optimizers that were guarded
   (`stretto.optim.guard`) leave weights and state as they are.
 - *Failure record*: one row for each workspace of a table in pinned host memory. The kernel writes words 1 to 11, then,
-  after a fence at system scope, word 0. Words 12 and 13 hold the 64-bit address of the summary word.
+  after a fence at system scope, word 0. Words 8 and 9 hold the limit of the wait that failed, in 64-bit nanoseconds,
+  words 12 and 13 the 64-bit address of the summary word.
 - *Summary word*: row 0 of the table; the kernel stores 1 into it.
 
 A failure lasts as long as its workspace: when that is closed, or freed with its process group, the record is cleared,
@@ -44,6 +45,9 @@ RECORD_WORDS = 16
 MAX_RECORDS = 4096
 SUMMARY_ADDRESS = 12
 """The word of a record where the address of the summary word begins: two words, the lower half first."""
+
+LIMIT = 8
+"""The word of a record where the failed wait's limit begins: two words, the lower half first, in nanoseconds."""
 
 FOLLOWED = 0x7FFFFFFF
 """Word 0 of a record whose workspace stopped because of another's failure: `check` reports the original, if known."""
@@ -278,6 +282,12 @@ def _table(device: torch.device) -> Tensor:
         torch.cuda.check_error(int(cudart.cudaHostRegister(_rows.data_ptr(), _rows.nbytes, _MAPPED)))
         _is_pinned = True
     return _rows
+
+
+def read_limit(words: Sequence[int]) -> float:
+    """The limit of the wait that a record describes, in seconds."""
+    low, high = (int(word) & 0xFFFFFFFF for word in words[LIMIT : LIMIT + 2])
+    return (high << 32 | low) / 1e9
 
 
 def _signed(word: int) -> int:

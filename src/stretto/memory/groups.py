@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
+from stretto.memory.compilation import limit_of_meeting
 from stretto.memory.plain_data import all_gather_data
 from stretto.memory.symmetric import PeerError
 
@@ -94,8 +95,12 @@ def exchange(value: T, group: dist.ProcessGroup | None, timeout: float, kind: An
 
 
 def timed_barrier(group: dist.ProcessGroup | None, timeout: float) -> None:
-    """Wait until all ranks of the group have called it, for at most `timeout` seconds; raises as `exchange` does."""
+    """Wait until all ranks of the group have called it; raises as `exchange` does after `timeout` seconds.
+
+    The first one after this process has loaded a kernel also has the time to compile it (`stretto.memory.compilation`).
+    """
     rank, size = find_own_rank(group)
+    timeout = limit_of_meeting(group, timeout)
     try:
         (dist.group.WORLD if group is None else group).monitored_barrier(timedelta(seconds=timeout))  # type: ignore[union-attr]
     except RuntimeError as error:
@@ -141,11 +146,12 @@ def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: in
     """All-gather a string through the group's store; returns the strings of all ranks, in rank order.
 
     All ranks of the group call it, for the number-th string of a topic, from 1 on. It uses the host only, no device.
-    `timeout` is in seconds. PeerError names a rank that did not write in time; this rank's string is then withdrawn,
-    and its number may be used again.
+    `timeout` is in seconds, and longer as in `timed_barrier`. PeerError names a rank that did not write in time; this
+    rank's string is then withdrawn, and its number may be used again.
     """
     rank, size = find_own_rank(group)
     store = _get_process_group_store(group)
+    timeout = limit_of_meeting(group, timeout)
     store.set(f"{topic} {number} {rank}", text)
     texts = []
     for peer in range(size):

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stretto.memory.compilation import CallLimit, is_capturing
 from stretto.tiles.intrinsics import INTERPRETED
 
 # Words of `Channel.state`.
@@ -42,17 +43,40 @@ _LATEST = tl.constexpr(0)
 _LIMIT = tl.constexpr(1)
 
 
-def make_state(counters: int, timeout: float, device: torch.device) -> torch.Tensor:
-    """The state of a channel without calls. counters: [world, capacity]; timeout: the limit of a wait, in seconds."""
-    state = torch.zeros(HEADER.value + 2 * counters, dtype=torch.int32, device=device)
-    set_limit(state, timeout)
-    return state
+def make_state(counters: int, device: torch.device) -> torch.Tensor:
+    """The state of a channel without calls. counters: [world, capacity]."""
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside of it
+        return torch.zeros(HEADER.value + 2 * counters, dtype=torch.int32, device=device)
 
 
-def set_limit(state: torch.Tensor, timeout: float) -> None:
-    """Set the limit of all later waits of a channel, in seconds."""
-    clock = state[CLOCK.value : HEADER.value].view(torch.int64)
-    clock[_LIMIT.value] = int(timeout * 1e9)
+class WaitLimit(CallLimit):
+    """The limit of a channel's waits in `Channel.state`: set on the current stream, before the kernels of a call.
+
+    A call that follows the loading of a kernel, or loads one, has the limit of `stretto.memory.compilation`.
+    """
+
+    def __init__(self, state: torch.Tensor, seconds: float) -> None:
+        super().__init__(seconds)
+        self._word = state[CLOCK.value : HEADER.value].view(torch.int64)[_LIMIT.value]
+        self._set = 0.0  # what the word holds
+        self._write(seconds)
+
+    def begin_call(self) -> None:
+        """Set the limit of the call that begins now."""
+        limit = self.of_call()
+        if limit != self._set:
+            self._write(limit)
+
+    def allow_loading(self) -> None:
+        """Lengthen the limit for the rest of this call, which is about to launch a kernel that was loaded just now."""
+        if not is_capturing():
+            self.of_call()  # the kernel counts for this call, and not for the next one
+            self._write(self.while_loading())
+
+    def _write(self, seconds: float) -> None:
+        self._word.fill_(int(seconds * 1e9))
+        if not is_capturing():  # a graph writes it when it is replayed
+            self._set = seconds
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import MAX_SIGNALS, SymmetricMemory, allocate, failures, find_own_rank, group_timeout
-from stretto.tiles.call_state import HEADER, make_state
+from stretto.tiles.call_state import HEADER, WaitLimit, make_state
 from stretto.tiles.calls import begin_call
 from stretto.tiles.intrinsics import INTERPRETED, register_record
 from stretto.tiles.launches import Launches, launch_kernel
@@ -57,14 +57,13 @@ class BlockChannel:
     Calls run one after another, on one stream, in the same order on all ranks. Create a channel with `allocate`.
 
     distances: bytes from this rank's buffer to each rank's, as they are mapped here. launch: launches the channel's
-    kernels. open_side_streams: the side streams that the current call has used.
+    kernels. limit: of the calls' waits. open_side_streams: the side streams that the current call has used.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.channels = channels
         self.peer_tiles = peer_tiles
-        self.timeout = timeout
         self._memory = memory
         self._signal_bytes = _signal_bytes(self.world_size, channels, peer_tiles)
         self.device = memory.buffer().device
@@ -77,11 +76,12 @@ class BlockChannel:
         self._signals = [region[: self._signal_bytes].view(torch.int32) for region in regions]
         counters = self.world_size * channels
         self._addresses = torch.tensor(first + distances, dtype=torch.int64, device=self.device)
-        self._state = make_state(counters, timeout, self.device)
+        self._state = make_state(counters, self.device)
+        self.limit = WaitLimit(self._state, timeout)
         self._operators: list[str] = []
-        describe = partial(describe_failure, self.rank, self.world_size, timeout, self._operators)
+        describe = partial(describe_failure, self.rank, self.world_size, self._operators)
         self._record = failures.register(self, describe, self.device)
-        self.launch = Launches()
+        self.launch = Launches(self.limit.allow_loading)
         self._tensors: dict[Hashable, Tensor] = {}
         self._notified: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._described: dict[tuple[str, str, bool], Channel] = {}
@@ -194,12 +194,13 @@ class BlockChannel:
         key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, with_barrier)
         if key is None or not self.launch.knows(begin_call, key):
             self._require_fitting(producer, consumer, counts, slot)
+        self.limit.begin_call()
         channel = self._current = described
         arguments = channel, producer, counts, slot, with_barrier, 1 << (self.channels - 1).bit_length()
         if launches and key is not None:
             self.launch(begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
         elif launches:
-            launch_kernel(begin_call, 1, *arguments, num_warps=4)
+            launch_kernel(begin_call, 1, *arguments, on_load=self.limit.allow_loading, num_warps=4)
         return channel
 
     def enter(self, operator: str, mode: str) -> Channel:
@@ -210,6 +211,7 @@ class BlockChannel:
         two slots when it writes to peers: see `call_slot`. PeerError if a wait has failed before.
         """
         self.check()
+        self.limit.begin_call()
         self._current = None  # the kernel's end advances its targets, so the host cannot notify for it
         return self.describe(operator, mode, begun_in_kernel=True)
 
@@ -371,7 +373,7 @@ class BlockChannel:
                 )
 
 
-def describe_failure(rank: int, world: int, timeout: float, operators: Sequence[str], words: Sequence[int]) -> str:
+def describe_failure(rank: int, world: int, operators: Sequence[str], words: Sequence[int]) -> str:
     """Describe a channel's failure record: which wait of which operator's call has failed."""
     kind, operator, epoch, tile, index, peer, seen, target = words[:8]
     if kind == failures.FOLLOWED:
@@ -388,7 +390,8 @@ def describe_failure(rank: int, world: int, timeout: float, operators: Sequence[
     }[kind]
     return (
         f"rank {rank} of {world}: {operators[operator]}, call {epoch & 0xFFFFFFFF}: waited in vain for rank {peer}, "
-        f"{what}, {timeout:g} s: its signal is at {seen}, the target is {target}. The channel is broken from here on"
+        f"{what}, {failures.read_limit(words):g} s: its signal is at {seen}, the target is {target}. The "
+        "channel is broken from here on"
     )
 
 

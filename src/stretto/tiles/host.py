@@ -126,14 +126,14 @@ def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
     channel's timeout; `BlockChannel.check` raises an error after a timeout.
     """
     _require_inside(channel, index, rank)
-    launch_kernel(wait_for_channel, 1, channel.current, rank, index, num_warps=1)
+    launch_kernel(wait_for_channel, 1, channel.current, rank, index, on_load=channel.limit.allow_loading, num_warps=1)
 
 
 def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
     """Wait as `rank_wait` does, for all other ranks: for rank r's signals of channel r * stride + index."""
     _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
     _require_inside(channel, index, 0)
-    launch_kernel(wait_for_all, 1, channel.current, index, stride, num_warps=1)
+    launch_kernel(wait_for_all, 1, channel.current, index, stride, on_load=channel.limit.allow_loading, num_warps=1)
 
 
 def rank_await_count(counters: Tensor, index: int, count: int) -> None:

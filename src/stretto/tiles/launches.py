@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of kernels: with fixed options, and again without Triton's inspection of every argument."""
 
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.nn import Parameter
 from triton import JITFunction, knobs
 from triton.runtime import driver
 
+from stretto.memory.compilation import note_loaded_kernel
 from stretto.tiles.descriptors import remember_descriptors
 
 _MOST_KEPT = 1024
@@ -21,22 +23,47 @@ _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 
 
-def launch_kernel(kernel: Any, programs: int, *arguments: Any, **options: Any) -> Any:
+_launch = threading.local()  # on_load: of the launch that this thread is in
+_other_listener = knobs.compilation.listener
+
+
+def _hear_of_loading(**described: Any) -> None:
+    """Triton calls this when it has compiled a kernel, or read it from its cache, and before it launches it."""
+    note_loaded_kernel()
+    if (on_load := getattr(_launch, "on_load", None)) is not None:
+        on_load()
+    if _other_listener is not None:
+        _other_listener(**described)
+
+
+knobs.compilation.listener = _hear_of_loading
+
+
+def launch_kernel(
+    kernel: Any, programs: int, *arguments: Any, on_load: Callable[[], None] | None = None, **options: Any
+) -> Any:
     """Launch a kernel on so many programs, as kernel[programs,](*arguments, **options) does, with `FIXED_OPTIONS`.
 
-    Returns the compiled kernel, None if it is interpreted. All kernels of the library are launched here.
+    on_load: called before the launch if Triton has just compiled the kernel, or read it from its cache on disk. Returns
+    the compiled kernel, None if it is interpreted. All kernels of the library are launched here.
     """
-    return kernel[(programs,)](*arguments, **(FIXED_OPTIONS | options))
+    _launch.on_load = on_load
+    try:
+        return kernel[(programs,)](*arguments, **(FIXED_OPTIONS | options))
+    finally:
+        _launch.on_load = None
 
 
 class Launches:
     """Launches kernels on one device and remembers the compiled kernel of each key.
 
     Triton inspects every argument of every launch to find the kernel that was compiled for their kinds. With the many
-    arguments of these kernels that costs the host 10 to 30 microseconds; a remembered launch costs 1 or 2.
+    arguments of these kernels that costs the host 10 to 30 microseconds; a remembered launch costs 1 or 2. on_load: as
+    in `launch_kernel`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_load: Callable[[], None] | None = None) -> None:
+        self._on_load = on_load
         self._known: dict[Hashable, tuple[Any, object]] = {}
         self._addresses: dict[int, tuple[Any, Any]] = {}  # by an argument's id: it, and what a launch passes for it
 
@@ -64,7 +91,7 @@ class Launches:
             given = [remembered[id(argument)][1] if id(argument) in remembered else argument for argument in arguments]
             launch_compiled(compiled, programs, given)
             return
-        compiled = launch_kernel(kernel, programs, *arguments, **options)
+        compiled = launch_kernel(kernel, programs, *arguments, on_load=self._on_load, **options)
         if compiled is not None:  # an interpreted kernel is not compiled
             if len(self._known) == _MOST_KEPT:
                 self._known.clear()

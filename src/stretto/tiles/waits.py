@@ -21,6 +21,7 @@ from stretto.tiles.intrinsics import INTERPRETED, give_up, now, opaque_zero
 
 SUMMARY_ADDRESS = tl.constexpr(failures.SUMMARY_ADDRESS)
 FOLLOWED = tl.constexpr(failures.FOLLOWED)
+LIMIT = tl.constexpr(failures.LIMIT)
 _RECORD_BYTES = tl.constexpr(4 * failures.RECORD_WORDS)
 
 # The kind of wait that a failure record describes.
@@ -143,6 +144,9 @@ def report_timeout(channel, kind: tl.constexpr, tile, index, peer, seen, target)
         tl.store(channel.report + 5, peer)
         tl.store(channel.report + 6, seen)
         tl.store(channel.report + 7, target)
+        limit = load_limit(channel)
+        tl.store(channel.report + LIMIT, limit.to(tl.int32))
+        tl.store(channel.report + LIMIT + 1, (limit >> 32).to(tl.int32))
         tl.debug_barrier()
         tl.atomic_xchg(channel.report, tl.where(has_followed, FOLLOWED, kind), sem="release", scope="sys")
         summary = tl.load((channel.report + SUMMARY_ADDRESS).to(tl.pointer_type(tl.int64)))

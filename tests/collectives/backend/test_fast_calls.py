@@ -41,7 +41,8 @@ class Group:
         self.fast = native.make_fast_calls()
         self._callbacks = LaunchKernel(self._launch), IsCapturing(self._is_capturing)
         addresses = (ctypes.cast(each, ctypes.c_void_p).value for each in self._callbacks)
-        self.fast.open(1, torch.device("cpu"), *addresses, 0, HANDLE)
+        self.loaded = ctypes.c_int64(5)
+        self.fast.open(1, torch.device("cpu"), *addresses, 0, HANDLE, ctypes.addressof(self.loaded))
         self.fast.follow(HANDLE, None)
         self.backend = native.make_backend(0, 1, gloo, None, self._dispatch, None, 1000, self.fast)
 
@@ -102,6 +103,19 @@ def test_calls_of_a_kind_that_is_known_do_not_reach_the_dispatcher(group):
     assert group.all_reduce(known, dist.ReduceOp.MAX)
     group.fast.clear()
     assert group.all_reduce(known)
+
+
+def test_the_first_call_after_a_kernel_was_loaded_goes_to_the_dispatcher_whose_limit_is_longer(group):
+    output, input = torch.ones(8), torch.ones(4)
+    group.remember_launch("_allgather_base", output, input)
+    group.all_gather(output, input)
+    assert len(group.launched) == 1
+    group.loaded.value += 1
+    assert group.all_gather(output, input)
+    assert len(group.launched) == 1
+    group.fast.follow(HANDLE, None)  # by the dispatcher
+    group.all_gather(output, input)
+    assert len(group.launched) == 2
 
 
 def test_tensors_that_answer_in_python_go_to_the_dispatcher(group):

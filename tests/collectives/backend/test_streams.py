@@ -22,6 +22,8 @@ from stretto.collectives.backend.native import load_extension
 from stretto.collectives.backend.runner import Member
 from stretto.collectives.executor.cuda import workspace
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
+from stretto.memory import compilation
+from stretto.memory.compilation import CallLimit
 
 SECONDS = 20.0  # after which what should have come is given up; nothing that passes takes long
 
@@ -89,7 +91,7 @@ class Workspace(CollectiveWorkspace):
         self.device, self._device_index = torch.device("cpu"), None
         self.group_stream = streams.stream()
         self._raw_stream, self._stream, self._end = -1, None, None
-        self._limit, self._waiting_functions = workspace._TimeLimit(int(1e9)), WeakSet()
+        self._limit, self._nanoseconds, self._waiting_functions = CallLimit(1.0), 10**9, WeakSet()
 
 
 class Kernel:
@@ -364,9 +366,19 @@ def test_waits_on_the_gpu_take_the_time_limit_that_the_group_has_at_the_call(gpu
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     waiting, other = gpu.workspace.load("", ["state", "limit"]), gpu.workspace.load("", ["state"])
     gpu.call(1, timeout=1.0)
-    assert (waiting.limit, other.limit) == (None, None)  # what it was made with
-    gpu.call(2, timeout=7.5)
+    assert waiting.limit == int((1 + compilation.ALLOWANCE) * 1e9)  # a peer may be compiling it
+    gpu.call(2, timeout=1.0)
+    assert waiting.limit == gpu.workspace.limit == 1_000_000_000
+    gpu.call(3, timeout=7.5)
     assert (waiting.limit, other.limit, gpu.workspace.limit) == (7_500_000_000, None, 7_500_000_000)
+    gpu.workspace.load("", ["limit"])  # in a call: for the rest of it
+    assert waiting.limit == gpu.workspace.limit == int((7.5 + compilation.ALLOWANCE) * 1e9)
+    assert gpu.workspace.lasting_limit == 7_500_000_000
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    gpu.streams.is_capturing = True
+    gpu.call(4, timeout=7.5)
+    assert waiting.limit == 7_500_000_000  # for replays, which begin later
+    gpu.streams.is_capturing = False
 
 
 class FastCalls:

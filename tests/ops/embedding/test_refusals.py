@@ -12,7 +12,6 @@ from stretto import ops
 from stretto.memory import PeerError
 from stretto.ops.embedding.index_errors import BAD_OFFSETS, IndexErrors
 from stretto.ops.embedding.output_ring import find_output_rings
-from stretto.tiles.call_state import set_limit
 
 
 def look_up_with_faults():
@@ -171,7 +170,7 @@ def wait_for_nobody():
         time.sleep(2.5)
         return "late"
     for ring in find_output_rings(dist.group.WORLD.group_name):
-        set_limit(ring.channel._state, 0.5)
+        ring.channel.limit.seconds = 0.5
     with pytest.raises(PeerError, match="waited in vain for rank 1"):
         ops.embedding_all_to_all(indices, offsets, tables)
     with pytest.raises(PeerError, match=r"embedding_all_to_all, call 2: .* The channel is broken"):

@@ -32,6 +32,7 @@ from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Vari
 from stretto.collectives.executor.cuda.workspace import EndOfCall
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures
+from stretto.memory.compilation import loaded_kernels_address
 from stretto.memory.gpus import find_obstacle
 
 if TYPE_CHECKING:
@@ -275,7 +276,8 @@ class CudaRunner:
             return
         stream = communicator.workspace.group_stream
         device = communicator.workspace.device
-        self._fast.open(self._member.rank, device, *launch_addresses(), stream.stream_id, stream.cuda_stream)
+        addresses = *launch_addresses(), stream.stream_id, stream.cuda_stream, loaded_kernels_address()
+        self._fast.open(self._member.rank, device, *addresses)
 
     def _kernel(
         self, schedule: Schedule, call: BackendCall, in_place: bool

@@ -117,13 +117,15 @@ class CopyEngineReduceScatter:
         channel, world, rank = self._channel, self.group.size(), self.group.rank()
         channel.check()
         if not self._outstanding:
+            channel.limit.begin_call()
             self._count, self._task = 0, torch._C._current_graph_task_id()
         slot, lag = self._count % SLOTS, min(self._count, SLOTS - 1)
         self._count += 1
         gradient = gradient.contiguous()
         chunk = -(-gradient.shape[0] // world)
         word = self._words[slot : slot + 1]
-        launch_kernel(begin_scatter, 1, self._description, self._started, word, lag, num_warps=1)
+        on_load = channel.limit.allow_loading
+        launch_kernel(begin_scatter, 1, self._description, self._started, word, lag, on_load=on_load, num_warps=1)
         with collective("reduce_scatter"), copy_engine(channel):
             for distance in range(1, world):
                 peer = (rank - distance) % world
@@ -163,6 +165,7 @@ class CopyEngineReduceScatter:
             count,
             self._part // own.element_size(),
             BLOCK=_BLOCK,
+            on_load=self._channel.limit.allow_loading,
             num_warps=8,
         )
 

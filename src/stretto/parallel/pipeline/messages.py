@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto.counters import waiting_for
 from stretto.memory import PeerError, find_own_rank, group_timeout, store_all_gather
+from stretto.memory.compilation import CallLimit
 from stretto.memory.failures import register
 from stretto.parallel.pipeline.failure_reports import FailureReports, Report
 from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey, ReceiveBuffers
@@ -61,7 +62,8 @@ class Carrier(ABC):
     A step begins with `begin_step` and ends with `end_step`. Ranks in all arguments are ranks in the group. A rank may
     send to itself: those tensors are passed without a copy. One thread calls the methods.
 
-    Every wait has the group's time limit (`stretto.memory.group_timeout`). PeerError, from any method, says that a
+    Every wait has the group's time limit (`stretto.memory.group_timeout`), and on GPUs more in the first step and in
+    one that follows the loading of a kernel (`stretto.memory.compilation`). PeerError, from any method, says that a
     rank died, or did not send or take a message within it; it names the message, and the rank from which the failure
     came. Each later call raises it again. `has_failed` returns this without raising.
 
@@ -80,6 +82,7 @@ class Carrier(ABC):
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.limit = group_timeout(self.group)
+        self._step_limit = CallLimit(self.limit, loads_first=self.device.type == "cuda")
         self._global_ranks = dist.get_process_group_ranks(self.group)
         number = _counts.next(self.group)
         asked = store_all_gather(f"{self.name} messages", self.group, "message carriers", number, self.limit)
@@ -117,7 +120,8 @@ class Carrier(ABC):
             self._require_rank(source, "expected")
             if count < 0:
                 raise ValueError(f"{count} messages are expected of pipe rank {source}: 0 or more can be")
-        self.limit = group_timeout(self.group)
+        self._step_limit.seconds = group_timeout(self.group)
+        self.limit = self._step_limit.of_call()
         with self._changed:
             self._step += 1
             self._in_step = True

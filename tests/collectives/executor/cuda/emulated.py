@@ -99,6 +99,14 @@ class EmulatedFunction:
         self._at = {name: index for index, name in enumerate(names)}
         self._values = (ctypes.c_uint64 * len(names))()
 
+    handle = 1
+
+    def parameters(self):
+        return tuple(self._values)
+
+    def place(self, name):
+        return self._at[name]
+
     def set(self, name, value):
         self._values[self._at[name]] = value
 
@@ -195,7 +203,7 @@ class EmulatedWorkspace:
         return None  # there is one
 
     def check(self):
-        description = describe_report(self.report.tolist(), self.kernels, self.limit)
+        description = describe_report(self.report.tolist(), self.kernels)
         assert description is not None or not self.summary[0]
         if description is not None:
             raise PeerError(description)

@@ -215,6 +215,20 @@ def test_a_missing_peer_is_named_after_the_time_limit(folder):
             other[0](torch.zeros(2000, dtype=torch.int32))
 
 
+def test_a_launch_that_is_repeated_has_the_limit_of_later_calls(folder):
+    """Also if the call was the first after a kernel was loaded, whose limit is longer."""
+    workspaces = make_workspaces(2, folder, limit=0.3)
+    workspaces[0].lasting_limit = 77
+    kernel = make(
+        FusedScheduleKernel, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "LL"), True
+    )[0]
+    kernel(torch.zeros(200, dtype=torch.int32))
+    values, limit = list(kernel.last_launch().values), kernel._function.place("limit")
+    assert values[limit] == 77
+    values[limit] = 300_000_000
+    assert tuple(values) == kernel._function.parameters()
+
+
 def test_a_wait_of_the_interpreter_names_the_one_thing_that_it_was_for(folder):
     # The root sends tile after tile to a rank that takes none, until its slots are full.
     schedule = ALGORITHMS["binomial-broadcast"].compile(ranks=2)

@@ -65,7 +65,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("launch"),
           py::arg("is_capturing"),
           py::arg("group_stream"),
-          py::arg("group_handle"))
+          py::arg("group_handle"),
+          py::arg("loaded"))
       .def(
           "add",
           &stretto::FastCalls::add,

@@ -7,7 +7,8 @@
 // thus a third of what it is through Python (docs/backend.md).
 //
 // Everything else still goes through the dispatcher: calls of other kinds, on streams that are not known yet, with
-// another time limit, while a CUDA graph is captured, and while the dispatcher is busy with a call (`hold`). The two
+// another time limit, the first one after the process has loaded a kernel, whose limit is longer, while a CUDA graph is
+// captured, and while the dispatcher is busy with a call (`hold`). The two
 // paths tell each other where the group's last call ends, so that calls on different streams keep their order.
 #pragma once
 
@@ -42,13 +43,15 @@ class FastCalls {
 
   // rank: in the group. device: of the tensors. launch, is_capturing: addresses of cuLaunchKernel and
   // cuStreamIsCapturing. group_stream: torch's number of the stream that asynchronous calls run on, and its handle.
+  // loaded: the address of the number of kernels that the process has loaded (stretto.memory.compilation).
   void open(
       int rank,
       c10::Device device,
       uint64_t launch,
       uint64_t is_capturing,
       int64_t group_stream,
-      uint64_t group_handle) {
+      uint64_t group_handle,
+      uint64_t loaded) {
     const auto lock = locked();
     rank_ = rank;
     device_ = device;
@@ -56,6 +59,7 @@ class FastCalls {
     is_capturing_ = reinterpret_cast<IsCapturing>(is_capturing);
     group_stream_.emplace(c10::Stream::UNSAFE, *device_, group_stream);
     handles_[group_stream] = group_handle;
+    loaded_ = reinterpret_cast<const volatile int64_t*>(loaded);
   }
 
   // Remember the launch of such calls. values: the kernel's parameters, 8 bytes each; input_at, output_at: which of them
@@ -143,6 +147,7 @@ class FastCalls {
     last_handle_ = handle;
     last_end_ = std::move(end);
     is_ahead_ = false;
+    seen_loaded_ = *loaded_;
   }
 
   // (operation, what ran it, calls).
@@ -180,7 +185,7 @@ class FastCalls {
       return {true, nullptr};
     }
     const c10::impl::VirtualGuardImpl guard(device_->type());
-    if (launch.milliseconds != milliseconds || guard.getDevice() != *device_) {
+    if (seen_loaded_ != *loaded_ || launch.milliseconds != milliseconds || guard.getDevice() != *device_) {
       return {};
     }
     const c10::Stream caller = guard.getStream(*device_);
@@ -369,6 +374,8 @@ class FastCalls {
   std::optional<c10::Device> device_;
   LaunchKernel launch_ = nullptr;
   IsCapturing is_capturing_ = nullptr;
+  const volatile int64_t* loaded_ = nullptr;
+  int64_t seen_loaded_ = 0;
   std::optional<c10::Stream> group_stream_;
   std::unordered_map<int64_t, uint64_t> handles_;
   std::map<Key, Launch> launches_;

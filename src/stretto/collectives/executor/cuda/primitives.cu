@@ -223,36 +223,37 @@ __device__ __forceinline__ int valid(u64 length, u64 at, int width) {
 // workspace's failure record in pinned host memory, and `failed` the process's failure flag on this GPU
 // (stretto.memory.failures).
 struct State { u32 epochs[MAX_BLOCKS]; u32 is_broken, blocks_done; u64 ended[MAX_BLOCKS]; u32 has_followed, unused; };
-struct Report { u32 kind, kernel, epoch, block, level, message, unused[6]; u32* summary; };
+struct Report { u32 kind, kernel, epoch, block, level, message, unused[2]; u64 limit, free; u32* summary; };
 #define GAVE_UP 1u  // kinds of a report
 #define FOLLOWED 0x7fffffffu  // as in stretto.memory.failures
 
 __device__ __forceinline__ bool has_failed(const u32* failed) { return *(const volatile u32*)failed != 0; }
 
-__device__ void write_report(Report* report, u32 kind, u32 kernel, u32 epoch, u32 level, u32 message) {
+__device__ void write_report(Report* report, u32 kind, u64 limit, u32 kernel, u32 epoch, u32 level, u32 message) {
   report->kernel = kernel;
   report->epoch = epoch;
   report->block = blockIdx.x;
   report->level = level;
   report->message = message;
+  report->limit = limit;
   __threadfence_system();
   *(volatile u32*)&report->kind = kind;
   __threadfence_system();
   *(volatile u32*)report->summary = 1;
 }
 
-__device__ __noinline__ void record_failure(State* state, Report* report, u32* failed, u32 kernel, u32 epoch, u32 level,
-                                            u32 message) {
+__device__ __noinline__ void record_failure(State* state, Report* report, u32* failed, u64 limit, u32 kernel, u32 epoch,
+                                            u32 level, u32 message) {
   bool is_first = atomicExch(&state->is_broken, 1) == 0;
   __threadfence();  // a kernel that sees the flag, and follows, sees `is_broken` too
   *(volatile u32*)failed = 1;
-  if (is_first) write_report(report, GAVE_UP, kernel, epoch, level, message);
+  if (is_first) write_report(report, GAVE_UP, limit, kernel, epoch, level, message);
 }
 
 __device__ __noinline__ void record_following(State* state, Report* report, u32 kernel, u32 epoch) {
   __threadfence();
   if (*(volatile u32*)&state->is_broken || atomicExch(&state->has_followed, 1)) return;
-  write_report(report, FOLLOWED, kernel, epoch, 0, 0);
+  write_report(report, FOLLOWED, 0, kernel, epoch, 0, 0);
 }
 
 // The time at which an unsuccessful wait began, in nanoseconds; 0 if it must give up.
@@ -262,7 +263,7 @@ __device__ __noinline__ u64 look_around(State* state, Report* report, u32* faile
   if (!began) began = now;
   if (has_failed(failed)) return 0;
   if (now - began < limit) return began;
-  record_failure(state, report, failed, kernel, epoch, level, message);
+  record_failure(state, report, failed, limit, kernel, epoch, level, message);
   return 0;
 }
 
@@ -293,7 +294,7 @@ struct Wait {
 
   __device__ __forceinline__ void give_up(u32 level, u32 message) {
     is_given_up = true;
-    record_failure(state, report, failed, kernel, epoch, level, message);
+    record_failure(state, report, failed, limit, kernel, epoch, level, message);
   }
 
   // At a kernel's end: this workspace's results are invalid, too, if another's failure has ended its waits.

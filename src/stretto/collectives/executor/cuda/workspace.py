@@ -19,6 +19,7 @@ from torch import Tensor
 from stretto.collectives.executor.cuda.copy_engine.streams import CopyStreams, CudaCopyStreams
 from stretto.collectives.executor.cuda.nvrtc import Function, Launchable, load_or_compile
 from stretto.memory import failures, find_symmetric, group_timeout
+from stretto.memory.compilation import CallLimit, note_loaded_kernel
 from stretto.memory.cuda import CudaMemory
 from stretto.memory.gpus import NVML_NVLINK, bound_blocks, nvml_supports
 from stretto.memory.plain_data import all_gather_data
@@ -109,8 +110,8 @@ def words_of_broken_off(kernel: int) -> tuple[int, ...]:
     return _GAVE_UP, kernel, 0, 0, _BROKEN_OFF, 0
 
 
-def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit: int) -> str | None:
-    """Describe the timed-out wait of a failure record; None if there is none. limit: nanoseconds."""
+def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting]) -> str | None:
+    """Describe the timed-out wait of a failure record; None if there is none."""
     kind, number, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in words[:_REPORT_WORDS])
     if not kind:
         return None
@@ -129,19 +130,11 @@ def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit:
         what = f"rank {message} to begin"
     else:
         what = "a message" if kernel is None else kernel.describe_wait(block, level, message)
-    return f"{name}, call {epoch}, thread block {block} waited in vain for {what}, {limit / 1e9:g} s"
+    return f"{name}, call {epoch}, thread block {block} waited in vain for {what}, {failures.read_limit(words):g} s"
 
 
-@dataclass
-class _TimeLimit:
-    """How long a wait on the device may take, which the group's user may change."""
-
-    nanoseconds: int
-
-
-def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: _TimeLimit, words: Sequence[int]) -> str:
-    description = describe_report(words, kernels, limit.nanoseconds)
-    return f"rank {rank} of {world}: {description}: the group's kernels are broken from here on"
+def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], words: Sequence[int]) -> str:
+    return f"rank {rank} of {world}: {describe_report(words, kernels)}: the group's kernels are broken from here on"
 
 
 class SymmetricView(NamedTuple):
@@ -207,12 +200,13 @@ class CollectiveWorkspace:
         # Before the caller's streams' work: kernels of a call by copy engines are small, and products that were
         # launched earlier would keep them, and with them the peers, waiting for a multiprocessor.
         self.group_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._limit = _TimeLimit(int(timeout * 1e9))
+        self._limit = CallLimit(timeout)
+        self._nanoseconds = int(timeout * 1e9)
         self._waiting_functions: WeakSet[Function] = WeakSet()
         self._kernels: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
         self._registered = 0
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        describe = partial(_describe, self.rank, self.world_size, self._kernels, self._limit)
+        describe = partial(_describe, self.rank, self.world_size, self._kernels)
         self._record = failures.register(self, describe, self.device)
         torch.cuda.synchronize(self.device)
         self.memory.barrier()
@@ -238,18 +232,28 @@ class CollectiveWorkspace:
         function = Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
         if "limit" in names:
             self._waiting_functions.add(function)
+        note_loaded_kernel()
+        self._set_nanoseconds(self._limit.while_loading())  # of this call, if it is in one
         return function
 
     @property
     def limit(self) -> int:
         """The nanoseconds that a wait on the device may take: what kernels are given as their parameter "limit"."""
-        return self._limit.nanoseconds
+        return self._nanoseconds
+
+    @property
+    def lasting_limit(self) -> int:
+        """`limit` of calls that follow no loading of a kernel."""
+        return int(self._limit.seconds * 1e9)
 
     def set_limit(self, seconds: float) -> None:
-        """Set how long a wait on the device may take in all later launches, other than those that a graph replays."""
+        """Set the group's limit of a wait on the device, for all later calls other than those that a graph replays."""
+        self._limit.seconds = seconds
+
+    def _set_nanoseconds(self, seconds: float) -> None:
         nanoseconds = int(seconds * 1e9)
-        if nanoseconds != self._limit.nanoseconds:
-            self._limit.nanoseconds = nanoseconds
+        if nanoseconds != self._nanoseconds:
+            self._nanoseconds = nanoseconds
             for function in self._waiting_functions:
                 function.set("limit", nanoseconds)
 
@@ -294,14 +298,15 @@ class CollectiveWorkspace:
         return self._record.failed
 
     def follow_stream(self) -> int:
-        """Order the next kernel after all earlier ones, on whichever stream these are: they share the mailboxes.
+        """Begin a call: set its waits' limit, and order its kernels after all earlier ones, on whichever stream.
 
-        Returns the current stream's handle.
+        All calls share the mailboxes. Returns the current stream's handle.
 
         If the current stream is not the last call's, it waits for the event that `mark_end` recorded, or else for all
         work in the last call's stream. While a graph is captured, nothing outside of it can be waited for: the caller
         orders its replays.
         """
+        self._set_nanoseconds(self._limit.of_call())
         raw = torch._C._cuda_getCurrentRawStream(self._device_index)
         if raw == self._raw_stream:
             if self._stream is None:  # `resume` has set its handle

@@ -24,7 +24,7 @@ from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import INTERPRETED, Channel
-from stretto.tiles.call_state import make_state
+from stretto.tiles.call_state import WaitLimit, make_state
 from stretto.tiles.launches import launch_kernel
 from stretto.tiles.waits import OF_BEGIN
 
@@ -110,6 +110,7 @@ def _launch(
                 f"{NAME}: {STAGING_BYTES} bytes of staging hold no tile of a config with {config.bags} bags"
             )
     exchange = slots.describe(placement.dtype, peer_access)
+    slots.limit.begin_call()
     launch_kernel(
         begin_putting,
         1,
@@ -118,6 +119,7 @@ def _launch(
         counts,
         placement.fingerprint,
         BLOCK=triton.next_power_of_2(counts.numel()),
+        on_load=slots.limit.allow_loading,
         num_warps=1,
     )
     out = slots.take((placement.local_batch, placement.width), placement.dtype)
@@ -133,6 +135,7 @@ def _launch(
         placement.fingerprint,
         slots.index_errors.report,
         ORDER=config.order,
+        on_load=slots.limit.allow_loading,
         num_warps=config.num_warps,
         num_stages=1,
     )
@@ -142,9 +145,9 @@ def _launch(
 class PutSlots:
     """Two outputs, staging and signals, in NVSHMEM's symmetric memory on all ranks; made by `find`.
 
-    channel: holds the time limit, failure record and addresses for the kernels; its counters are not used, since
-    NVSHMEM's signals have 64 bits. Its addresses are the distances to other ranks' memory, 0 for ranks without peer
-    access.
+    limit: of the calls' waits. channel: holds it, failure record and addresses for the kernels; its counters are not
+    used, since NVSHMEM's signals have 64 bits. Its addresses are the distances to other ranks' memory, 0 for ranks
+    without peer access.
     """
 
     def __init__(self, storage: Tensor, addresses: Sequence[int], rank: int, slot_bytes: int, timeout: float) -> None:
@@ -163,9 +166,10 @@ class PutSlots:
         self._staging = storage[_head_bytes(world) + 2 * slot_bytes :]
         self._targets = torch.zeros(world * CHANNELS, dtype=torch.int64, device=device)
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
-        self._record = failures.register(self, functools.partial(_describe_failure, rank, world, timeout), device)
+        self._record = failures.register(self, functools.partial(_describe_failure, rank, world), device)
         self._calls = 0
-        state = make_state(0, timeout, device)
+        state = make_state(0, device)
+        self.limit = WaitLimit(state, timeout)
         self.channel = Channel(
             rank,
             tl.constexpr(world),
@@ -239,7 +243,7 @@ class PutSlots:
         failures.check()
 
 
-def _describe_failure(rank: int, world: int, timeout: float, words: Sequence[int]) -> str:
+def _describe_failure(rank: int, world: int, words: Sequence[int]) -> str:
     """Describe the failure record: which wait has failed."""
     kind, _, call, _, channel, peer, seen, target = words[:8]
     if kind == failures.FOLLOWED:
@@ -249,8 +253,9 @@ def _describe_failure(rank: int, world: int, timeout: float, words: Sequence[int
         )
     what = "the beginning of the call" if kind == OF_BEGIN.value else f"channel {channel}"
     return (
-        f"rank {rank} of {world}: {NAME}, call {call}: waited in vain for rank {peer}, {what}, {timeout:g} s: its "
-        f"signal is at {seen}, the target is {target}. The group's calls are broken from here on"
+        f"rank {rank} of {world}: {NAME}, call {call}: waited in vain for rank {peer}, {what}, "
+        f"{failures.read_limit(words):g} s: its signal is at {seen}, the target is {target}. The group's calls are "
+        "broken from here on"
     )
 
 

@@ -120,12 +120,13 @@ class FusedScheduleKernel:
             function.launch(blocks, plan.threads, stream=stream)
 
     def last_launch(self) -> RecordedLaunch | None:
-        """What the last call has launched; None if that was more than one kernel, or none."""
+        """The last call's launch, with the limit of later calls; None if it launched more than one kernel, or none."""
         plan, function = self._current, self._function
         if plan is None or len(plan.pieces) != 1:
             return None
-        places = function.place("input"), function.place("output")
-        return RecordedLaunch(function.handle, plan.pieces[0][2], plan.threads, function.parameters(), *places)
+        places, values = (function.place("input"), function.place("output")), list(function.parameters())
+        values[function.place("limit")] = self.workspace.lasting_limit
+        return RecordedLaunch(function.handle, plan.pieces[0][2], plan.threads, tuple(values), *places)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
         """Set the threads of a block (None: by size) and the most blocks. All ranks set the same.
