@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
-import typer.main
+from tests.cli.answers import walk_commands
 from tests.cli.test_commands import stretto_command
 
 import stretto.bench
 from stretto.bench.settings import Option
-from stretto.cli import app
 from stretto.cli.bench.command import _read
 from stretto.cli.console import Command
 
 
-def all_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    for word, each in getattr(command, "commands", {}).items():
-        yield from all_commands(each, f"{name} {word}".strip())
-    if not hasattr(command, "commands"):
-        yield name, command
-
-
 def test_every_command_refuses_numbers_that_are_not_finite_or_beyond_64_bits() -> None:
-    commands = dict(all_commands(typer.main.get_command(app)))
+    commands = {name: command for name, command in walk_commands().items() if not hasattr(command, "commands")}
     assert len(commands) > 60
     for name, command in commands.items():
         assert isinstance(command, Command), name

@@ -36,10 +36,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are written while a test runs."""
     figures: list[Figure] = []
 
-    def keep(figure: Figure, file: Path, **options: Any) -> None:
-        assert options == {"dpi": figure.dpi}  # boxes are measured in the file's pixels, and nothing is cropped
+    def keep(figure: Figure, file: Any, *, dpi: float, format: str) -> None:
+        assert dpi == figure.dpi  # boxes are measured in the file's pixels, and nothing is cropped
         figure.draw_without_rendering()
-        Path(file).touch()
         figures.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", keep)

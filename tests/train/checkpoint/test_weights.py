@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights as safetensors: out of a checkpoint, into a model on any grid."""
 
-import importlib
 import json
 import os
 from collections.abc import Callable
@@ -162,9 +161,3 @@ def test_a_file_of_an_index_that_is_a_pipe_is_refused_and_never_opened(tmp_path:
 def test_a_name_that_is_no_safetensors_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.bin does not end in \.safetensors; .*model\.safetensors would do"):
         export_safetensors(tmp_path, tmp_path / "model.bin")
-
-
-def test_the_old_module_name_finds_the_functions_with_a_warning():
-    old = importlib.import_module("stretto.train.weights")
-    with pytest.warns(DeprecationWarning, match=r"is now stretto\.train\.checkpoint\.weights\.export_safetensors"):
-        assert old.export_safetensors is export_safetensors

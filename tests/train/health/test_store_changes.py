@@ -4,14 +4,14 @@
 import random
 
 from stretto.train.health.ranks import RankState
-from stretto.train.health.watcher import WATCHERS, Nodes
+from stretto.train.health.watcher import WATCHERS, NodeExchange
 
 KEY = "0123456789abcdef"
 CHANGES = 10_000
 
 
 class Store(dict[str, bytes]):
-    """The part of torch's store that `Nodes` uses. A `get` of a key that is not there would wait."""
+    """The part of torch's store that `NodeExchange` uses. A `get` of a key that is not there would wait."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()
@@ -32,8 +32,8 @@ def state_of(rank: int) -> RankState:
 
 def test_whatever_is_written_into_the_store_only_lines_of_the_jobs_watchers_count() -> None:
     rng, store, now = random.Random(0), Store(), [0.0]
-    one, two = (Nodes(store, node, KEY, lambda: now[0]) for node in (0, 1))
-    stranger = Nodes(store, 1, "another job's", lambda: now[0])
+    one, two = (NodeExchange(store, node, KEY, lambda: now[0]) for node in (0, 1))
+    stranger = NodeExchange(store, 1, "another job's", lambda: now[0])
     two.exchange([state_of(1)])
     one.exchange([state_of(0)])
     for _ in range(CHANGES):
@@ -63,7 +63,7 @@ def test_whatever_is_written_into_the_store_only_lines_of_the_jobs_watchers_coun
 
 def test_machines_find_each_other_again_after_the_list_was_removed() -> None:
     store = Store()
-    one, two = (Nodes(store, node, KEY) for node in (0, 1))
+    one, two = (NodeExchange(store, node, KEY) for node in (0, 1))
     one.exchange([state_of(0)])
     store.pop(WATCHERS)
     for _ in range(2):

@@ -20,7 +20,7 @@ from stretto.counters import Wait, Window
 from stretto.train.health import stacks
 from stretto.train.health.monitor import Monitor
 from stretto.train.health.ranks import RankState
-from stretto.train.health.watcher import Nodes, Watcher
+from stretto.train.health.watcher import NodeExchange, RankWatcher
 
 KEY = "the key of this job"
 WAIT = Wait("all_reduce", (0, 1, 2, 3), "data", "7", 124)
@@ -49,7 +49,7 @@ def test_a_state_is_the_same_after_its_way_through_the_store() -> None:
         assert RankState.of_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-def begin(*nodes: Nodes) -> None:
+def begin(*nodes: NodeExchange) -> None:
     """Let each machine see that the others write new lines."""
     for node in (*nodes, *nodes):
         node.exchange([])
@@ -57,7 +57,7 @@ def begin(*nodes: Nodes) -> None:
 
 def test_two_machines_see_each_others_ranks(store: dist.Store) -> None:
     clock = Clock()
-    first, second = (Nodes(store, node, KEY, clock) for node in (0, 2))
+    first, second = (NodeExchange(store, node, KEY, clock) for node in (0, 2))
     assert first.exchange([state_of(0), state_of(1)]) == ({}, {})
     assert second.exchange([]) == ({}, {}), "a line that was there before may be of an earlier start of the job"
     assert first.exchange([state_of(0), state_of(1)]) == ({}, {})
@@ -70,7 +70,7 @@ def test_two_machines_see_each_others_ranks(store: dist.Store) -> None:
 
 def test_a_machine_from_which_no_new_line_comes_grows_silent_and_is_heard_again(store: dist.Store) -> None:
     clock = Clock()
-    first, second = (Nodes(store, node, KEY, clock) for node in (0, 1))
+    first, second = (NodeExchange(store, node, KEY, clock) for node in (0, 1))
     begin(first, second)
     second.exchange([state_of(1)])
     for seconds in range(20):
@@ -82,7 +82,7 @@ def test_a_machine_from_which_no_new_line_comes_grows_silent_and_is_heard_again(
 
 def test_ranks_that_are_done_are_not_silent(store: dist.Store) -> None:
     clock = Clock()
-    first, second = (Nodes(store, node, KEY, clock) for node in (0, 1))
+    first, second = (NodeExchange(store, node, KEY, clock) for node in (0, 1))
     begin(first, second)
     second.exchange([state_of(1, is_done=True), state_of(2)])
     first.exchange([state_of(0)])
@@ -92,7 +92,11 @@ def test_ranks_that_are_done_are_not_silent(store: dist.Store) -> None:
 
 
 def test_a_line_with_another_key_or_of_another_machine_is_ignored(store: dist.Store) -> None:
-    own, stranger, other = Nodes(store, 0, KEY), Nodes(store, 1, "another key"), Nodes(store, 2, KEY)
+    own, stranger, other = (
+        NodeExchange(store, 0, KEY),
+        NodeExchange(store, 1, "another key"),
+        NodeExchange(store, 2, KEY),
+    )
     begin(own, stranger, other)
     stranger.exchange([state_of(1)])
     other.exchange([state_of(2)])
@@ -186,7 +190,7 @@ def test_no_value_of_the_store_ends_a_watcher_or_makes_it_touch_anything(
     for owner, name in ((os, "kill"), (os, "killpg"), (os, "system"), (subprocess, "Popen"), (os, "mkdir")):
         monkeypatch.setattr(owner, name, record(name))
     clock = Clock()
-    nodes, other = Nodes(store, 0, KEY, clock), Nodes(store, 1, KEY, clock)
+    nodes, other = NodeExchange(store, 0, KEY, clock), NodeExchange(store, 1, KEY, clock)
     other.exchange([state_of(1), state_of(2, wait=None, waits=False)])
     line = store.get("stretto/watch/1")
     content = json.loads(line.partition(b" ")[2])
@@ -224,7 +228,7 @@ def test_no_value_of_the_store_ends_a_watcher_or_makes_it_touch_anything(
 
 @pytest.mark.parametrize("length", [1 << 20, 5 << 20])
 def test_a_line_that_is_too_long_is_none(store: dist.Store, length: int) -> None:
-    own, other = Nodes(store, 0, KEY), Nodes(store, 1, KEY)
+    own, other = NodeExchange(store, 0, KEY), NodeExchange(store, 1, KEY)
     other.exchange([state_of(1, host="x" * length)])
     assert own.exchange([state_of(0)]) == ({}, {})
 
@@ -260,7 +264,7 @@ class Ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == "shared\n"
         settings = {"folder": str(counters), "out": str(folder), "ranks": 2, "timeout": 20.0, "local_ranks": 2}
-        self.watcher = Watcher(settings, io.BytesIO())
+        self.watcher = RankWatcher(settings, io.BytesIO())
         self.watcher._monitor.look()
         # It looks at no other process of this machine, whatever a test does.
         assert {each.pid for each in self.watcher._local.counters.values()} == {each.pid for each in self.processes}

@@ -49,7 +49,7 @@ def say(level: str, text: str) -> None:
     print(f"{level} stretto.train.health: {text}", file=sys.stderr, flush=True)
 
 
-class Nodes:
+class NodeExchange:
     """Exchanges the states of ranks with the watchers of other machines, through the job's store.
 
     store: of the job, or one with its `set`, `check` and `get`. node: this machine's first rank. key: of the hash.
@@ -120,7 +120,7 @@ class Nodes:
         return None
 
 
-class Watcher:
+class RankWatcher:
     """Watches the ranks that something other than `launch` has started.
 
     settings: as `joining.watched` gives them. stdin: where it writes others, for the next training of the same ranks.
@@ -131,7 +131,7 @@ class Watcher:
         self._parents: dict[int, int] = {}  # by process
         self._local = LocalRanks(self._folder)
         self._use(settings)
-        self._nodes: Nodes | None = None
+        self._nodes: NodeExchange | None = None
         self._answered = time.monotonic()
         self._orphaned: float | None = None
         self._has_ended_all = False
@@ -187,7 +187,9 @@ class Watcher:
         """The states of the other machines' ranks; marks those from which nothing comes any more."""
         try:
             if self._nodes is None:
-                self._nodes = Nodes(_connect(self._settings["store"]), min(self._local.counters), self._settings["key"])
+                self._nodes = NodeExchange(
+                    _connect(self._settings["store"]), min(self._local.counters), self._settings["key"]
+                )
             states, ages = self._nodes.exchange(self._monitor.states.values())
         except RuntimeError as error:
             if time.monotonic() - self._answered > self._timeout:
@@ -233,7 +235,7 @@ class Watcher:
 
 
 def guard(settings: Mapping[str, Any], stdin: BinaryIO) -> None:
-    """Wait until the launcher ends. If it was killed, end its ranks as `Watcher` does, and remove its folder.
+    """Wait until the launcher ends. If it was killed, end its ranks as `RankWatcher` does, and remove its folder.
 
     settings: `folder`, of counters; `remove`, a folder of the launcher's; `grace`, seconds for ranks to stop.
     """
@@ -296,7 +298,7 @@ def main() -> None:
     if settings.get("guards"):
         guard(settings, stdin)
     else:
-        Watcher(settings, stdin).run()
+        RankWatcher(settings, stdin).run()
 
 
 if __name__ == "__main__":
