@@ -4,7 +4,9 @@
 A process that imports this can launch nothing else (`tests.ops.recorded`): tests run `main` in one of its own.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,9 +53,14 @@ class LimitRecorder(Recorder):
         return note
 
 
-def set_capturing(is_capturing: bool) -> None:
-    """Have the current stream captured in a CUDA graph, or not."""
-    torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: is_capturing
+@contextlib.contextmanager
+def capturing(channel: Any) -> Iterator[None]:
+    """Have the current stream captured in a CUDA graph: nothing has run afterwards."""
+    before = channel._state.clone()
+    torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
+    yield
+    torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: False
+    channel._state.copy_(before)
 
 
 def main() -> None:
@@ -102,13 +109,11 @@ def main() -> None:
     assert limits_of(begin, lambda: launch(4)) == [LIMIT] * 2
     # A graph has the group's limit, and leaves the longer one to the next call.
     launch_kernel(store, 1, word, 5, num_warps=1)
-    set_capturing(True)
-    assert limits_of(begin) == [LIMIT]
-    set_capturing(False)
+    with capturing(channel):
+        assert limits_of(begin) == [LIMIT]
     assert limits_of(begin) == [FIRST]
-    set_capturing(True)
-    assert limits_of(begin) == [LIMIT]
-    set_capturing(False)
+    with capturing(channel):
+        assert limits_of(begin) == [LIMIT]
     assert limits_of(begin) == [LIMIT]
     # Another limit of the group.
     channel.limit.seconds = 0.5
