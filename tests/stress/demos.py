@@ -14,12 +14,20 @@ import tempfile
 import time
 from pathlib import Path
 
-LOCATIONS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 SIGNS = ("Traceback", "Segmentation fault", "is stuck", "silent", "core dumped")
 
 
-def files() -> set[str]:
-    return {str(path) for folder in LOCATIONS for path in folder.iterdir() if not path.name.startswith("pytest")}
+# Each run has a /dev/shm of its own, where this user may mount one, so that other programs' files are not taken for its.
+ISOLATE = 'mount -t tmpfs tmpfs /dev/shm && { "$@"; status=$?; ls -A /dev/shm > $TMPDIR/../shared; exit $status; }'
+
+
+def isolation() -> list[str]:
+    """The beginning of a command with a /dev/shm of its own; empty where that is not allowed."""
+    command = ["unshare", "--mount", "--", "sh", "-c", ISOLATE, "sh"]
+    with tempfile.TemporaryDirectory() as folder:
+        (inner := Path(folder, "tmp")).mkdir()
+        tried = subprocess.run([*command, "true"], env=os.environ | {"TMPDIR": str(inner)}, capture_output=True)
+    return command if tried.returncode == 0 else []
 
 
 def children(variable: str) -> list[str]:
@@ -40,15 +48,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("options", nargs="*", help="of stretto demo, after --")
     given = parser.parse_args()
-    failures, seconds = [], []
+    failures, seconds, isolated = [], [], isolation()
     with tempfile.TemporaryDirectory(prefix="stretto-demos-") as folder:
         for number in range(given.times):
             mark = f"STRETTO_DEMO_NUMBER={os.getpid()}-{number}"
-            before, began = files(), time.monotonic()
+            began, temporary, shared = time.monotonic(), Path(folder, "tmp"), Path(folder, "shared")
+            temporary.mkdir(exist_ok=True)
+            shared.write_text("")
             command = ["-m", "stretto", "demo", "--steps", str(given.steps), "--out", f"{folder}/out", *given.options]
             done = subprocess.run(
-                [sys.executable, *command],
-                env=os.environ | dict([mark.split("=")]),
+                [*isolated, sys.executable, *command],
+                env=os.environ | dict([mark.split("=")]) | {"TMPDIR": str(temporary)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -61,7 +71,8 @@ def main() -> int:
             while (left := children(mark)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             problems += [f"left a process: {each}" for each in left]
-            problems += [f"left {path}" for path in files() - before]
+            problems += [f"left in /dev/shm: {name}" for name in shared.read_text().split()]
+            problems += [f"left {path}" for path in temporary.iterdir() if "torchinductor" not in path.name]  # a cache
             if problems:
                 failures.append({"run": number + 1, "problems": problems, "end": (done.stdout + done.stderr)[-2000:]})
                 print(json.dumps(failures[-1]), file=sys.stderr, flush=True)
