@@ -17,7 +17,7 @@ from pathlib import Path
 SIGNS = ("Traceback", "Segmentation fault", "is stuck", "silent", "core dumped")
 
 
-# Each run has a /dev/shm of its own, where this user may mount one, so that other programs' files are not taken for its.
+# Each run has a /dev/shm of its own, where this user may mount one: other programs' files are not taken for its own.
 ISOLATE = 'mount -t tmpfs tmpfs /dev/shm && { "$@"; status=$?; ls -A /dev/shm > $TMPDIR/../shared; exit $status; }'
 
 
@@ -68,11 +68,12 @@ def main() -> int:
             problems = [] if done.returncode == 0 else [f"status {done.returncode}"]
             problems += [f"it says {sign!r}" for sign in SIGNS if sign in done.stdout + done.stderr]
             deadline = time.monotonic() + 10.0  # a watcher ends a moment after its launcher
-            while (left := children(mark)) and time.monotonic() < deadline:
+            while (running := children(mark)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            problems += [f"left a process: {each}" for each in left]
+            problems += [f"left a process: {each}" for each in running]
             problems += [f"left in /dev/shm: {name}" for name in shared.read_text().split()]
-            problems += [f"left {path}" for path in temporary.iterdir() if "torchinductor" not in path.name]  # a cache
+            left = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]  # which is a cache
+            problems += [f"left a temporary file: {name}" for name in left]
             if problems:
                 failures.append({"run": number + 1, "problems": problems, "end": (done.stdout + done.stderr)[-2000:]})
                 print(json.dumps(failures[-1]), file=sys.stderr, flush=True)
