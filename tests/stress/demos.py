@@ -46,11 +46,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the demo again and again.")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many")
     parser.add_argument("options", nargs="*", help="of stretto demo, after --")
     given = parser.parse_args()
     failures, seconds, isolated = [], [], isolation()
     with tempfile.TemporaryDirectory(prefix="stretto-demos-") as folder:
+        started = time.monotonic()
         for number in range(given.times):
+            if time.monotonic() - started > given.seconds:
+                break
             mark = f"STRETTO_DEMO_NUMBER={os.getpid()}-{number}"
             began, temporary, shared = time.monotonic(), Path(folder, "tmp"), Path(folder, "shared")
             temporary.mkdir(exist_ok=True)
@@ -81,7 +85,7 @@ def main() -> int:
     print(
         json.dumps(
             {
-                "runs": given.times,
+                "runs": len(seconds),
                 "failures": len(failures),
                 "seconds, median": round(ordered[len(ordered) // 2], 1),
                 "seconds, longest": round(ordered[-1], 1),
