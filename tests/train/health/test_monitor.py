@@ -272,6 +272,43 @@ def test_ranks_in_collectives_of_different_orders_are_named_together():
     assert (stall.kind, stall.culprits) == ("stalled", (0, 1))
 
 
+@pytest.mark.parametrize("has_missed_it", [False, True])
+def test_ranks_in_collectives_that_nobody_counts_are_named_together(has_missed_it):
+    """One rank has left out a barrier of the user's, or calls another collective."""
+    job = Job(3)
+    job.pass_time(5)
+    job.stop(0, 2, waits=True, where=("distributed_c10d.py:9 in barrier, called at train.py:3 in step",))
+    if has_missed_it:
+        job.wait_in(1, 8, "data")
+    else:
+        job.stop(1, waits=True, where=("distributed_c10d.py:5 in broadcast, called at train.py:7 in step",))
+    job.pass_time(19)
+    stall = job.stall()
+    assert (stall.kind, stall.culprits) == ("stalled", (0, 1, 2))
+    assert "barrier, called at train.py:3 in step" in stall.text
+
+
+def test_a_rank_in_a_barrier_that_nobody_counts_is_not_named_for_the_one_that_does_not_come():
+    job = Job(3)
+    job.pass_time(5)
+    job.wait_in(0, 8, "data")
+    job.stop(1, waits=True, where=("distributed_c10d.py:9 in barrier",))
+    job.stop(2)
+    job.pass_time(19)
+    assert job.stall().culprits == (2,)
+
+
+def test_a_process_that_ends_after_its_training_has_time_for_it():
+    job = Job(2)
+    job.stop(0, 1, phase="exit", is_done=True)
+    job.pass_time(START_LIMIT - 5)
+    assert job.monitor.find_stall([0, 1]) is None
+    job.pass_time(6)
+    found = job.monitor.find_stall([0, 1])
+    assert found is not None
+    assert found.culprits == (0, 1)
+
+
 def test_ranks_in_one_collective_that_does_not_end_have_lost_their_connection():
     job = Job(3)
     job.pass_time(5)

@@ -241,6 +241,23 @@ def test_a_rank_that_waits_for_the_thread_that_writes_is_seen_so(start: Start, t
     assert state.save_where.startswith("program.py:")
 
 
+def test_a_wait_in_a_functional_collective_is_seen_with_the_line_that_has_called_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("spin", tmp_path)
+    torch = "/python/site-packages/torch"
+    frames = (
+        stacks.Frame("OpOverloadPacket.__call__", f"{torch}/_ops.py", 1279),
+        stacks.Frame("wait_tensor", f"{torch}/distributed/_functional_collectives.py", 142),
+        stacks.Frame("Model.forward", "/home/model.py", 7),
+    )
+    monkeypatch.setattr(stacks, "read_threads", lambda pid: [stacks.Thread(pid, "MainThread", frames)])
+    local = LocalRanks(tmp_path)
+    state = local.with_stack(local.look()[0])
+    assert state.waits
+    assert state.where[0] == "_ops.py:1279 in __call__, called at model.py:7 in forward"
+
+
 def test_progress_and_the_state_of_the_process_are_seen(start: Start, tmp_path: Path) -> None:
     now = [0.0]
     process = start("spin", tmp_path)

@@ -130,6 +130,11 @@ def test_ranks_import_nothing_from_the_working_directory(out: Path, monkeypatch:
     assert launch(launch_entries.write_pid, config_for(out, 2)) is None
 
 
+def test_a_failure_is_named_though_the_launchers_folder_was_removed(out: Path) -> None:
+    with pytest.raises(RankFailure, match="rank 0 of 2 failed: it was killed by SIGKILL"):
+        launch(launch_entries.remove_folder_and_die, config_for(out, 2), QUICK)
+
+
 def test_the_rank_that_raised_is_named_and_not_the_one_that_waited_for_it(out: Path) -> None:
     checkpoint = write_complete_checkpoint(out)
     with pytest.raises(RankFailure) as failed:
@@ -153,11 +158,6 @@ def test_a_rank_killed_in_mid_step_ends_the_job_with_its_name_and_signal(out: Pa
 
 
 @pytest.mark.exhaustive
-def test_a_failure_is_named_though_the_launchers_folder_was_removed(out: Path) -> None:
-    with pytest.raises(RankFailure, match="rank 0 of 2 failed: it was killed by SIGKILL"):
-        launch(launch_entries.remove_folder_and_die, config_for(out, 2), QUICK)
-
-
 def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     with pytest.raises(RankFailure, match="rank 0 of 2 failed: it exited with status 3"):
         launch(launch_entries.exit_on_rank_0, config_for(out, 2), QUICK)

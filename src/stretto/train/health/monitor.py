@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stretto.counters import Wait
-from stretto.train.health.ranks import LocalRanks, RankState
+from stretto.train.health.ranks import C10D, LocalRanks, RankState
 from stretto.train.health.slow_ranks import SlowRank, SlowRanks
 from stretto.train.health.stacks import UNABLE, process_state
 
 IMPORT_LIMIT = 600.0  # seconds in which a rank may import, on a loaded machine or from a cold disk
-START_LIMIT = 60.0  # seconds at least in which a rank may start and build
+START_LIMIT = 60.0  # seconds at least in which a rank may start and build, and in which its process may end
 COMPUTES = 0.1  # cores: a process that uses more of them computes, and does not wait for a disk or a network
 MAX_GAP = 2.0  # seconds, and five looks, without a look: this process was stopped itself
 
@@ -165,9 +165,12 @@ class Monitor:
         """Seconds for which a rank may make no progress."""
         if self.state_of(rank) in UNABLE or rank in self.silent:
             return self.limit
-        phase = self.states[rank].phase if rank in self.states else "import"
-        least = {"import": IMPORT_LIMIT, "start": START_LIMIT, "build": START_LIMIT}.get(phase, 0.0)
-        return max(self.limit, least)
+        if rank not in self.states:
+            return max(self.limit, IMPORT_LIMIT)
+        if self.states[rank].is_done:  # its process ends, for which nobody waits in a collective
+            return max(self.limit, START_LIMIT)
+        least = {"import": IMPORT_LIMIT, "start": START_LIMIT, "build": START_LIMIT}
+        return max(self.limit, least.get(self.states[rank].phase, 0.0))
 
     def _read_stacks(self, ranks: Collection[int]) -> None:
         """Add to the states of ranks where they are; each stack is read once as long as its rank makes no progress."""
@@ -190,7 +193,7 @@ class Monitor:
             return "stalled", tuple(sorted(absent))
         awaited = {rank: self._awaited_by(rank) & set(stuck) for rank in stuck}
         targets = set().union(*awaited.values())
-        if ends := [rank for rank in targets if not awaited[rank] and rank not in self._failed]:
+        if ends := [rank for rank in targets if not awaited[rank] and not self._is_waiting(rank)]:
             return "stalled", tuple(sorted(ends))
         if idle := self._without_ahead([rank for rank in stuck if not self._is_waiting(rank)]):
             if len(idle) < len(stuck) or not all(self._may_compute(rank) for rank in idle):
@@ -201,8 +204,12 @@ class Monitor:
             return "stalled", tuple(sorted(writes))
         if self._failed:
             return None  # what has failed there is the cause, and ends the run
+        # Ranks that are in collectives which nobody counts: whether these wait for the others is not known.
+        uncounted = {rank for rank in stuck if not self.states[rank].wait and self._is_in_c10d(rank)}
         if targets:
-            return "stalled", tuple(sorted(targets))
+            return "stalled", tuple(sorted(targets.union(*({rank} for rank in stuck if awaited[rank] & uncounted))))
+        if len({self.states[rank].where[:1] for rank in uncounted}) > 1:
+            return "stalled", tuple(sorted(uncounted))
         entered = [rank for rank in stuck if _number(self.states[rank].wait)]
         return ("lost connection", tuple(sorted(entered))) if len(entered) > 1 else None
 
@@ -244,6 +251,9 @@ class Monitor:
         if state is None or state.state in UNABLE:
             return False
         return state.waits or (state.waits_for_thread and state.save_waits)
+
+    def _is_in_c10d(self, rank: int) -> bool:
+        return any(place.startswith(C10D) for place in self.states[rank].where)
 
     def _awaited_by(self, rank: int) -> set[int]:
         """The ranks for which a rank's main thread waits: in a collective, or for a message."""

@@ -3,8 +3,9 @@
 
 import json
 import os
+import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from stretto.counters import Counters, Reader, Wait, Window, read_folder
 from stretto.train.health import stacks
 
 IN_TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
+IN_TORCH_OPS = (f"torch{os.sep}_ops.py", f"torch{os.sep}_library{os.sep}")  # through which collectives are called, too
+IN_LIBRARIES = (f"{os.sep}torch{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen ")
+C10D = "distributed_c10d.py"
 WAITS_FOR_THREADS = (f"{os.sep}threading.py", f"{os.sep}concurrent{os.sep}futures{os.sep}")
 WRITES_FILE = "stretto-save-file"  # how the names of threads begin that write a checkpoint's files
 MAX_FRAMES = 6
@@ -153,12 +157,12 @@ class LocalRanks:
         main = next((thread for thread in threads if thread.native_id == state.pid), None)
         if main is None:
             return state
-        innermost = main.frames[0] if main.frames else None
+        innermost = next((each for each in main.frames if not _has_any(IN_TORCH_OPS, each.path)), None)
         for_thread = innermost is not None and innermost.path.endswith(WAITS_FOR_THREADS[0])
         for_thread |= innermost is not None and WAITS_FOR_THREADS[1] in innermost.path
         found = replace(
             state,
-            where=tuple(str(frame) for frame in main.frames[:MAX_FRAMES]),
+            where=_describe_frames(main.frames),
             waits=state.waits or (innermost is not None and IN_TORCH_DISTRIBUTED in innermost.path),
             waits_for_thread=for_thread and not state.waits,
         )
@@ -169,6 +173,19 @@ class LocalRanks:
         at = next((thread.frames[0] for thread in (*busy, *([writer] if writer else [])) if thread.frames), None)
         waits = not busy and at is not None and IN_TORCH_DISTRIBUTED in at.path
         return replace(found, save_where="" if at is None else str(at), save_waits=waits)
+
+
+def _describe_frames(frames: Sequence[stacks.Frame]) -> tuple[str, ...]:
+    """The innermost frames; with the first of them, where that is in a library, who has called the library."""
+    found = [str(frame) for frame in frames[:MAX_FRAMES]]
+    caller = next((frame for frame in frames if not _has_any(IN_LIBRARIES, frame.path)), None)
+    if caller is not None and caller is not frames[0]:
+        found[0] += f", called at {caller}"
+    return tuple(found)
+
+
+def _has_any(parts: Sequence[str], path: str) -> bool:
+    return any(part in path for part in parts)
 
 
 def write_stacks(folder: Path, counters: Counters, *, may_signal: bool) -> None:

@@ -48,6 +48,7 @@ def main(function: str, config_file: str) -> None:
     counters.note("start")
     entry(config)  # type: ignore[operator]
     counters.note("exit")
+    counters.mark_done()
 
 
 def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
