@@ -579,3 +579,24 @@ def test_ranks_that_write_a_checkpoint_are_saving_while_they_make_progress(tmp_p
     job.stop(1)
     job.pass_time(6)
     assert not watch.is_saving([0, 1], 5.0)
+
+
+def test_a_rank_that_is_stopped_while_all_import_is_named_alone():
+    """On a loaded machine the others import for long, too, and have their own time for it."""
+    job = Job(3)
+    job.stop(0, 1, 2, phase="import", step=None)
+    job.change(1, state=STATES["T"])
+    job.pass_time(LIMIT)
+    assert job.stall().culprits == (1,)
+
+
+def test_a_rank_that_others_wait_for_while_it_imports_has_time():
+    job = Job(3)
+    job.stop(2, phase="import", step=None)
+    for rank in (0, 1):
+        job.wait_for(rank, (), "all ranks to start")
+        job.change(rank, phase="start", step=None)
+    job.pass_time(START_LIMIT + 30)
+    assert job.monitor.find_stall() is None
+    job.pass_time(IMPORT_LIMIT - START_LIMIT)
+    assert job.stall().culprits == (2,)

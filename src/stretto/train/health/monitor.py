@@ -195,7 +195,9 @@ class Monitor:
         targets = set().union(*awaited.values())
         if ends := [rank for rank in targets if not awaited[rank] and not self._is_waiting(rank)]:
             return "stalled", tuple(sorted(ends))
-        if idle := self._without_ahead([rank for rank in stuck if not self._is_waiting(rank)]):
+        # Ranks that import have their own time, and nobody waits for them in a group that is not made yet.
+        idle = [rank for rank in stuck if not self._is_waiting(rank) and not self._may_import(rank)]
+        if idle := self._without_ahead(idle):
             if len(idle) < len(stuck) or not all(self._may_compute(rank) for rank in idle):
                 return "stalled", tuple(sorted(idle))
             return None
@@ -238,6 +240,10 @@ class Monitor:
         seconds = min(idle[rank] for rank in culprits)
         parts = [self._describe_culprit(rank, in_save=True) for rank in culprits]
         return Stall("stalled", culprits, waiting, seconds, self._describe_stall(parts, culprits, waiting, seconds))
+
+    def _may_import(self, rank: int) -> bool:
+        """Whether a rank still imports, and has time for it."""
+        return self.states[rank].phase == "import" and self.idle(rank) < self._allowed(rank)
 
     def _may_compute(self, rank: int) -> bool:
         """Whether a rank without progress uses a CPU, before the end of training."""
