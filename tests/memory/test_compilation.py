@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long ranks wait for one another while one of them may be compiling a kernel."""
 
+from collections.abc import Iterator
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +11,13 @@ import torch.distributed as dist
 from stretto.memory import PeerError, compilation, failures, store_all_gather
 from stretto.memory.compilation import ALLOWANCE, CallLimit, note_loaded_kernel
 from stretto.memory.groups import timed_barrier
+
+
+@pytest.fixture(autouse=True)
+def _loads_of_this_test_alone() -> Iterator[None]:
+    before = compilation._loaded.value
+    yield
+    compilation._loaded.value = before
 
 
 def test_the_first_call_after_a_kernel_was_loaded_may_wait_longer():
@@ -24,7 +33,15 @@ def test_the_first_call_after_a_kernel_was_loaded_may_wait_longer():
 
 def meet_after_loading():
     """Rank 0's errors where rank 1 does not come: by the first meeting after a kernel was loaded, and by the second."""
-    compilation.ALLOWANCE = 1.0
+    with mock.patch.object(compilation, "ALLOWANCE", 1.0):
+        before = compilation._loaded.value
+        try:
+            return _meet_after_loading()
+        finally:  # other tests run in this process, too
+            compilation._loaded.value = before
+
+
+def _meet_after_loading():
     rank, errors = dist.get_rank(), []
     group = dist.new_group(timeout=timedelta(seconds=30))
     for meet in (

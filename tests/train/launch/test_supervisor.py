@@ -96,8 +96,10 @@ def test_a_rank_that_nothing_ends_is_given_up_after_a_time(stubborn, failed, no_
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_rank_that_ends_by_the_signal_that_all_processes_got_has_not_failed(tmp_path, number):
+def test_a_rank_that_ends_by_the_signal_that_all_processes_got_has_not_failed(tmp_path, number, monkeypatch):
     """A scheduler signals launcher and ranks at once, before these handle signals."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which the supervisor respects
+        monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
     rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
     supervisor = Supervisor(StopTimeouts(report=0.1, end=0.1))
     supervisor.add(0, rank, tmp_path / "error.json")

@@ -337,7 +337,8 @@ def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int
 
 
 def _expect(name: str, module: nn.Module, role: Role, kind: type[nn.Module]) -> None:
-    if type(module) is not kind and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    takes_subclass = kind is nn.Linear and isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    if type(module) is not kind and not takes_subclass:
         raise UnknownRolesError(
             f"{name} is a {type(module).__name__}, but the role {role.role!r} takes exactly {kind.__name__}: "
             "a subclass may compute something else"
