@@ -71,7 +71,7 @@ def test_rows_of_an_earlier_run_stay_unless_they_are_measured_again(interpret, t
 def test_ablations_are_measured_and_drawn(interpret, tmp_path):
     rows = interpret(2, bench_dryly, str(tmp_path), True)[0]
     variations = {row["variation"] for row in rows if row["operator"] == "gather"}
-    assert variations >= {"as chosen", "no shift by rank", "16 programs push", "16 programs pull", "copies of 2 MB"}
+    assert variations >= {"as chosen", "no shift by rank", "16 programs push", "16 programs pull", "copies of 2 MiB"}
     plot_ablations(tmp_path / "operator-ablations.json", tmp_path / "ablations.png")
     assert (tmp_path / "ablations.png").stat().st_size > 10_000
 
