@@ -6,7 +6,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from errno import EDQUOT, EFBIG, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC, EOPNOTSUPP, EPERM
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,6 +40,21 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
                 partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def create_atomically(path: Path, content: str) -> None:
+    """Create a file of UTF-8 text, whole or not at all. Raises FileExistsError where there is one, which stays."""
+    with naming_file(path), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as beside:
+        beside.write(content)
+        beside.flush()
+        os.fchmod(beside.fileno(), 0o644)
+        try:
+            os.link(beside.name, path)
+        except OSError as error:
+            if error.errno not in (EPERM, EOPNOTSUPP):  # a file system without links
+                raise
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(content)
 
 
 @contextmanager

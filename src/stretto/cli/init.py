@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto init`: writes a configuration to start from."""
 
-import os
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stretto.atomic_files import create_atomically
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.suggestions import name_known
 
@@ -54,11 +53,7 @@ def _write_new(file: Path, text: str) -> None:
     if not file.parent.is_dir():
         raise ValueError(f"{file.parent} is not a folder: {file} cannot be written there")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.") as beside:
-            beside.write(text)
-            beside.flush()
-            os.fchmod(beside.fileno(), 0o644)
-            os.link(beside.name, file)  # fails where a file is already
+        create_atomically(file, text)
     except FileExistsError:
         raise ValueError(f"{file} exists already: name another file, `stretto init NAME FILE.toml`") from None
     except OSError as error:

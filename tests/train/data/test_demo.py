@@ -38,3 +38,17 @@ def test_a_python_without_its_sources_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(demo.os, "__file__", str(tmp_path / "os.py"))
     with pytest.raises(ValueError, match="its documentation has 1 bytes, but the demo needs 1000000"):
         demo_corpus()
+
+
+def test_a_corpus_that_another_rank_has_written_meanwhile_stays(tmp_path, monkeypatch):
+    """Ranks that train without a launcher all write it; one of them may have opened it already."""
+    path = tmp_path / "corpus.txt"
+
+    def come_late() -> str:
+        path.write_text("the first rank's")
+        return "the second rank's"
+
+    monkeypatch.setattr(demo, "demo_corpus", come_late)
+    assert write_demo_corpus(path) == path
+    assert path.read_text() == "the first rank's"
+    assert list(tmp_path.iterdir()) == [path]

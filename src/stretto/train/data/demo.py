@@ -4,9 +4,10 @@
 import ast
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from stretto.atomic_files import write_atomically
+from stretto.atomic_files import create_atomically
 from stretto.train.data.files import reading
 
 MIN_BYTES = 1_000_000
@@ -52,11 +53,15 @@ def demo_corpus() -> str:
 
 
 def write_demo_corpus(path: str | Path) -> Path:
-    """Write `demo_corpus()` atomically to a file in UTF-8, and make its folder. Returns the path."""
+    """Write `demo_corpus()` to a file in UTF-8, and make its folder, unless the file is there. Returns the path.
+
+    Several ranks may call it at once: the first one's file stays, since others may read it already.
+    """
     path = Path(path)
-    content = demo_corpus().encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            create_atomically(path, demo_corpus())
     return path
 
 

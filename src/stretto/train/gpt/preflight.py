@@ -363,5 +363,4 @@ def _check_grid(config: TrainConfig, source: ModelSource) -> None:
 
 
 def _python_docs(out: Path) -> Path:
-    path = out / f"{PYTHON_DOCS}.txt"
-    return path if path.exists() else write_demo_corpus(path)
+    return write_demo_corpus(out / f"{PYTHON_DOCS}.txt")
