@@ -74,7 +74,7 @@ def test_another_process_reads_what_a_rank_stores(rank: Rank) -> None:
     assert (rank.read().phase, rank.read().step) == ("start", None)
     rank.do("counters.note('step', 7)")
     rank.do("counters.name_groups({'3': 'data'}); index = counters.group_index('3', 'unnamed', (0, 2))")
-    rank.do("number = counters.enter_collective(index, 'all_reduce')")
+    rank.do("number = counters.enter_collective(index)")
     rank.do("before = counters.begin_wait('all_reduce', index, number)")
     found = rank.read()
     assert (found.rank, found.pid, found.phase, found.step) == (0, rank.process.pid, "step", 7)
@@ -105,7 +105,7 @@ def test_counters_of_before_the_file_was_made_are_in_it(tmp_path: Path) -> None:
         "counters.note('step', 3)",
         "counters.note('step', 4)",
         "counters.advance()",
-        "counters.enter_collective(index, 'all_gather')",
+        "counters.enter_collective(index)",
     ],
 )
 def test_each_kind_of_progress_shows(rank: Rank, code: str) -> None:
@@ -230,8 +230,8 @@ def test_a_save_in_a_thread_is_seen_with_its_thread(rank: Rank) -> None:
 def test_names_and_groups_beyond_the_limits_are_left_out_and_nothing_else(rank: Rank) -> None:
     rank.do("wait = counters.begin_wait('first'); index = counters.group_index('3', 'data', (0, 2))")
     rank.do("first = [counters.group_index(f'g{n}', f'g{n}', (0,)) for n in range(counters.MAX_GROUPS)]")
-    rank.do("assert first[-1] == -1 and counters.enter_collective(first[-1], 'all_reduce') == 0")
-    rank.do("assert counters.enter_collective(index, 'all_reduce') == 1")
+    rank.do("assert first[-1] == -1 and counters.enter_collective(first[-1]) == 0")
+    rank.do("assert counters.enter_collective(index) == 1")
     rank.do("for n in range(counters.MAX_NAMES + 9): counters.end_wait(counters.begin_wait(f'name {n}'))")
     found = rank.read()
     assert found.wait == Wait("first")

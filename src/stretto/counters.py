@@ -37,7 +37,7 @@ MAX_NAMES_BYTES = 4 << 20
 ) = range(20)  # fmt: skip
 _WINDOW_SIZE, _KEPT_WINDOWS = 4, 4  # number, nanoseconds a step, nanoseconds waited a step, view
 _GROUPS = _WINDOWS + _WINDOW_SIZE * _KEPT_WINDOWS
-_GROUP_SIZE = 3  # name, entered, name of the collective that was entered last
+_GROUP_SIZE = 2  # name, and how many of its collectives this rank has entered
 _SIZE = _GROUPS + _GROUP_SIZE * MAX_GROUPS
 
 VIEWS = ("cpu", "host", "nccl")
@@ -190,13 +190,12 @@ def group_index(group_name: str, label: str, ranks: Collection[int]) -> int:
     return index
 
 
-def enter_collective(index: int, name: str) -> int:
+def enter_collective(index: int) -> int:
     """Count that this rank has entered a group's next collective; its number, from 1 on."""
     if index < 0:
         return 0
     at = _GROUPS + _GROUP_SIZE * index
     number: int = _values[at + 1] + 1
-    _values[at + 2] = _code(name)
     _values[at + 1] = number
     return number
 
@@ -429,7 +428,7 @@ class Reader:
         phase = PHASES[values[_PHASE]] if 0 <= values[_PHASE] < len(PHASES) else PHASES[0]
         entered, groups = {}, {}
         for index in range(MAX_GROUPS):
-            name, number, _ = values[_GROUPS + _GROUP_SIZE * index :][:_GROUP_SIZE]
+            name, number = values[_GROUPS + _GROUP_SIZE * index :][:_GROUP_SIZE]
             if not name:
                 break
             label, group_name, *ranks = self._name(name) or ("", "")

@@ -50,7 +50,7 @@ def train(folder: str, turns: int, hidden: int) -> dict[str, Any]:
         "advance": lambda: None,
         "begin_wait": lambda name, group=-1, number=0: None,
         "end_wait": lambda before: None,
-        "enter_collective": lambda index, name: 0,
+        "enter_collective": lambda index: 0,
     }
 
     def use(functions: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def train(folder: str, turns: int, hidden: int) -> dict[str, Any]:
         for _ in range(of_step["begin_wait"]):
             counters.end_wait(counters.begin_wait("all_reduce"))
         for _ in range(of_step["enter_collective"]):
-            counters.enter_collective(-1, "all_reduce")
+            counters.enter_collective(-1)
         for _ in range(of_step["note"]):
             counters.note("step", 1)
     stores_alone = (time.perf_counter() - began) / 1000

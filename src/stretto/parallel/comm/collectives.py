@@ -52,7 +52,7 @@ class collective:
 
     def __enter__(self) -> "collective":
         self._before, _running.kind = _running.kind, self._kind
-        self._number = counters.enter_collective(self._group, self._kind)
+        self._number = counters.enter_collective(self._group)
         self._wait = counters.begin_wait(self._kind, self._group, self._number)
         # Only under a profiler: without one a record would cost the host several microseconds at each call.
         self._record = record_function(COLLECTIVE_MARK + self._kind) if torch.autograd._profiler_enabled() else None

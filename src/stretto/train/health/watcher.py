@@ -247,7 +247,10 @@ def guard(settings: Mapping[str, Any], stdin: BinaryIO) -> None:
         left = [counters for counters in local.counters.values() if counters.is_running]
         if not left:
             break
-        if time.monotonic() - since > settings["grace"] and not _is_saving(states.values()):
+        waited = time.monotonic() - since
+        if waited > settings["grace"] + GRACE and not _is_saving(states.values()):
+            break  # they wait in the kernel, and nothing ends them
+        if waited > settings["grace"] and not _is_saving(states.values()):
             for counters in left:
                 _signal(counters, signal.SIGKILL)
         time.sleep(0.1)
