@@ -2,7 +2,8 @@
 """Finds the ranks of this machine that lost a connection to each other, from outside, by the kernel's tables of TCP.
 
 While ranks train, the connections between their processes are listed now and then. A rank whose error says that it lost
-a peer closes that connection: a pair of ranks that had one more connection before than now has lost it.
+a peer closes that connection: a pair of ranks that had one more connection before than now has lost it. A rank that
+fails closes its other connections, too: the pair that lost one first is the cause.
 """
 
 import os
@@ -26,18 +27,27 @@ class Connections:
 
     def __init__(self) -> None:
         self._most: Counter[tuple[int, int]] = Counter()  # by pair of ranks
+        self._lost: dict[tuple[int, int], float] = {}  # when a pair was first seen with fewer
         self._looked = -self.PERIOD
 
     def look(self, pids: Mapping[int, int], now: float) -> None:
         """Count the connections of each pair of ranks, if it is time. pids: the ranks' processes; now: seconds."""
         if now - self._looked >= self.PERIOD:
             self._looked = now
-            self._most |= count_connections(pids)
+            counts = count_connections(pids)
+            self._most |= counts
+            self._lost = {pair: self._lost.get(pair, now) for pair, most in self._most.items() if counts[pair] < most}
 
-    def find_lost(self, pids: Mapping[int, int], failed: Sequence[int]) -> list[tuple[int, int]]:
-        """The pairs of ranks, one of which is in `failed`, that have fewer connections than they had."""
-        now = count_connections(pids)
-        return sorted(pair for pair, most in self._most.items() if now[pair] < most and set(pair) & set(failed))
+    def find_lost(
+        self, pids: Mapping[int, int], failed: Sequence[int]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The pairs of ranks, one of which is in `failed`, that have fewer connections than they had: those that were
+        seen first, and those that came later."""
+        counts = count_connections(pids)
+        pairs = sorted(pair for pair, most in self._most.items() if counts[pair] < most and set(pair) & set(failed))
+        since = {pair: self._lost.get(pair, float("inf")) for pair in pairs}
+        first = min(since.values(), default=0.0)
+        return [pair for pair in pairs if since[pair] == first], [pair for pair in pairs if since[pair] > first]
 
 
 def count_connections(pids: Mapping[int, int]) -> Counter[tuple[int, int]]:
@@ -65,11 +75,23 @@ def count_connections(pids: Mapping[int, int]) -> Counter[tuple[int, int]]:
     return found
 
 
-def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
+def describe_lost(
+    pairs: Sequence[tuple[int, int]], failed: Sequence[int], later: Sequence[tuple[int, int]] = ()
+) -> tuple[int, str]:
     """Describe lost connections. Returns the rank that all of them have in common, else the lowest, and a sentence.
 
-    pairs: of `Connections.find_lost`; empty if that is not known, and then only that the ranks `failed` lost some.
+    pairs, later: of `Connections.find_lost`; empty if that is not known, and then only that the ranks `failed` lost
+    some.
     """
+    rank, text = _describe_first(pairs, failed)
+    return rank, f"{text}: then {_list_pairs(later)}" if later else text
+
+
+def _list_pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{one} and {other}" for one, other in pairs)
+
+
+def _describe_first(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
     if not pairs:
         whose = "its connection to another rank" if len(failed) == 1 else "connections to other ranks"
         return min(failed), f"{list_ranks(tuple(failed))} lost {whose}, and all processes live"
@@ -80,5 +102,4 @@ def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tu
     if counts[common] == len(pairs):
         peers = [rank for pair in pairs for rank in pair if rank != common]
         return common, f"rank {common} lost its connections to {list_ranks(peers)}, and all processes live"
-    shown = ", ".join(f"{one} and {other}" for one, other in pairs)
-    return common, f"pairs of ranks lost their connections, and all processes live: {shown}"
+    return common, f"pairs of ranks lost their connections, and all processes live: {_list_pairs(pairs)}"

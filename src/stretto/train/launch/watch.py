@@ -91,7 +91,8 @@ class RankWatch:
         lost = {each.rank: each.reason for each in failures if each.kind == "lost connection"}
         if not lost:
             return None
-        rank, description = describe_lost(self._connections.find_lost(self._pids(), list(lost)), list(lost))
+        first, later = self._connections.find_lost(self._pids(), list(lost))
+        rank, description = describe_lost(first, list(lost), later)
         own = next((each for each in failures if each.rank == rank), None)
         reason = f"{description}: {(own or failures[0]).reason}"
         order = (0, min(each.order[1] for each in failures))
