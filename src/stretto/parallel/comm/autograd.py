@@ -78,6 +78,22 @@ class _WithOwnGradient(torch.autograd.Function):
         return gradient.clone()
 
 
+def scale_gradient(tensor: Tensor, scale: float) -> Tensor:
+    """The same tensor, whose gradient is multiplied by `scale`."""
+    return tensor if scale == 1 else _ScaleGradient.apply(tensor, scale)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same, of which each rank of the group will have a part of the gradient."""
     return _SumGradient.apply(tensor, group)

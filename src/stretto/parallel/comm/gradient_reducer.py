@@ -33,6 +33,7 @@ backward pass runs. Operations marked [S] only start there: NCCL runs them on it
 a copy engine on a side stream.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from stretto.axes import STAGE
+from stretto.axes import LOSS, STAGE
 from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
@@ -54,6 +55,7 @@ from stretto.parallel.comm.gradient_buckets import (
     BackwardPass,
     GradientBucket,
     GradientSink,
+    StartedScatter,
     UnshardedGradient,
     accumulate,
     local_gradient,
@@ -85,8 +87,9 @@ class GradientReducer:
     `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a
     list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
-    parameters alone is none: the reducer does not see it. `averages`: gradients are averaged over ranks, by a factor
-    that was applied before they come here.
+    parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
+    the global batch has its gradient multiplied by the number of ranks (docs/decisions/030); else they sum.
+    `loss_covers_own_rows`: each rank's loss is of its own rows, and not of the global batch.
     """
 
     def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
@@ -96,13 +99,15 @@ class GradientReducer:
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
-        self.averages = False
+        self.averages = True
+        self.loss_covers_own_rows = False
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
         self.has_synced = False
         self.accumulates_unsharded = self.keeps_unsharded = False
         self._unsharded: dict[nn.Parameter, UnshardedGradient] = {}  # in one order on all ranks, too
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
+        self._scattered_over: dict[nn.Parameter, int] = {}
         self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
@@ -112,12 +117,21 @@ class GradientReducer:
         self._scattered: list[nn.Parameter] | None = []  # in the first pass; None once ranks of z have compared them
 
     def watch(
-        self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool, others: Sequence[dist.ProcessGroup] = ()
+        self,
+        parameter: nn.Parameter,
+        axes: Sequence[str],
+        *,
+        scattered_over: int | None,
+        others: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        """Sum this parameter's gradients over `axes`, and over the groups `others`, from now on. Those of a weight come
-        by `reduce_scatter_gradient`."""
+        """Reduce this parameter's gradients over `axes`, and over the groups `others`, from now on.
+
+        scattered_over: the ranks over which a weight's gradient, which comes by `reduce_scatter_gradient`, is scattered
+        first; None for other parameters.
+        """
         self._groups[parameter] = (*(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1), *others)
-        if is_weight:
+        self._scattered_over[parameter] = scattered_over or 1
+        if scattered_over is not None:
             self._weights.add(parameter)
         elif self._groups[parameter]:
             self._hooks[parameter] = []
@@ -142,6 +156,23 @@ class GradientReducer:
     def is_summed(self, parameter: nn.Parameter) -> bool:
         """Whether ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
         return bool(self._groups[parameter])
+
+    def forward_scale(self, parameter: nn.Parameter) -> float:
+        """The factor of the gradient that reaches a parameter through the model's forward pass, before reductions
+        average it.
+
+        1 where a gradient is reduced over the ranks of the loss. More where other ranks have further parts (of their
+        heads or tokens along x, or another stage's of a tied weight), less where all-to-alls have brought parts already
+        (experts').
+        """
+        if not self.averages:
+            return 1.0
+        ranks = self._scattered_over[parameter] * math.prod(group.size() for group in self._groups[parameter])
+        return ranks / self.grid.size(LOSS)
+
+    def _scale_of_shard(self, parameter: nn.Parameter) -> float:
+        """The factor of a weight's gradient that is summed over z: what is in `.grad` is then an average over z."""
+        return self.forward_scale(parameter) / self._scattered_over[parameter] if self.averages else 1.0
 
     def refuse_hook(self, name: str, parameter: nn.Parameter) -> None:
         """Raise ValueError if a weight has a hook of the user: autograd sees no gradient of it."""
@@ -202,11 +233,12 @@ class GradientReducer:
                 self._keep_unsharded(parameter, gradient, start)
                 return
             gradient = self._with_unsharded(parameter, gradient)
+        scale, gradient = self._scale_first(parameter, gradient)
         pending = start(gradient)
         if pending.work is None:  # z has one rank
-            self._settle(current, parameter, pending)
+            self._settle(current, [(parameter, pending, scale)])
             return
-        self._add_scatter(current, [(parameter, pending)])
+        self._add_scatter(current, [(parameter, pending, scale)])
 
     def reduce_scatter_block(
         self,
@@ -225,19 +257,28 @@ class GradientReducer:
                 self._keep_unsharded(parameter, gradient, start_one)
             return
         while current.scatters:  # one block is on its way at a time: its whole gradients take as much as many weights'
-            self._settle_all(current, current.scatters.popleft())
+            self._settle(current, current.scatters.popleft())
         parameters = [parameter for parameter, _ in gradients]
-        pending = start([self._with_unsharded(*pair) for pair in gradients])
-        self._add_scatter(current, list(zip(parameters, pending, strict=True)))
+        scaled = [
+            self._scale_first(parameter, self._with_unsharded(parameter, whole)) for parameter, whole in gradients
+        ]
+        pending = start([gradient for _, gradient in scaled])
+        scales = [scale for scale, _ in scaled]
+        self._add_scatter(current, list(zip(parameters, pending, scales, strict=True)))
 
-    def _add_scatter(self, current: BackwardPass, scatter: list[tuple[nn.Parameter, Pending]]) -> None:
+    def _scale_first(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[float, Tensor]:
+        """The factor of a gradient's sum over z, and the gradient: fp16 is multiplied now, so that no sum overflows."""
+        scale = self._scale_of_shard(parameter)
+        return (1.0, gradient * scale) if self.precision.wire(gradient) is torch.float16 else (scale, gradient)
+
+    def _add_scatter(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:
         if not self.overlap.reduce_scatter:
             scatter[0][1].wait()
         current.scatters.append(scatter)
         if self._scattered is not None:
-            self._scattered += [parameter for parameter, _ in scatter]
+            self._scattered += [parameter for parameter, *_ in scatter]
         while len(current.scatters) > SCATTERS_IN_FLIGHT:
-            self._settle_all(current, current.scatters.popleft())
+            self._settle(current, current.scatters.popleft())
 
     def _with_unsharded(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """Add what earlier micro-batches kept whole."""
@@ -312,16 +353,19 @@ class GradientReducer:
             sink.complete(parameter)
 
     def _note_unsummed(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._unsummed and parameter.grad is not None:
+        # An average leaves what ranks already share as it is; a sum would multiply it.
+        if not self.averages and parameter not in self._unsummed and parameter.grad is not None:
             _check_zero(local_gradient(parameter))
         self._unsummed[parameter] = None
 
-    def _settle_all(self, current: BackwardPass, scatter: list[tuple[nn.Parameter, Pending]]) -> None:
-        for parameter, pending in scatter:
-            self._settle(current, parameter, pending)
+    def _settle(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:
+        shards = [pending.wait() for _, pending, _ in scatter]
+        if any(scale != 1 for *_, scale in scatter):
+            torch._foreach_mul_(shards, [scale for *_, scale in scatter])
+        for (parameter, *_), mine in zip(scatter, shards, strict=True):
+            self._settle_one(current, parameter, mine)
 
-    def _settle(self, current: BackwardPass, parameter: nn.Parameter, pending: Pending) -> None:
-        mine = pending.wait()
+    def _settle_one(self, current: BackwardPass, parameter: nn.Parameter, mine: Tensor) -> None:
         if self.sink is not None:
             self._give(current, self.sink, parameter, mine)
         elif not self._groups[parameter]:
@@ -359,7 +403,7 @@ class GradientReducer:
 
     def _fill(self, current: BackwardPass, parameter: nn.Parameter, total: Tensor) -> None:
         groups = self._groups[parameter]
-        bucket = current.open.setdefault((groups, parameter.dtype), GradientBucket(groups))
+        bucket = current.open.setdefault((groups, parameter.dtype), GradientBucket(groups, averages=self.averages))
         bucket.add(parameter, total.to(self.precision.wire(total)))
         if bucket.num_bytes >= BUCKET_BYTES:
             self._close(current, (groups, parameter.dtype))
@@ -375,7 +419,7 @@ class GradientReducer:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
         current = self._passes[task]
         while current.scatters:
-            self._settle_all(current, current.scatters.popleft())
+            self._settle(current, current.scatters.popleft())
         if self._scattered:
             scattered, self._scattered = self._scattered, None
             self._check_order(scattered, self.grid.communicator("z"))
@@ -412,7 +456,8 @@ class GradientReducer:
             kept = self._take_unsharded(parameter)
             if kept is None:
                 continue
-            mine = kept.start(kept.total.to(kept.dtype)).wait()
+            scale, total = self._scale_first(parameter, kept.total.to(kept.dtype))
+            mine = kept.start(total).wait() * scale
             if self._groups[parameter]:
                 self._fill(current, parameter, mine)
             else:
