@@ -114,6 +114,9 @@ def parallelize(
     if gradients not in (None, "sum", "mean"):
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
     if options.shard_sequence and isinstance(plan, ShardingPlan):
         check_takes_sharded_sequence(model, plan)
@@ -296,9 +299,6 @@ def _shard_by_blocks(
 
     if options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
     check_modules(model, grid.size(LOSS))
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
@@ -374,16 +374,24 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
+    from stretto.parallel.comm.autograd import in_backward
+    from stretto.parallel.layout import allow_anomaly_checks
+
     gradient_reducer.grid.require_open()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ValueError(
+            "torch.func (grad, vmap, jvp, ...) was called over a parallelized model, whose gradients ranks reduce "
+            "outside of such transforms: call the model, and backward()"
+        )
+    if torch.is_anomaly_enabled():
+        allow_anomaly_checks()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
             raise ValueError(
                 f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
                 "together: add it before, or copy the new values into the parameter that was there"
             )
-        gradient_reducer.refuse_hook(name, parameter)
-
-    from stretto.parallel.comm.autograd import in_backward
+        gradient_reducer.defer_hooks(parameter, name)
 
     if not in_backward():
         gatherer.begin_forward()

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, gather, layout_of, mean_over_batch, no_sync, parallelize
+from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 from tests.parallel.training import distance
 
 ROWS, SEQ_LEN, VOCAB = 12, 6, 31
@@ -133,3 +134,62 @@ def disagreements(runs: list[Any]) -> list[Any]:
 def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_process(ranks, runs):
     count = {id(TWO): 2, id(THREE): 3, id(FOUR): 4}[id(runs)]
     assert ranks(count).run(disagreements, runs) == [[]] * count
+
+
+def stored(kind: str, sizes: dict[str, Any]) -> dict[str, float]:
+    """How far weights are from plain training's after two steps of a StoredOptimizer, with the penalty."""
+    grid, plain, model = Grid(**sizes), build(kind).float(), parallelize(build(kind).float(), Grid(**sizes))
+    optimizer = StoredOptimizer(model, grid, sgd_update(), name="sgd", dtype=torch.float32)
+    for _ in range(2):
+        plain.zero_grad()
+        (loss_of(plain, *batch(None), ROWS * SEQ_LEN) + penalty(plain)).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.02).step()
+        (loss_of(model, *batch(grid), ROWS * SEQ_LEN, grid) + penalty(model)).backward()
+        optimizer.step(0.02)
+    others = dict(plain.named_parameters())
+    found = {name: distance(gather(weight), others[name]) for name, weight in model.named_parameters()}
+    return {name: value for name, value in found.items() if not value < 1e-6}
+
+
+def test_a_stored_optimizer_takes_the_gradients_of_terms_outside_of_forward(ranks):
+    for kind, sizes in (
+        ("gpt", {"data": 2, "z": 2}),
+        ("blocks", {"data": 2, "z": 2}),
+        ("experts", {"z": 4, "expert": 2}),
+    ):
+        assert ranks(4).run(stored, kind, sizes) == [{}] * 4, kind
+
+
+def large_gradients(sizes: dict[str, int], gradients: str) -> list[float]:
+    """Weights' gradients of 40,000, as each rank has them, in fp16: their averages, or sums."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = parallelize(model, Grid(**sizes), dtype=torch.float16, gradients=gradients)
+    model(torch.zeros(1, 2)).mul(40000.0).sum().backward()
+    return gather(model[1].bias.grad).tolist()
+
+
+def test_averages_of_fp16_gradients_do_not_overflow(ranks):
+    for sizes in ({"data": 2}, {"z": 2}):
+        assert ranks(2).run(large_gradients, sizes, "mean") == [[40000.0] * 2] * 2
+        assert ranks(2).run(large_gradients, sizes, "sum") == [[float("inf")] * 2] * 2
+
+
+def unsharded(dtype: torch.dtype) -> list[float]:
+    """A gradient of 256 + 1 in two micro-batches, which bf16 cannot hold."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+    options = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32, "accumulate_unsharded": True}
+    model, one, found = parallelize(model, Grid(z=2), **options), torch.ones(1, 4), []
+    for is_last in (False, True):  # whether the last micro-batch has a gradient of it, too
+        model.zero_grad()
+        for factor in (256, 1):
+            with no_sync(model):
+                (model(one) * factor).sum().backward()
+        loss = model(one).sum() if is_last else model[0](one).sum()
+        loss.backward()
+        found.append(gather(model[1].bias.grad).float()[0].item())
+    return found
+
+
+def test_unsharded_micro_batches_are_added_in_the_dtype_in_which_gradients_are_reduced(ranks):
+    assert ranks(2).run(unsharded, torch.float32) == [[257.0, 258.0]] * 2
+    assert ranks(2).run(unsharded, torch.bfloat16) == [[256.0, 258.0]] * 2  # 257 is rounded in a bf16 .grad

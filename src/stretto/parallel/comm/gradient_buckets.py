@@ -113,8 +113,8 @@ def local_gradient(parameter: Tensor) -> Tensor:
 class UnshardedGradient:
     """A weight's whole gradient over several micro-batches, before the reduce-scatter over z.
 
-    total: in the parameter's dtype. dtype: in which it is sent. start: begins the reduce-scatter. shown, versions: see
-    `note_state`.
+    total: in the parameter's dtype, or a wider one in which gradients are reduced. dtype: in which it is sent. start:
+    begins the reduce-scatter. shown, versions: see `note_state`.
     """
 
     total: Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces gradients: sums each over the ranks that saw other tokens, into `.grad`, by the end of `backward()`.
+"""Reduces gradients: averages each over the ranks that share its parameter, into `.grad`, by the end of `backward()`.
 
 The states of one gradient, from where the backward pass makes it to `.grad`:
 
@@ -49,7 +49,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.axes import LOSS, STAGE
 from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
-from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
 from stretto.parallel.comm.gradient_buckets import (
     BackwardPass,
@@ -110,6 +110,7 @@ class GradientReducer:
         self._scattered_over: dict[nn.Parameter, int] = {}
         self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
+        self._accumulated: dict[nn.Parameter, None] = {}  # with deferred hooks, since the last pass that syncs
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self._expected: dict[nn.Parameter, int] = {}
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
@@ -144,8 +145,8 @@ class GradientReducer:
                 "accumulate_unsharded keeps unsharded gradients, which optimizer_state 'device' and 'host' do not"
             )
         self.sink = sink
-        for parameter in self._groups:
-            if parameter not in self._weights and parameter not in self._hooks:
+        for parameter in self._groups:  # weights, too: a term outside of forward gives them gradients by autograd
+            if parameter not in self._hooks:
                 self._hooks[parameter] = []
                 self.restore_hooks(parameter)
 
@@ -174,23 +175,47 @@ class GradientReducer:
         """The factor of a weight's gradient that is summed over z: what is in `.grad` is then an average over z."""
         return self.forward_scale(parameter) / self._scattered_over[parameter] if self.averages else 1.0
 
-    def refuse_hook(self, name: str, parameter: nn.Parameter) -> None:
-        """Raise ValueError if a weight has a hook of the user: autograd sees no gradient of it."""
-        if parameter in self._weights and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+    def defer_hooks(self, parameter: nn.Parameter, name: str = "") -> None:
+        """Have a user's hooks of accumulated gradients be called once `.grad` is final. name: for errors.
+
+        Raises ValueError for hooks that would see a gradient before it is reduced, and for those that would see none.
+        """
+        own = self._hooks.get(parameter)
+        if own is None and parameter not in self._weights:
+            return  # autograd's gradient is final
+        name, is_ours = name or f"a parameter of shape {list(parameter.shape)}", own is not None
+        if len(parameter._backward_hooks or ()) > is_ours:
             raise ValueError(
-                f"{name} has a hook, which would be called before there is a gradient: gradients of weights are "
-                "written to .grad outside of autograd, when backward() returns. Remove the hook, and do its work then"
+                f"{name} has a hook of register_hook, which would see no gradient, or a rank's own part of it: use "
+                "register_post_accumulate_grad_hook, whose hooks are called when .grad is reduced, and may change it"
             )
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        if len(hooks) == is_ours:
+            return
+        if self.sink is not None:
+            raise ValueError(
+                f"{name} has a hook, but its gradient goes to the optimizer that holds its state, and never to .grad"
+            )
+        for key, hook in hooks.items():  # in place, so that what removes a hook still does
+            if not isinstance(hook, _DeferredHook) and (own is None or key != own[1].id):
+                hooks[key] = _DeferredHook(hook, ref(self))
+
+    def note_accumulated(self, parameter: nn.Parameter) -> None:
+        """Call this parameter's deferred hooks at the end of the running backward pass, or of the next that syncs."""
+        self._enter()
+        self._accumulated[parameter] = None
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Register a parameter's hooks again: conversions (`.to`, `.double`) swap tensors and lose hooks."""
-        if parameter not in self._hooks or not parameter.is_floating_point():  # integers have no gradient
+        if not parameter.is_floating_point():  # integers have no gradient
             return
-        for hook in self._hooks[parameter]:
+        for hook in self._hooks.get(parameter, ()):
             hook.remove()
         # After torch.utils.swap_tensors this tensor lists the hooks, but another one calls them: so assign them.
         parameter._backward_hooks = parameter._backward_hooks
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        if parameter not in self._hooks:
+            return
         # A weak reference: Python's garbage collector does not see what the second kind of hook refers to, so that a
         # cycle would never be freed.
         this = ref(self)
@@ -228,6 +253,7 @@ class GradientReducer:
         """Take a weight's gradient of whole rows. `start` begins the reduce-scatter over z that leaves this rank's
         shard of it; is_sharded: whether z has several ranks."""
         current = self._enter()
+        self.defer_hooks(parameter)
         if is_sharded:
             if self.keeps_unsharded and not self.is_syncing:
                 self._keep_unsharded(parameter, gradient, start)
@@ -252,6 +278,8 @@ class GradientReducer:
         `start_one` begins one for a single gradient, which `no_sync` has kept whole.
         """
         current = self._enter()
+        for parameter, _ in gradients:
+            self.defer_hooks(parameter)
         if self.keeps_unsharded and not self.is_syncing:
             for parameter, gradient in gradients:
                 self._keep_unsharded(parameter, gradient, start_one)
@@ -283,7 +311,7 @@ class GradientReducer:
     def _with_unsharded(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """Add what earlier micro-batches kept whole."""
         kept = self._take_unsharded(parameter)
-        return gradient if kept is None else kept.total.add_(gradient).to(gradient.dtype)
+        return gradient if kept is None else kept.total.add_(gradient).to(kept.dtype)
 
     def _keep_unsharded(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending]) -> None:
         """Add a whole gradient to the sum of earlier micro-batches. `.grad` is zeros until then, if it was None: code
@@ -293,8 +321,9 @@ class GradientReducer:
         if kept is None:
             if parameter.grad is None:
                 accumulate(parameter, torch.zeros_like(local(parameter), requires_grad=False))
-            total = gradient.to(parameter.dtype)
-            kept = UnshardedGradient(total, gradient.dtype, start, *note_state(parameter))
+            sent = self.precision.reduce or gradient.dtype
+            total = gradient.to(torch.promote_types(parameter.dtype, self.precision.reduce or parameter.dtype))
+            kept = UnshardedGradient(total, sent, start, *note_state(parameter))
         else:
             kept.total.add_(gradient)
         self._unsharded[parameter] = kept
@@ -327,19 +356,27 @@ class GradientReducer:
 
     def _before_accumulation(self, parameter: nn.Parameter) -> None:
         """Set aside what `.grad` holds, so that autograd does not add to it before the sum over ranks."""
-        if not self.is_syncing and self.sink is None:
-            self._note_unsummed(parameter)
-            return
+        self.defer_hooks(parameter)
         self._enter().held[parameter] = parameter.grad
-        parameter.grad = None
+        if self.is_syncing or self.sink is not None:
+            parameter.grad = None
+        else:
+            self._note_unsummed(parameter)
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
+        current = self._enter()
+        before = current.held.pop(parameter)
         if not self.is_syncing and self.sink is None:
             return
-        mine = local_gradient(parameter)
-        current = self._enter()
-        parameter.grad = current.held.pop(parameter)
+        made, parameter.grad = parameter.grad, before
+        if made is None:  # nothing has come by autograd, or the parameter was frozen after the forward pass
+            return
+        assert isinstance(made, DTensor)
+        assert isinstance(parameter, DTensor)
+        if made.placements != parameter.placements:  # of a user's own DTensor operations
+            made = made.redistribute(placements=parameter.placements)
+        mine = made.to_local()
         if self.sink is None:
             self._arrive(current, parameter, mine)
         else:
@@ -417,6 +454,11 @@ class GradientReducer:
 
     def _finish(self, task: int) -> None:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported for the gradients of a parallelized model's parameters, which are "
+                "reduced outside of autograd: terms that depend on .grad would have no gradient. Leave it out"
+            )
         current = self._passes[task]
         while current.scatters:
             self._settle(current, current.scatters.popleft())
@@ -449,6 +491,20 @@ class GradientReducer:
         self._expected |= current.counts
         del self._passes[task]
         self.at_end()
+        for parameter, gradient in current.held.items():  # autograd has made these gradients, and accumulated none
+            parameter.grad = gradient
+        if current.held:
+            raise RuntimeError(REFUSED_GRAD)
+        if self.is_syncing and is_outermost:
+            self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        hooked, self._accumulated = list(self._accumulated), {}
+        with torch.no_grad():
+            for parameter in (each for each in hooked if each.grad is not None):
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                    if isinstance(hook, _DeferredHook):
+                        hook.call(parameter)
 
     def _scatter_unsharded(self, current: BackwardPass) -> None:
         """Reduce the whole gradients of weights that the last micro-batch has no gradient of."""
@@ -491,6 +547,17 @@ class GradientReducer:
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh
+
+
+class _DeferredHook:
+    """Stands for a user's hook, which autograd would call before the gradient is reduced."""
+
+    def __init__(self, call: Callable[[nn.Parameter], None], reducer: "ref[GradientReducer]") -> None:
+        self.call = call
+        self._reducer = reducer
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        _alive(self._reducer).note_accumulated(parameter)
 
 
 class _RunInBackward(torch.autograd.Function):

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from stretto.execution import LEAST_COPIED_BYTES
-from stretto.parallel.comm.autograd import at_end_of_backward, scale_gradient, with_gradient_of_its_own
+from stretto.parallel.comm.autograd import at_end_of_backward, is_asked_for, scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
@@ -383,5 +383,5 @@ class _GatherBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.block.start_reduction(gradients)
+        ctx.block.start_reduction([each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)])
         return (None,) * (1 + len(gradients))

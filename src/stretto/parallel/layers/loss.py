@@ -209,7 +209,7 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
             "mean_over_batch: this grid has models whose gradients are summed and others whose gradients are averaged: "
             "make a Grid for each kind"
         )
-    return _mean_over_batch(total, count, grid, is_averaged="mean" in grid.gradients)
+    return _mean_over_batch(total, count, grid, is_averaged="sum" not in grid.gradients)
 
 
 def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_averaged: bool) -> Tensor:
