@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, Role, clip_grad_norm_, no_sync, parallelize, validate
+from stretto.parallel import Grid, Role, clip_grad_norm_, gather, no_sync, parallelize, validate
 from tests.conftest import Ranks
 
 
@@ -282,16 +282,26 @@ def test_whole_weights_are_freed_once_they_are_sharded(ranks: Callable[[int], Ra
     assert ranks(2).run(originals_alive) == [[False] * 4] * 2
 
 
-def unzeroed_error() -> str:
+def unzeroed_steps() -> tuple[bool, str]:
+    """Whether micro-batches add to gradients that are averages, and the error where gradients are sums."""
     model = parallelize(OwnModel(), Grid(data=2), roles=BOTH)
+    model(torch.ones(2, 8)).sum().backward()
+    once = [gather(parameter.grad).clone() for parameter in model.parameters()]
+    with no_sync(model):
+        model(torch.ones(2, 8)).sum().backward()
+    model(torch.ones(2, 8)).sum().backward()
+    adds = [torch.allclose(gather(p.grad), 3 * first) for p, first in zip(model.parameters(), once, strict=True)]
+    model = parallelize(OwnModel(), Grid(data=2), roles=BOTH, gradients="sum")
     model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(RuntimeError) as caught, no_sync(model):
         model(torch.ones(2, 8)).sum().backward()
-    return str(caught.value)
+    return all(adds), str(caught.value)
 
 
-def test_a_step_of_micro_batches_that_begins_with_gradients_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    assert all("zero the gradients" in error for error in ranks(2).run(unzeroed_error))
+def test_a_step_of_micro_batches_that_begins_with_gradients_adds_to_averages_and_is_refused_for_sums(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    assert all(adds and "zero the gradients" in error for adds, error in ranks(2).run(unzeroed_steps))
 
 
 class CountsHeads(nn.Module):

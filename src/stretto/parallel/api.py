@@ -68,9 +68,9 @@ def parallelize(
     sharded_loss: pass False if the model modifies logits between head and loss: the logits are then gathered.
     blocks: shard block by block, without roles: names or patterns of the submodules that are gathered one at a time.
         None: for a model without roles, the children of its lists of modules.
-    gradients: how gradients are reduced over ranks with different rows: "sum" or "mean". None: "mean" for a model that
-        is sharded block by block, where each rank computes its own loss, otherwise "sum", because the loss is already
-        the mean over the global batch.
+    gradients: how gradients are reduced over ranks with different rows. "mean" (default): they are averaged, as by DDP
+        and FSDP; the losses of models with roles, and `mean_over_batch`, are of the global batch and multiply their
+        gradients by the number of ranks before. "sum": for losses of which each rank has a part, to be added.
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
         None fills parameters with NaN, for weights that are loaded afterwards.
     options: how a step executes. Its fields may also be passed as keyword arguments (`changes`):
@@ -114,6 +114,9 @@ def parallelize(
     if gradients not in (None, "sum", "mean"):
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
     plan = _plan_or_blocks(model, grid.sizes, roles, local_attributes, blocks)
     if options.shard_sequence and isinstance(plan, ShardingPlan):
         check_takes_sharded_sequence(model, plan)
@@ -121,9 +124,10 @@ def parallelize(
         check_blocks(model, options.recompute)
     initializer = MetaInitializer(model, grid.device, seed)
     cut = cut_into_stages(model, grid, options, initializer)
+    gradients = gradients or "mean"
     try:
         if not isinstance(plan, ShardingPlan):
-            return _shard_by_blocks(model, grid, precision, options, initializer, plan, gradients or "mean", cut)
+            return _shard_by_blocks(model, grid, precision, options, initializer, plan, gradients, cut)
         return _shard_by_roles(
             model, grid, precision, options, initializer, plan, gradients, cut, sharded_loss=sharded_loss
         )
@@ -140,7 +144,7 @@ def _shard_by_roles(
     options: ExecutionOptions,
     initializer: MetaInitializer,
     plan: ShardingPlan,
-    gradients: GradientReduction | None,
+    gradients: GradientReduction,
     cut: Cut | None,
     *,
     sharded_loss: bool,
@@ -156,12 +160,7 @@ def _shard_by_roles(
     from stretto.parallel.model_loss import install_loss, replace_module
     from stretto.parallel.pipeline.cutting import restrict_plan
 
-    if gradients == "mean":
-        raise ValueError(
-            "gradients='mean' is for models that are sharded block by block (blocks=); the loss of this model is the "
-            "mean over the global batch, so its gradients are summed"
-        )
-    grid.gradients.add("sum")
+    grid.gradients.add(gradients)
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
@@ -183,6 +182,7 @@ def _shard_by_roles(
         expert_rows=options.expert_rows,
     )
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
+    builder.gradient_reducer.averages = gradients == "mean"
     if cut is not None:
         builder.tied |= cut.tied
         cut.stages.tokens = tokens
@@ -200,14 +200,15 @@ def _shard_by_roles(
         places = place_plain(model, {name: plain[name] for name in part.parameters}, builder.gradient_reducer)
         if part.role.role == "gathered":
             frees = not options.keep_gathered and not options.checkpoint_activations
-            gather_for_forward(model, part, builder.block_shard(part.whose, places, scale=1.0, frees=frees), grid)
+            gather_for_forward(model, part, builder.block_shard(part.whose, places, frees=frees), grid)
         elif part.role.role == "router":
-            route_whole_features(model, part, places, precision, grid, tokens, overlaps=options.overlap.all_reduce)
+            reducer, overlaps = builder.gradient_reducer, options.overlap.all_reduce
+            route_whole_features(model, part, places, precision, grid, tokens, reducer, overlaps=overlaps)
         else:
-            read_as_tensors(model, part, places, precision, grid)
+            read_as_tensors(model, part, places, precision, builder.gradient_reducer)
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
-    install_loss(model, plan, grid, sharded_loss)
+    install_loss(model, plan, builder.gradient_reducer, sharded_loss)
     _finish(model, builder)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(torch.compiler.disable(_explain_sizes), always_call=True)
@@ -298,9 +299,6 @@ def _shard_by_blocks(
 
     if options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
     check_modules(model, grid.size(LOSS))
     copies = grid.size("x") * grid.size("y")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
@@ -314,16 +312,15 @@ def _shard_by_blocks(
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     if cut is not None:
         builder.tied |= cut.tied
-    scale = 1 / grid.size(LOSS) if gradients == "mean" else 1.0
-    builder.gradient_reducer.averages = gradients == "mean"
-    sharded = BlockBuilder(model, builder, blocks.names, scale=scale)
+    builder.gradient_reducer.averages = builder.gradient_reducer.loss_covers_own_rows = gradients == "mean"
+    sharded = BlockBuilder(model, builder, blocks.names)
     buffers = builder.buffers()
     grid.gradients.add(gradients)
     sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
     if huggingface.is_pretrained_model(model) and grid.size("pipe") > 1:
-        balance_over_batch(model, grid, averages=True)
+        balance_over_batch(model, builder.gradient_reducer)
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         take_means_over_batch(model, means, only_with_labels=True)
@@ -377,16 +374,24 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
+    from stretto.parallel.comm.autograd import in_backward
+    from stretto.parallel.layout import allow_anomaly_checks
+
     gradient_reducer.grid.require_open()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ValueError(
+            "torch.func (grad, vmap, jvp, ...) was called over a parallelized model, whose gradients ranks reduce "
+            "outside of such transforms: call the model, and backward()"
+        )
+    if torch.is_anomaly_enabled():
+        allow_anomaly_checks()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
             raise ValueError(
                 f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
                 "together: add it before, or copy the new values into the parameter that was there"
             )
-        gradient_reducer.refuse_hook(name, parameter)
-
-    from stretto.parallel.comm.autograd import in_backward
+        gradient_reducer.defer_hooks(parameter, name)
 
     if not in_backward():
         gatherer.begin_forward()

@@ -114,13 +114,12 @@ def check_modules(model: nn.Module, ranks: int) -> None:
 class BlockBuilder:
     """Builds the sharded parameters of all blocks, then puts them in place.
 
-    blocks: names of submodules. Whatever is not in one is the model's own, "". scale: of all gradients.
+    blocks: names of submodules. Whatever is not in one is the model's own, "".
     """
 
-    def __init__(self, model: nn.Module, builder: Builder, blocks: Collection[str], *, scale: float) -> None:
+    def __init__(self, model: nn.Module, builder: Builder, blocks: Collection[str]) -> None:
         self.model = model
         self.builder = builder
-        self.scale = scale
         self._whose = self._assign(blocks)
         self._first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         self._made = {name: builder.plain_parameter(name, Role("gathered")) for name, _ in model.named_parameters()}
@@ -153,7 +152,7 @@ class BlockBuilder:
             module = self.model.get_submodule(block)
             name = block or type(self.model).__name__
             # The model's own are needed first in the backward pass.
-            shard = self.builder.block_shard(name, [*of_block.values()], scale=self.scale, frees=frees and bool(block))
+            shard = self.builder.block_shard(name, [*of_block.values()], frees=frees and bool(block))
             module.forward = shard.wrap(module.forward)
             if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
                 module._call_impl = shard.wrap(module._call_impl)  # type: ignore[method-assign]

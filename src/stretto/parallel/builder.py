@@ -316,19 +316,18 @@ class Builder:
             layout = ParameterLayout(tuple(original.shape), sharding.splits, 1 if ends is None else ends.size())
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
             others = () if ends is None else (ends,)
-            self.gradient_reducer.watch(parameter, sharding.sum_axes, is_weight=sharding.is_weight, others=others)
+            scattered_over = self.grid.layout_sizes[sharding.splits[-1].axis] if sharding.is_weight else None
+            self.gradient_reducer.watch(parameter, sharding.sum_axes, scattered_over=scattered_over, others=others)
             self._made[id(original)] = parameter
         return self._made[id(original)]
 
-    def block_shard(
-        self, name: str, places: Sequence[tuple[nn.Module, str]], *, scale: float, frees: bool
-    ) -> BlockShard:
+    def block_shard(self, name: str, places: Sequence[tuple[nn.Module, str]], *, frees: bool) -> BlockShard:
         """The gatherer of the parameters in these places, all together, for the forward pass of the module that is
         called
         `name`."""
         gatherer, gradients = self.gatherer, self.gradient_reducer
         group = self.grid.communicator("z")
-        return BlockShard(name, places, group, self.precision, gatherer, gradients, scale=scale, frees=frees)
+        return BlockShard(name, places, group, self.precision, gatherer, gradients, frees=frees)
 
     def _first(self, vocab: int) -> int:
         """The first row of the vocabulary on this x rank."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a parameter is laid out on a grid: the splits of its dims over axes, shards, and gathering them again."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stretto.axes import EXPERT_AXES, NAMES, STAGE_AXES
@@ -171,6 +173,15 @@ def local(parameter: Any) -> Tensor:
         )
     shard: Tensor = parameter.to_local()
     return shard
+
+
+@functools.cache
+def allow_anomaly_checks() -> None:
+    """Let torch.autograd.detect_anomaly look for NaN in DTensors, by an operator that DTensor does not know."""
+
+    @register_sharding(torch.ops.aten._is_any_true.default)
+    def _(*_: object) -> list[tuple[list[Placement], list[Placement]]]:
+        return [([Replicate()], [Replicate()])]
 
 
 def layout_of(parameter: Tensor) -> ParameterLayout:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.axes import LOSS
-from stretto.parallel.grid import Grid
+from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.router_loss import balance_over_batch
 from stretto.parallel.roles import huggingface
@@ -20,17 +20,19 @@ from stretto.parallel.roles.plan import ShardingPlan
 _TARGETS = ("targets", "labels")  # their names in models' forward
 
 
-def install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: bool) -> None:
+def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReducer, is_sharded: bool) -> None:
     """Replace the model's loss by the sharded one, and have the head skip its product while the model computes it."""
+    grid = gradients.grid
     head = next((model.get_submodule(name) for name in plan.named("head")), None)
     loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
     if huggingface.is_pretrained_model(model):
         loss = huggingface.install_loss(model, loss)
         if grid.size(LOSS) > 1 and huggingface.computes_masked_loss(model):
-            take_means_over_batch(model, MeansOverBatch(grid), only_with_labels=False)
+            means = MeansOverBatch(grid, is_averaged=gradients.averages)
+            take_means_over_batch(model, means, only_with_labels=False)
             return
         is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
-        balance_over_batch(model, grid)
+        balance_over_batch(model, gradients)
         if grid.size(LOSS) > 1:
             huggingface.refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
@@ -96,7 +98,7 @@ def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: A
         if isinstance(item, Tensor) and not item.dim() and item.requires_grad and not is_mean_over_batch(item):
             raise ValueError(
                 f"{type(model).__name__} has computed a loss in its own code, from this rank's rows alone, where ranks "
-                "have parts of the batch: gradients are summed over them, so it would be too large. Use "
+                "have parts of the batch, and not the mean over all of these. Use "
                 "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
                 "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
             )

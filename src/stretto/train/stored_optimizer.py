@@ -94,7 +94,7 @@ class StoredOptimizer:
             )
             for name, parameter in self.parameters.items()
         ]
-        communicator = GridCommunicator(grid)
+        communicator = GridCommunicator(grid, averages=reducer.averages)
         self.options = options = choose_step_place(options, make, dtype, grid)
         self.loss_scale = None if loss_scale is None else LossScale(loss_scale, grid.device)
         self.store = build_store(
@@ -394,13 +394,18 @@ class GridCommunicator:
 
     On CPUs, 16-bit gradients of more than two ranks are summed in fp32 and rounded once. Gloo would round after each
     addition, in an order that depends on an element's position in the message, and so on the size of buckets.
+    averages: divides by the number of ranks, before gradients are sent.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, *, averages: bool) -> None:
         self._grid = grid
+        self._averages = averages
 
     def start_sum(self, key: tuple[dist.ProcessGroup, ...], gradients: Tensor) -> _GradientSum:
-        rounds_often = gradients.device.type == "cpu" and math.prod(group.size() for group in key) > 2
+        ranks = math.prod(group.size() for group in key)
+        rounds_often = gradients.device.type == "cpu" and ranks > 2
+        if self._averages and ranks > 1:
+            gradients /= ranks
         return _GradientSum(gradients, gradients.float() if rounds_often else gradients, key)
 
     def sum_squares(self, squares: Tensor) -> Tensor:

@@ -101,28 +101,6 @@ def test_gradients_of_different_layers_are_never_added_up(ranks):
     assert all("the same submodules in the same order" in message for message in ranks(2).run(refusal_of_branches))
 
 
-def refusals_of_hooks() -> tuple[list[str], bool]:
-    """The errors for hooks on a weight, by kind of hook; and whether hooks on a bias, and none, are fine."""
-    model = parallelize(MLP(), Grid(x=2), roles=ROLES)
-    weight, bias, messages = model.up[0].weight, model.up[0].bias, []
-    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
-        handle = register(lambda _: None)
-        with pytest.raises(ValueError, match="has a hook") as caught:
-            model(torch.ones(1, 8))
-        messages.append(str(caught.value))
-        handle.remove()
-    seen: list[bool] = []
-    bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
-    model(torch.ones(1, 8)).sum().backward()
-    return messages, seen == [True]
-
-
-def test_a_hook_on_a_weight_is_refused_for_it_would_see_no_gradient(ranks):
-    for messages, has_seen in ranks(2).run(refusals_of_hooks):
-        assert ["up.0.weight has a hook" in words for words in messages] == [True, True]
-        assert has_seen
-
-
 def refusal_of_a_second_time() -> str:
     model = parallelize(MLP(), grid := Grid(x=2), roles=ROLES)
     with pytest.raises(ValueError, match="on a grid already") as caught:

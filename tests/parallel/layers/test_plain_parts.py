@@ -307,7 +307,7 @@ def tied_distance(sizes: Sizes) -> float:
         return model
 
     x = torch.arange(32.0, dtype=torch.float64).view(4, 8) / 32
-    plain, model = tied(), parallelize(tied(), grid, roles={"0": "replicated", "2": "replicated"})
+    plain, model = tied(), parallelize(tied(), grid, roles={"0": "replicated", "2": "replicated"}, gradients="sum")
     plain(x).square().sum().backward()
     model(x[my_rows(grid, 4)]).square().sum().backward()
     assert model[0].weight is model[2].weight
@@ -348,7 +348,7 @@ def adapted() -> nn.Module:
 def adapter_distances(sizes: Sizes) -> list[float]:
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     x = torch.arange(32.0, dtype=torch.float64).view(4, 8) / 32
-    plain, model = adapted(), parallelize(adapted(), grid, roles=ADAPTER_ROLES)
+    plain, model = adapted(), parallelize(adapted(), grid, roles=ADAPTER_ROLES, gradients="sum")
     plain(x).square().sum().backward()
     model(x[my_rows(grid, 4)]).square().sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
@@ -380,7 +380,7 @@ def distances_of_split_within(sizes: Sizes) -> list[float]:
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     x = torch.arange(32.0, dtype=torch.float64).view(4, 8) / 32
     roles = {"*": "gathered", "*.up": "colwise", "*.down": "rowwise"}
-    plain, model = split_within(), parallelize(split_within(), grid, roles=roles)
+    plain, model = split_within(), parallelize(split_within(), grid, roles=roles, gradients="sum")
     plain(x).square().sum().backward()
     model(x[my_rows(grid, 4)]).square().sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)

@@ -15,6 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.parallel.comm.collectives import all_reduce
 
+REFUSED_GRAD = (
+    "torch.autograd.grad was called for a parameter of a model that stretto.parallelize has sharded, whose gradient is "
+    "reduced and written to .grad outside of autograd: call backward(), or backward(inputs=[...])"
+)
+
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass, also in a forward pass that is recomputed for it."""
@@ -45,17 +50,15 @@ def is_asked_for(ctx: Any, place: int) -> bool:
     `torch.autograd.grad` asks for a weight's.
     """
     node, _ = ctx.next_functions[place]
-    if node is None:  # a frozen weight
+    # Frozen before the forward pass, or since.
+    if node is None or not getattr(node, "variable", ctx).requires_grad:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:
         if "autograd.grad" not in str(error):
             raise
-        raise RuntimeError(
-            "torch.autograd.grad was called for a weight that stretto.parallelize has sharded, whose gradient is "
-            "written to .grad outside of autograd: call backward(), or backward(inputs=[...])"
-        ) from error
+        raise RuntimeError(REFUSED_GRAD) from error
 
 
 def with_gradient_of_its_own(tensor: Tensor) -> Tensor:
@@ -76,6 +79,22 @@ class _WithOwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
+
+
+def scale_gradient(tensor: Tensor, scale: float) -> Tensor:
+    """The same tensor, whose gradient is multiplied by `scale`."""
+    return tensor if scale == 1 else _ScaleGradient.apply(tensor, scale)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

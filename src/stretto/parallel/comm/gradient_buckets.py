@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where gradients are before they are in `.grad`: buckets, of which a message sums one, and other states; sinks."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,13 +33,14 @@ class GradientSink(Protocol):
 
 
 class GradientBucket:
-    """Gradients that one message sums over the same ranks.
+    """Gradients that one message sums, or averages, over the same ranks.
 
     Calls come in this order: `add` for each gradient, `pack`, `start`, `add_to_grad`.
     """
 
-    def __init__(self, groups: tuple[dist.ProcessGroup, ...]) -> None:
+    def __init__(self, groups: tuple[dist.ProcessGroup, ...], *, averages: bool) -> None:
         self.groups = groups
+        self._scale = 1 / math.prod(group.size() for group in groups) if averages else 1.0
         self.num_bytes = 0
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._shapes: list[tuple[nn.Parameter, torch.Size]] = []
@@ -54,6 +56,8 @@ class GradientBucket:
         """Copy the gradients into one flat tensor, and free them."""
         self._shapes = [(parameter, gradient.shape) for parameter, gradient in self._gradients]
         self._flat = torch.cat([gradient.reshape(-1) for _, gradient in self._gradients])
+        if self._scale != 1:
+            self._flat *= self._scale  # before it is sent, so that no sum overflows in fp16
         self._gradients = []
 
     def start(self) -> None:
@@ -109,8 +113,8 @@ def local_gradient(parameter: Tensor) -> Tensor:
 class UnshardedGradient:
     """A weight's whole gradient over several micro-batches, before the reduce-scatter over z.
 
-    total: in the parameter's dtype. dtype: in which it is sent. start: begins the reduce-scatter. shown, versions: see
-    `note_state`.
+    total: in the parameter's dtype, or a wider one in which gradients are reduced. dtype: in which it is sent. start:
+    begins the reduce-scatter. shown, versions: see `note_state`.
     """
 
     total: Tensor
@@ -120,15 +124,19 @@ class UnshardedGradient:
     versions: tuple[int, int]
 
 
+StartedScatter = tuple[nn.Parameter, Pending, float]
+"""A weight, its started reduce-scatter over z, and the factor of what comes of that."""
+
+
 @dataclass
 class BackwardPass:
     """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
 
-    scatters: started reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
+    scatters: reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
     counts: how many parts each gradient had. open, closed: buckets.
     """
 
-    scatters: deque[list[tuple[nn.Parameter, Pending]]] = field(default_factory=deque)
+    scatters: deque[list[StartedScatter]] = field(default_factory=deque)
     held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
     counts: dict[nn.Parameter, int] = field(default_factory=dict)

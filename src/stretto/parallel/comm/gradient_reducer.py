@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces gradients: sums each over the ranks that saw other tokens, into `.grad`, by the end of `backward()`.
+"""Reduces gradients: averages each over the ranks that share its parameter, into `.grad`, by the end of `backward()`.
 
 The states of one gradient, from where the backward pass makes it to `.grad`:
 
@@ -33,6 +33,7 @@ backward pass runs. Operations marked [S] only start there: NCCL runs them on it
 a copy engine on a side stream.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,14 +47,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from stretto.axes import STAGE
+from stretto.axes import LOSS, STAGE
 from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
-from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
 from stretto.parallel.comm.gradient_buckets import (
     BackwardPass,
     GradientBucket,
     GradientSink,
+    StartedScatter,
     UnshardedGradient,
     accumulate,
     local_gradient,
@@ -85,8 +87,9 @@ class GradientReducer:
     `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a
     list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
-    parameters alone is none: the reducer does not see it. `averages`: gradients are averaged over ranks, by a factor
-    that was applied before they come here.
+    parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
+    the global batch has its gradient multiplied by the number of ranks (docs/decisions/030); else they sum.
+    `loss_covers_own_rows`: each rank's loss is of its own rows, and not of the global batch.
     """
 
     def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
@@ -96,15 +99,18 @@ class GradientReducer:
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
-        self.averages = False
+        self.averages = True
+        self.loss_covers_own_rows = False
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
         self.has_synced = False
         self.accumulates_unsharded = self.keeps_unsharded = False
         self._unsharded: dict[nn.Parameter, UnshardedGradient] = {}  # in one order on all ranks, too
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
+        self._scattered_over: dict[nn.Parameter, int] = {}
         self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
+        self._accumulated: dict[nn.Parameter, None] = {}  # with deferred hooks, since the last pass that syncs
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self._expected: dict[nn.Parameter, int] = {}
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
@@ -112,12 +118,21 @@ class GradientReducer:
         self._scattered: list[nn.Parameter] | None = []  # in the first pass; None once ranks of z have compared them
 
     def watch(
-        self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool, others: Sequence[dist.ProcessGroup] = ()
+        self,
+        parameter: nn.Parameter,
+        axes: Sequence[str],
+        *,
+        scattered_over: int | None,
+        others: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        """Sum this parameter's gradients over `axes`, and over the groups `others`, from now on. Those of a weight come
-        by `reduce_scatter_gradient`."""
+        """Reduce this parameter's gradients over `axes`, and over the groups `others`, from now on.
+
+        scattered_over: the ranks over which a weight's gradient, which comes by `reduce_scatter_gradient`, is scattered
+        first; None for other parameters.
+        """
         self._groups[parameter] = (*(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1), *others)
-        if is_weight:
+        self._scattered_over[parameter] = scattered_over or 1
+        if scattered_over is not None:
             self._weights.add(parameter)
         elif self._groups[parameter]:
             self._hooks[parameter] = []
@@ -130,8 +145,8 @@ class GradientReducer:
                 "accumulate_unsharded keeps unsharded gradients, which optimizer_state 'device' and 'host' do not"
             )
         self.sink = sink
-        for parameter in self._groups:
-            if parameter not in self._weights and parameter not in self._hooks:
+        for parameter in self._groups:  # weights, too: a term outside of forward gives them gradients by autograd
+            if parameter not in self._hooks:
                 self._hooks[parameter] = []
                 self.restore_hooks(parameter)
 
@@ -143,23 +158,64 @@ class GradientReducer:
         """Whether ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
         return bool(self._groups[parameter])
 
-    def refuse_hook(self, name: str, parameter: nn.Parameter) -> None:
-        """Raise ValueError if a weight has a hook of the user: autograd sees no gradient of it."""
-        if parameter in self._weights and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+    def forward_scale(self, parameter: nn.Parameter) -> float:
+        """The factor of the gradient that reaches a parameter through the model's forward pass, before reductions
+        average it.
+
+        1 where a gradient is reduced over the ranks of the loss. More where other ranks have further parts (of their
+        heads or tokens along x, or another stage's of a tied weight), less where all-to-alls have brought parts already
+        (experts').
+        """
+        if not self.averages:
+            return 1.0
+        ranks = self._scattered_over[parameter] * math.prod(group.size() for group in self._groups[parameter])
+        return ranks / self.grid.size(LOSS)
+
+    def _scale_of_shard(self, parameter: nn.Parameter) -> float:
+        """The factor of a weight's gradient that is summed over z: what is in `.grad` is then an average over z."""
+        return self.forward_scale(parameter) / self._scattered_over[parameter] if self.averages else 1.0
+
+    def defer_hooks(self, parameter: nn.Parameter, name: str = "") -> None:
+        """Have a user's hooks of accumulated gradients be called once `.grad` is final. name: for errors.
+
+        Raises ValueError for hooks that would see a gradient before it is reduced, and for those that would see none.
+        """
+        own = self._hooks.get(parameter)
+        if own is None and parameter not in self._weights:
+            return  # autograd's gradient is final
+        name, is_ours = name or f"a parameter of shape {list(parameter.shape)}", own is not None
+        if len(parameter._backward_hooks or ()) > is_ours:
             raise ValueError(
-                f"{name} has a hook, which would be called before there is a gradient: gradients of weights are "
-                "written to .grad outside of autograd, when backward() returns. Remove the hook, and do its work then"
+                f"{name} has a hook of register_hook, which would see no gradient, or a rank's own part of it: use "
+                "register_post_accumulate_grad_hook, whose hooks are called when .grad is reduced, and may change it"
             )
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        if len(hooks) == is_ours:
+            return
+        if self.sink is not None:
+            raise ValueError(
+                f"{name} has a hook, but its gradient goes to the optimizer that holds its state, and never to .grad"
+            )
+        for key, hook in hooks.items():  # in place, so that what removes a hook still does
+            if not isinstance(hook, _DeferredHook) and (own is None or key != own[1].id):
+                hooks[key] = _DeferredHook(hook, ref(self))
+
+    def note_accumulated(self, parameter: nn.Parameter) -> None:
+        """Call this parameter's deferred hooks at the end of the running backward pass, or of the next that syncs."""
+        self._enter()
+        self._accumulated[parameter] = None
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Register a parameter's hooks again: conversions (`.to`, `.double`) swap tensors and lose hooks."""
-        if parameter not in self._hooks or not parameter.is_floating_point():  # integers have no gradient
+        if not parameter.is_floating_point():  # integers have no gradient
             return
-        for hook in self._hooks[parameter]:
+        for hook in self._hooks.get(parameter, ()):
             hook.remove()
         # After torch.utils.swap_tensors this tensor lists the hooks, but another one calls them: so assign them.
         parameter._backward_hooks = parameter._backward_hooks
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        if parameter not in self._hooks:
+            return
         # A weak reference: Python's garbage collector does not see what the second kind of hook refers to, so that a
         # cycle would never be freed.
         this = ref(self)
@@ -197,16 +253,18 @@ class GradientReducer:
         """Take a weight's gradient of whole rows. `start` begins the reduce-scatter over z that leaves this rank's
         shard of it; is_sharded: whether z has several ranks."""
         current = self._enter()
+        self.defer_hooks(parameter)
         if is_sharded:
             if self.keeps_unsharded and not self.is_syncing:
                 self._keep_unsharded(parameter, gradient, start)
                 return
             gradient = self._with_unsharded(parameter, gradient)
+        scale, gradient = self._scale_first(parameter, gradient)
         pending = start(gradient)
         if pending.work is None:  # z has one rank
-            self._settle(current, parameter, pending)
+            self._settle(current, [(parameter, pending, scale)])
             return
-        self._add_scatter(current, [(parameter, pending)])
+        self._add_scatter(current, [(parameter, pending, scale)])
 
     def reduce_scatter_block(
         self,
@@ -220,29 +278,40 @@ class GradientReducer:
         `start_one` begins one for a single gradient, which `no_sync` has kept whole.
         """
         current = self._enter()
+        for parameter, _ in gradients:
+            self.defer_hooks(parameter)
         if self.keeps_unsharded and not self.is_syncing:
             for parameter, gradient in gradients:
                 self._keep_unsharded(parameter, gradient, start_one)
             return
         while current.scatters:  # one block is on its way at a time: its whole gradients take as much as many weights'
-            self._settle_all(current, current.scatters.popleft())
+            self._settle(current, current.scatters.popleft())
         parameters = [parameter for parameter, _ in gradients]
-        pending = start([self._with_unsharded(*pair) for pair in gradients])
-        self._add_scatter(current, list(zip(parameters, pending, strict=True)))
+        scaled = [
+            self._scale_first(parameter, self._with_unsharded(parameter, whole)) for parameter, whole in gradients
+        ]
+        pending = start([gradient for _, gradient in scaled])
+        scales = [scale for scale, _ in scaled]
+        self._add_scatter(current, list(zip(parameters, pending, scales, strict=True)))
 
-    def _add_scatter(self, current: BackwardPass, scatter: list[tuple[nn.Parameter, Pending]]) -> None:
+    def _scale_first(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[float, Tensor]:
+        """The factor of a gradient's sum over z, and the gradient: fp16 is multiplied now, so that no sum overflows."""
+        scale = self._scale_of_shard(parameter)
+        return (1.0, gradient * scale) if self.precision.wire(gradient) is torch.float16 else (scale, gradient)
+
+    def _add_scatter(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:
         if not self.overlap.reduce_scatter:
             scatter[0][1].wait()
         current.scatters.append(scatter)
         if self._scattered is not None:
-            self._scattered += [parameter for parameter, _ in scatter]
+            self._scattered += [parameter for parameter, *_ in scatter]
         while len(current.scatters) > SCATTERS_IN_FLIGHT:
-            self._settle_all(current, current.scatters.popleft())
+            self._settle(current, current.scatters.popleft())
 
     def _with_unsharded(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """Add what earlier micro-batches kept whole."""
         kept = self._take_unsharded(parameter)
-        return gradient if kept is None else kept.total.add_(gradient).to(gradient.dtype)
+        return gradient if kept is None else kept.total.add_(gradient).to(kept.dtype)
 
     def _keep_unsharded(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending]) -> None:
         """Add a whole gradient to the sum of earlier micro-batches. `.grad` is zeros until then, if it was None: code
@@ -252,8 +321,9 @@ class GradientReducer:
         if kept is None:
             if parameter.grad is None:
                 accumulate(parameter, torch.zeros_like(local(parameter), requires_grad=False))
-            total = gradient.to(parameter.dtype)
-            kept = UnshardedGradient(total, gradient.dtype, start, *note_state(parameter))
+            sent = self.precision.reduce or gradient.dtype
+            total = gradient.to(torch.promote_types(parameter.dtype, self.precision.reduce or parameter.dtype))
+            kept = UnshardedGradient(total, sent, start, *note_state(parameter))
         else:
             kept.total.add_(gradient)
         self._unsharded[parameter] = kept
@@ -286,19 +356,27 @@ class GradientReducer:
 
     def _before_accumulation(self, parameter: nn.Parameter) -> None:
         """Set aside what `.grad` holds, so that autograd does not add to it before the sum over ranks."""
-        if not self.is_syncing and self.sink is None:
-            self._note_unsummed(parameter)
-            return
+        self.defer_hooks(parameter)
         self._enter().held[parameter] = parameter.grad
-        parameter.grad = None
+        if self.is_syncing or self.sink is not None:
+            parameter.grad = None
+        else:
+            self._note_unsummed(parameter)
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
+        current = self._enter()
+        before = current.held.pop(parameter)
         if not self.is_syncing and self.sink is None:
             return
-        mine = local_gradient(parameter)
-        current = self._enter()
-        parameter.grad = current.held.pop(parameter)
+        made, parameter.grad = parameter.grad, before
+        if made is None:  # nothing has come by autograd, or the parameter was frozen after the forward pass
+            return
+        assert isinstance(made, DTensor)
+        assert isinstance(parameter, DTensor)
+        if made.placements != parameter.placements:  # of a user's own DTensor operations
+            made = made.redistribute(placements=parameter.placements)
+        mine = made.to_local()
         if self.sink is None:
             self._arrive(current, parameter, mine)
         else:
@@ -312,16 +390,19 @@ class GradientReducer:
             sink.complete(parameter)
 
     def _note_unsummed(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._unsummed and parameter.grad is not None:
+        # An average leaves what ranks already share as it is; a sum would multiply it.
+        if not self.averages and parameter not in self._unsummed and parameter.grad is not None:
             _check_zero(local_gradient(parameter))
         self._unsummed[parameter] = None
 
-    def _settle_all(self, current: BackwardPass, scatter: list[tuple[nn.Parameter, Pending]]) -> None:
-        for parameter, pending in scatter:
-            self._settle(current, parameter, pending)
+    def _settle(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:
+        shards = [pending.wait() for _, pending, _ in scatter]
+        if any(scale != 1 for *_, scale in scatter):
+            torch._foreach_mul_(shards, [scale for *_, scale in scatter])
+        for (parameter, *_), mine in zip(scatter, shards, strict=True):
+            self._settle_one(current, parameter, mine)
 
-    def _settle(self, current: BackwardPass, parameter: nn.Parameter, pending: Pending) -> None:
-        mine = pending.wait()
+    def _settle_one(self, current: BackwardPass, parameter: nn.Parameter, mine: Tensor) -> None:
         if self.sink is not None:
             self._give(current, self.sink, parameter, mine)
         elif not self._groups[parameter]:
@@ -359,7 +440,7 @@ class GradientReducer:
 
     def _fill(self, current: BackwardPass, parameter: nn.Parameter, total: Tensor) -> None:
         groups = self._groups[parameter]
-        bucket = current.open.setdefault((groups, parameter.dtype), GradientBucket(groups))
+        bucket = current.open.setdefault((groups, parameter.dtype), GradientBucket(groups, averages=self.averages))
         bucket.add(parameter, total.to(self.precision.wire(total)))
         if bucket.num_bytes >= BUCKET_BYTES:
             self._close(current, (groups, parameter.dtype))
@@ -373,9 +454,14 @@ class GradientReducer:
 
     def _finish(self, task: int) -> None:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported for the gradients of a parallelized model's parameters, which are "
+                "reduced outside of autograd: terms that depend on .grad would have no gradient. Leave it out"
+            )
         current = self._passes[task]
         while current.scatters:
-            self._settle_all(current, current.scatters.popleft())
+            self._settle(current, current.scatters.popleft())
         if self._scattered:
             scattered, self._scattered = self._scattered, None
             self._check_order(scattered, self.grid.communicator("z"))
@@ -405,6 +491,20 @@ class GradientReducer:
         self._expected |= current.counts
         del self._passes[task]
         self.at_end()
+        for parameter, gradient in current.held.items():  # autograd has made these gradients, and accumulated none
+            parameter.grad = gradient
+        if current.held:
+            raise RuntimeError(REFUSED_GRAD)
+        if self.is_syncing and is_outermost:
+            self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        hooked, self._accumulated = list(self._accumulated), {}
+        with torch.no_grad():
+            for parameter in (each for each in hooked if each.grad is not None):
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                    if isinstance(hook, _DeferredHook):
+                        hook.call(parameter)
 
     def _scatter_unsharded(self, current: BackwardPass) -> None:
         """Reduce the whole gradients of weights that the last micro-batch has no gradient of."""
@@ -412,7 +512,8 @@ class GradientReducer:
             kept = self._take_unsharded(parameter)
             if kept is None:
                 continue
-            mine = kept.start(kept.total.to(kept.dtype)).wait()
+            scale, total = self._scale_first(parameter, kept.total.to(kept.dtype))
+            mine = kept.start(total).wait() * scale
             if self._groups[parameter]:
                 self._fill(current, parameter, mine)
             else:
@@ -446,6 +547,17 @@ class GradientReducer:
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh
+
+
+class _DeferredHook:
+    """Stands for a user's hook, which autograd would call before the gradient is reduced."""
+
+    def __init__(self, call: Callable[[nn.Parameter], None], reducer: "ref[GradientReducer]") -> None:
+        self.call = call
+        self._reducer = reducer
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        _alive(self._reducer).note_accumulated(parameter)
 
 
 class _RunInBackward(torch.autograd.Function):

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from stretto.execution import LEAST_COPIED_BYTES
-from stretto.parallel.comm.autograd import at_end_of_backward, with_gradient_of_its_own
+from stretto.parallel.comm.autograd import at_end_of_backward, is_asked_for, scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
@@ -99,20 +99,14 @@ class _BlockMessage:
         gradients: Sequence[Tensor],
         chosen: Sequence[int],
         group: dist.ProcessGroup,
-        scale: float,
         dtype: torch.dtype,
     ) -> list[Pending]:
-        """Begin to reduce-scatter the gradients of the `chosen` slots in this dtype, times scale.
-
-        Returns this rank's shard of each.
-        """
+        """Begin to reduce-scatter the gradients of the `chosen` slots in this dtype; returns this rank's shards."""
         slots = [self.slots[index] for index in chosen]
         ranks, size = group.size(), sum(slot.size for slot in slots)
         message = gradients[0].new_empty(ranks, size, dtype=dtype)
         rows = [each.reshape(slot.shape[0], -1) for each, slot in zip(gradients, slots, strict=True)]
         torch._chunk_cat(rows, dim=0, num_chunks=ranks, out=message)  # one kernel, which casts and pads
-        if scale != 1:
-            message *= scale
         sent = start_scatter_rows(message.view(-1), size, group)
         parts = [
             part[: slot.local_rows * slot.shape[1:].numel()].view(slot.local_rows, *slot.shape[1:])
@@ -126,8 +120,8 @@ class BlockShard:
     """Gathers a block's parameters for its forward pass, and reduces their gradients.
 
     places: where the block's modules hold its parameters, owners and names, in one order on all ranks. Parameters are
-    sharded over z by dim 0, or whole on every rank (`gathered_sharding`). scale: of all gradients. frees: gather (and
-    cast) the parameters again for the backward pass, in place of keeping them (FSDP2's reshard_after_forward).
+    sharded over z by dim 0, or whole on every rank (`gathered_sharding`). frees: gather (and cast) the parameters
+    again for the backward pass, in place of keeping them (FSDP2's reshard_after_forward).
     """
 
     def __init__(
@@ -139,7 +133,6 @@ class BlockShard:
         gatherer: WeightGatherer,
         gradients: GradientReducer,
         *,
-        scale: float,
         frees: bool,
     ) -> None:
         self.name = name
@@ -147,7 +140,6 @@ class BlockShard:
         self.precision = precision
         self.gatherer = gatherer
         self.gradients = gradients
-        self.scale = scale
         self.frees = frees
         held = list(dict.fromkeys(owner.get_parameter(key) for owner, key in places))
         parameters = [parameter for parameter in held if layout_of(parameter).splits]
@@ -233,13 +225,13 @@ class BlockShard:
             self.gradients.reduce_scatter_block(pairs, partial(self._start_all, message, chosen), self._start_one)
 
     def _start_all(self, message: _BlockMessage, chosen: Sequence[int], gradients: Sequence[Tensor]) -> list[Pending]:
-        return message.start_scatter(gradients, chosen, self.group, self.scale, self.precision.wire(gradients[0]))
+        return message.start_scatter(gradients, chosen, self.group, self.precision.wire(gradients[0]))
 
     def _start_one(self, gradient: Tensor) -> Pending:
         ranks, place = self.group.size(), self.group.rank()
         padded = -(-gradient.shape[0] // ranks)
         rows = max(min(padded, gradient.shape[0] - place * padded), 0)
-        return start_scatter_rows(gradient.to(self.precision.wire(gradient)) * self.scale, rows, self.group)
+        return start_scatter_rows(gradient.to(self.precision.wire(gradient)), rows, self.group)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -254,8 +246,7 @@ class BlockShard:
             mine = local(parameter)
             if parameter.shape[:1] == (1,):
                 mine = with_gradient_of_its_own(mine)
-            whole = self.precision.cast(mine)
-            wholes.append(whole if self.scale == 1 else _ScaleGradient.apply(whole, self.scale))
+            wholes.append(self.precision.cast(scale_gradient(mine, self.gradients.forward_scale(parameter))))
         frees = self.frees and torch.is_grad_enabled() and not _are_saved_tensors_packed()
         copies = [
             index
@@ -392,17 +383,5 @@ class _GatherBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.block.start_reduction(gradients)
+        ctx.block.start_reduction([each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)])
         return (None,) * (1 + len(gradients))
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.scale, None

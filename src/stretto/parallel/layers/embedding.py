@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, scale_gradient
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.sharded_module import ShardedModule, note_features
@@ -135,7 +135,9 @@ class ParallelPositions(_WholeSizes, ShardedModule):
         check_ids(ids, self.weight.shape[0], "position")
         if self.tokens is not None:
             ids = ids.expand(self.tokens.shape).reshape(1, -1)[:, self.tokens.here]
-        return F.embedding(ids, self.precision.cast(local(self.weight)), self.padding_idx)
+        assert self.gradients is not None
+        weight = scale_gradient(local(self.weight), self.gradients.forward_scale(self.weight))
+        return F.embedding(ids, self.precision.cast(weight), self.padding_idx)
 
 
 def check_ids(ids: Tensor, limit: int, what: str, ignored: int | None = None) -> None:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
-from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
+from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import (
     Pending,
     all_reduce,
@@ -330,6 +330,7 @@ class ParallelLinear(ShardedModule):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.plan = plan
+        self._bias_scale = 1.0 if bias is None else plan.shard.gradients.forward_scale(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_being_traced():
@@ -345,9 +346,14 @@ class ParallelLinear(ShardedModule):
             return self.forward_on_grid(x.unsqueeze(0)).squeeze(0)
         self.check_input(x)
         cast = self.plan.shard.precision.cast
-        bias = None if self.bias is None else cast(local(self.bias))
+        bias = None if self.bias is None else cast(self.local_bias())
         y = self._multiply(cast(x), bias)
         return y if self.plan.output_axis is None else note_features(y, self.plan.output_axis)
+
+    def local_bias(self) -> Tensor:
+        """What this rank has of the bias."""
+        assert self.bias is not None
+        return scale_gradient(local(self.bias), self._bias_scale)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens

@@ -21,7 +21,6 @@ from stretto.parallel.layers.embedding import check_ids
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.norm import statistics_dtype
 from stretto.parallel.layers.sharded_module import gather_features
-from stretto.parallel.layout import local
 from stretto.parallel.roles.formulas import IGNORED_TARGET
 
 
@@ -183,14 +182,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.Proce
 
 
 class _SumOverLossGroup(torch.autograd.Function):
-    """Sum the ranks' parts of the loss. Gradients flow to a rank's own part: those of parameters are summed later.
+    """Sum the ranks' parts of the loss. Gradients flow to a rank's own part.
 
-    scale: of gradients, for models that average them over ranks later.
+    averages: those of parameters are averaged over the ranks later, so that here they are multiplied by their number.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, scale: int = 1) -> Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, averages: bool) -> Tensor:
+        ctx.scale = group.size() if averages else 1
         return all_reduce(part.clone(), group)
 
     @staticmethod
@@ -210,13 +209,13 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
             "mean_over_batch: this grid has models whose gradients are summed and others whose gradients are averaged: "
             "make a Grid for each kind"
         )
-    return _mean_over_batch(total, count, grid, is_averaged="mean" in grid.gradients)
+    return _mean_over_batch(total, count, grid, is_averaged="sum" not in grid.gradients)
 
 
 def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_averaged: bool) -> Tensor:
     counts = torch.as_tensor(count, device=total.device).clone()
     part, group = total / all_reduce(counts, grid.communicator(LOSS)), grid.communicator(LOSS)
-    return _SumOverLossGroup.apply(part, group, group.size() if is_averaged else 1)
+    return _SumOverLossGroup.apply(part, group, is_averaged)
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
@@ -241,7 +240,7 @@ class MeansOverBatch(TorchFunctionMode):
     whether a sum of cross-entropies is one over the global batch, which the caller divides by its own count.
     """
 
-    def __init__(self, grid: Grid, *, passes_others: bool = False, is_averaged: bool = False) -> None:
+    def __init__(self, grid: Grid, *, passes_others: bool = False, is_averaged: bool = True) -> None:
         super().__init__()
         self.grid = grid
         self.passes_others = passes_others
@@ -262,9 +261,8 @@ class MeansOverBatch(TorchFunctionMode):
             or targets.is_floating_point()
         ):
             if self.adds_sums and options["reduction"] == "sum":
-                group = self.grid.communicator(LOSS)
-                scale = group.size() if self.is_averaged else 1
-                return _SumOverLossGroup.apply(func(*args, **(kwargs or {})), group, scale)
+                part = func(*args, **(kwargs or {}))
+                return _SumOverLossGroup.apply(part, self.grid.communicator(LOSS), self.is_averaged)
             if self.passes_others:
                 return func(*args, **(kwargs or {}))
             raise ValueError(
@@ -300,7 +298,7 @@ class ParallelLoss(nn.Module):
                 "this model changes its logits between head and loss (scales or caps them, say), which a sharded loss "
                 "would miss: call parallelize(..., sharded_loss=False)"
             )
-        loss_group = head.grid.communicator(LOSS)
+        loss_group, averages = head.grid.communicator(LOSS), head.plan.shard.gradients.averages
         check_ids(targets, head.vocab, "target", ignored=IGNORED_TARGET)
         tokens = logits.shape[:-1].numel()
         if hidden is not None and head.plan.tokens is not None:
@@ -316,13 +314,13 @@ class ParallelLoss(nn.Module):
         if hidden is None:  # the model's forward has no targets: these are whole logits
             wide = logits.to(statistics_dtype(logits)).flatten(0, -2)
             total = F.cross_entropy(wide, targets, ignore_index=IGNORED_TARGET, reduction="sum")
-            return _SumOverLossGroup.apply(total / num_targets, loss_group)
+            return _SumOverLossGroup.apply(total / num_targets, loss_group, averages)
         precision = head.plan.shard.precision
         hidden = precision.cast(hidden).flatten(0, -2)
         if head.plan.tokens is not None:
             hidden = head.plan.tokens.gather(hidden)
         scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
-        bias = None if head.bias is None else local(head.bias)
+        bias = None if head.bias is None else head.local_bias()
         # A Function's own flags say that gradients are needed under no_grad too.
         part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head, torch.is_grad_enabled())
-        return _SumOverLossGroup.apply(part, loss_group)
+        return _SumOverLossGroup.apply(part, loss_group, averages)

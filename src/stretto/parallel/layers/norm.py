@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.kept_outputs import keep_output
@@ -107,6 +108,7 @@ class ParallelNorm(ShardedModule):
         axis: str = "y",
     ) -> None:
         super().__init__(gradients)
+        self._scales = [1.0 if each is None else gradients.forward_scale(each) for each in (weight, bias)]
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
         self.eps = eps
@@ -122,10 +124,10 @@ class ParallelNorm(ShardedModule):
         if is_split:
             check_features(x, self.axis, self.name)
         x = self.precision.cast(x)
-        weight = None if self.weight is None else local(self.weight)
+        weight = None if self.weight is None else scale_gradient(local(self.weight), self._scales[0])
         if weight is not None and self.weight_offset:
             weight = weight + self.weight_offset
-        bias = None if self.bias is None else local(self.bias)
+        bias = None if self.bias is None else scale_gradient(local(self.bias), self._scales[1])
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
         if is_split:
             return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), self.axis)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.parallel.comm.autograd import with_gradient_of_its_own
+from stretto.parallel.comm.autograd import scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
@@ -70,7 +70,11 @@ def place_plain(
 
 
 def read_as_tensors(
-    model: nn.Module, part: PlainPart, places: Sequence[tuple[nn.Module, str]], precision: Precision, grid: Grid
+    model: nn.Module,
+    part: PlainPart,
+    places: Sequence[tuple[nn.Module, str]],
+    precision: Precision,
+    gradients: GradientReducer,
 ) -> None:
     """Let the code that reads the parameters in these places see plain tensors: what this rank has of each.
 
@@ -78,7 +82,7 @@ def read_as_tensors(
     flows to the parameter.
     """
     reader = _reader_of(model, part.whose)
-    reader.forward = _reading(reader, part.whose, places, precision, grid, casts=part.is_module)
+    reader.forward = _reading(reader, part.whose, places, precision, gradients, casts=part.is_module)
 
 
 def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, grid: Grid) -> None:
@@ -128,20 +132,21 @@ def _reading(
     name: str,
     places: Sequence[tuple[nn.Module, str]],
     precision: Precision,
-    grid: Grid,
+    gradients: GradientReducer,
     *,
     casts: bool,
 ) -> Callable[..., Any]:
     """The module's forward, with plain tensors in place of its parameters."""
     forward = reader.forward
-    checks = grid.size("x") > 1
+    checks = gradients.grid.size("x") > 1
+    scales = forward_scales(places, gradients)
 
     @functools.wraps(forward)
     def read(*args: Any, **kwargs: Any) -> Any:
         if casts:
             args = tuple(_taken(argument, name, precision, checks) for argument in args)
             kwargs = {key: _taken(argument, name, precision, checks) for key, argument in kwargs.items()}
-        with tensors_in(places, precision):
+        with tensors_in(places, precision, scales):
             return forward(*args, **kwargs)
 
     return torch.compiler.disable(read, recursive=False)
@@ -155,17 +160,28 @@ def _taken(argument: Any, name: str, precision: Precision, checks: bool) -> Any:
     return precision.cast(argument)
 
 
+def forward_scales(places: Sequence[tuple[nn.Module, str]], gradients: GradientReducer) -> list[float]:
+    """The `forward_scale` of the parameters in these places."""
+    return [gradients.forward_scale(owner.get_parameter(key)) for owner, key in places]
+
+
 @contextmanager
-def tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -> Iterator[None]:
-    """Hold plain tensors in these places, in the compute dtype, through which gradients flow to the parameters."""
+def tensors_in(
+    places: Sequence[tuple[nn.Module, str]], precision: Precision, scales: Sequence[float]
+) -> Iterator[None]:
+    """Hold plain tensors in these places, in the compute dtype, through which gradients flow to the parameters.
+
+    scales: of these gradients (`forward_scales`).
+    """
     held: list[ParameterPlace] = []
     tensors: list[Tensor] = []
     copies = []
-    for owner, key in places:
+    for (owner, key), scale in zip(places, scales, strict=True):
         parameter = owner._parameters[key]
         if not hasattr(parameter, "stretto_layout"):  # inside another call of it
             continue
-        if (tensor := precision.cast(mine := with_gradient_of_its_own(local(parameter)))) is not mine:
+        mine = scale_gradient(with_gradient_of_its_own(local(parameter)), scale)
+        if (tensor := precision.cast(mine)) is not mine:
             copies.append(len(held))
         held.append(ParameterPlace(owner, key, len(held)))
         tensors.append(tensor)

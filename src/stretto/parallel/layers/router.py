@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from stretto.axes import LOSS, STAGE
 from stretto.parallel.comm.autograd import sum_gradient
 from stretto.parallel.comm.collectives import Pending, gather_rows, start_all_reduce
+from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.kept_outputs import keep_output, run_once
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.plain_parts import tensors_in
+from stretto.parallel.layers.plain_parts import forward_scales, tensors_in
 from stretto.parallel.layers.sharded_module import check_features, gather_features
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.precision import Precision
@@ -28,6 +29,7 @@ def route_whole_features(
     precision: Precision,
     grid: Grid,
     tokens: TokenShards | None,
+    gradients: GradientReducer,
     *,
     overlaps: bool,
 ) -> None:
@@ -36,7 +38,8 @@ def route_whole_features(
     Its first argument is the hidden features, in the compute dtype, as are its parameters; but a router of
     `stretto.models`, which computes in fp32, reads its parameters in their own. If it returns one number for each token
     ([..., 1], by which features are scaled), the gradient of that is summed over y. Hooks that a router may have are
-    set: `sum_over_ranks`, `start_sum_over_ranks` and `sum_over_earlier_ranks`, over ranks that have other tokens; and
+    set: `sum_over_ranks`, `start_sum_over_ranks` and `sum_over_earlier_ranks`, over ranks that have other tokens;
+    `averaged_ranks`, how many of them average gradients; and
     `record` happens once where a block is computed again. overlaps: whether a sum that was started goes on while the
     model does.
     """
@@ -45,6 +48,7 @@ def route_whole_features(
     checks = grid.size("x") * grid.size("y") > 1
     counts_tokens = hasattr(module, "sum_over_ranks")
     of_parameters = Precision() if counts_tokens else precision
+    scales = forward_scales(places, gradients)
 
     @functools.wraps(forward)
     def on_whole_features(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +59,7 @@ def route_whole_features(
         hidden = precision.cast(args[0])
         if over_y.size() > 1:
             hidden = gather_features(hidden, hidden.shape[-1] * over_y.size(), over_y)
-        with tensors_in(places, of_parameters):
+        with tensors_in(places, of_parameters, scales):
             found = forward(hidden, *args[1:], **kwargs)
         is_factor = isinstance(found, Tensor) and found.shape[-1] == 1
         return sum_gradient(found, over_y) if is_factor and over_y.size() > 1 else found
@@ -72,6 +76,7 @@ def route_whole_features(
     module.forward = route
     if counts_tokens:
         _count_over_ranks(module, grid, tokens, overlaps=overlaps)
+        module.averaged_ranks = grid.size(LOSS) if gradients.averages else 1
 
 
 def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, overlaps: bool) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from stretto.axes import LOSS
 from stretto.parallel.comm.collectives import gather_rows
-from stretto.parallel.grid import Grid
+from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.roles import huggingface
 
 
@@ -25,30 +25,32 @@ class _GatherTokensOfRanks(torch.autograd.Function):
     """[tokens, experts] -> [ranks x tokens, experts]; every rank computes the same loss of it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup, averages: bool) -> Tensor:
+        ctx.scale = group.size() if averages else 1
         ctx.own = slice(group.rank() * logits.shape[0], (group.rank() + 1) * logits.shape[0])
         return gather_rows(logits.contiguous(), logits.shape[0] * group.size(), group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[ctx.own], None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[ctx.own] * ctx.scale, None, None
 
 
-def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) -> None:
+def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
     """Have the load-balancing loss that the model's own code computes be that of the global batch.
 
     Every rank must have equally many tokens. Calls that ask for it with an attention mask, which would be of a rank's
     own rows, raise ValueError; so do those of a pipeline stage, which has the routers of its own blocks alone, and
-    those of models that compute it in another way than transformers' `load_balancing_loss_func`. averages: gradients
-    are averaged over ranks, each of which has a loss of its own tokens; then stages alone are refused.
+    those of models that compute it in another way than transformers' `load_balancing_loss_func`. Where each rank
+    has a loss of its own tokens, and gradients are averaged, stages alone are refused.
     """
     base = huggingface.base_of(model)
     if base is model or not hasattr(model.config, "output_router_logits"):
         return
+    grid, is_own = gradients.grid, gradients.loss_covers_own_rows
     signature, group = inspect.signature(model.forward), grid.communicator(LOSS)
-    gathers = huggingface.balances_load(model) and group.size() > 1 and not averages
-    places = {"stages": grid.size("pipe"), "summed_ranks": 1 if averages else group.size()}
+    gathers = huggingface.balances_load(model) and group.size() > 1 and not is_own
+    places = {"stages": grid.size("pipe"), "ranks": 1 if is_own else group.size()}
     own: list[tuple[Tensor, ...]] = []
 
     def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -71,7 +73,7 @@ def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) 
         logits = getattr(output, "router_logits", None)
         if gathers and isinstance(logits, tuple):
             own.append(logits)
-            output.router_logits = tuple(_GatherTokensOfRanks.apply(each, group) for each in logits)
+            output.router_logits = tuple(_GatherTokensOfRanks.apply(each, group, gradients.averages) for each in logits)
         return output
 
     def restore(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

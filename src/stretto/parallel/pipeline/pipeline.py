@@ -102,7 +102,7 @@ class Pipeline:
         self.computed: list[ComputedAction] = []
         self._failure: str | None = None
         self._reducer = reducer
-        self._averages = reducer.averages and not is_pretrained_model(model)
+        self._averages = reducer.loss_covers_own_rows and not is_pretrained_model(model)
         self._batches = BatchCutter(model, grid, micro_batch_size, averages=self._averages)
         self._schedule = schedule
         self._extra_warm_up = extra_warm_up

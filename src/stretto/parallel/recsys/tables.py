@@ -148,6 +148,7 @@ def distribute_tables(
     sharded = ShardedTables(
         {table: tables[table] for table in mine}, placement, grid.group("data"), implementation, grid.device, dtype
     )
+    grid.gradients.add("sum")
     model.tables = sharded
     model.reorder(placement.order)  # type: ignore[operator]
     # The last MLP's gradients are there first: one bucket a module, each on its way while the next is computed.

@@ -66,7 +66,7 @@ def plan_of(
     _refuse_attention_dropout(model)
     _refuse_config_dropout(model)
     ranks = group_sizes(sizes)[LOSS] if getattr(config, "output_router_logits", False) is True else 1
-    if refusal := refusal_of_router_loss(model, stages=1, summed_ranks=ranks):
+    if refusal := refusal_of_router_loss(model, stages=1, ranks=ranks):
         raise UnknownRolesError(refusal)
     attributes: Mapping[str, str] = {}
     beside: Mapping[str, Any] = {}
@@ -366,10 +366,10 @@ def balances_load(model: nn.Module) -> bool:
     return "load_balancing_loss_func" in _names_of_forward(model)
 
 
-def refusal_of_router_loss(model: nn.Module, *, stages: int, summed_ranks: int) -> str | None:
+def refusal_of_router_loss(model: nn.Module, *, stages: int, ranks: int) -> str | None:
     """Why the model's own load-balancing loss (output_router_logits) cannot be added; None if it can, or has none.
 
-    stages: of the pipeline. summed_ranks: how many have other tokens, and gradients that are summed over them.
+    stages: of the pipeline. ranks: how many have other tokens of the batch that the loss is to cover.
     """
     if not any("aux" in name for name in _names_of_forward(model)):
         return None
@@ -378,11 +378,11 @@ def refusal_of_router_loss(model: nn.Module, *, stages: int, summed_ranks: int) 
             f"output_router_logits is set, and pipe={stages}: the load-balancing loss takes the logits of all routers, "
             "of which a pipeline stage has its own. Set config.output_router_logits=False, or choose pipe=1"
         )
-    if summed_ranks > 1 and not balances_load(model):
+    if ranks > 1 and not balances_load(model):
         return (
             f"output_router_logits is set: the code of {type(model).__name__} adds to its loss a load-balancing loss "
-            "of this rank's rows alone, whose gradients would be summed over the ranks. Set "
-            "config.output_router_logits=False, or call parallelize(..., blocks=[...]), which averages gradients"
+            "of this rank's rows alone, where the loss is of the global batch. Set "
+            "config.output_router_logits=False, or call parallelize(..., blocks=[...]), where losses are of own rows"
         )
     return None
 

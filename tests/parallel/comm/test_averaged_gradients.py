@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Terms over whole parameters, which every rank adds to its loss, have the gradients of one process on every grid."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, Pipeline, gather, layout_of, mean_over_batch, no_sync, parallelize
+from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
+from tests.parallel.training import distance
+
+ROWS, SEQ_LEN, VOCAB = 12, 6, 31
+WIDE = torch.float64
+BASE = {"layers": 2, "hidden": 24, "heads": 4, "vocab": VOCAB, "max_seq_len": SEQ_LEN, "tie_embeddings": True}
+MODELS = {
+    "gpt": GPTConfig(**BASE, norm="layernorm", positions="learned"),
+    "experts": GPTConfig(**BASE, num_experts=4, expert_ffn=8, balance="switch", balance_loss=0.5, z_loss=0.1),
+}
+
+
+class Scaled(nn.Module):
+    """Blocks with norms and a scalar, and a scale for the logits, which is not used in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, VOCAB)
+        self.scale, self.logit_scale = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(5)
+    model = (Scaled() if kind == "blocks" else GPT(MODELS[kind])).to(WIDE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=WIDE), alpha=0.1)
+    return model
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def penalty(model: nn.Module) -> Tensor:
+    """A term of the parameters alone, which all ranks compute equally."""
+    return torch.stack([whole(parameter).pow(3).sum() for parameter in model.parameters()]).sum()
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, count: int, grid: Grid | None = None) -> Tensor:
+    """The mean over the global batch, of which these rows are a part."""
+    if isinstance(model, GPT):
+        return model(tokens, targets, num_targets=count)
+    logits = model(tokens) * whole(model.logit_scale).exp()  # type: ignore[arg-type]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    parts = 1 if grid is None else grid.size("batch")
+    return total / count if grid is None else mean_over_batch(total, count / parts, grid)
+
+
+def batch(grid: Grid | None) -> tuple[Tensor, Tensor]:
+    text = torch.randint(VOCAB, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(2))
+    rows = slice(None)
+    if grid is not None:
+        count = ROWS // grid.size("batch")
+        rows = slice(grid.coordinate("batch") * count, (grid.coordinate("batch") + 1) * count)
+    return text[rows, :-1], text[rows, 1:]
+
+
+def distances(kind: str, sizes: dict[str, Any], options: dict[str, Any], micro_batches: int) -> dict[str, float]:
+    """How far the loss and the gradients of a loss and a penalty are from those of one process."""
+    grid, plain = Grid(**sizes), build(kind)
+    expected = loss_of(plain, *batch(None), ROWS * SEQ_LEN)
+    (expected + penalty(plain)).backward()
+    model = parallelize(build(kind), grid, **options)
+    tokens, targets = batch(grid)
+    if grid.size("pipe") > 1:
+        with Pipeline(model, grid, micro_batch_size=len(tokens)) as pipeline:
+            loss = pipeline.step(tokens, targets=targets).detach()
+        penalty(model).backward()
+    else:
+        loss = torch.zeros((), dtype=WIDE)
+        for number, part in enumerate(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True)):
+            term = loss_of(model, *part, ROWS * SEQ_LEN // (1 if kind != "blocks" else micro_batches), grid)
+            term = term if kind != "blocks" else term / micro_batches
+            loss += term.detach()
+            if number < micro_batches - 1:
+                with no_sync(model):
+                    (term + penalty(model) / micro_batches).backward()
+            else:
+                (term + penalty(model) / micro_batches).backward()
+    others = dict(plain.named_parameters())
+    found = {"loss": distance(loss, expected.detach())}
+    for name, parameter in model.named_parameters():
+        found[name] = distance(gather(parameter.grad, layout_of(parameter)), others[name].grad)
+    return {name: value for name, value in found.items() if not value < 1e-10}
+
+
+TWO = [
+    ("gpt", {"data": 2}, {}, 1),
+    ("gpt", {"z": 2}, {}, 2),
+    ("gpt", {"x": 2}, {"shard_sequence": True}, 1),
+    ("gpt", {"pipe": 2}, {}, 1),
+    ("experts", {"data": 2, "expert": 2}, {}, 1),
+    ("blocks", {"data": 2}, {}, 2),
+    ("blocks", {"z": 2}, {}, 2),
+]
+FOUR = [
+    ("gpt", {"data": 2, "z": 2}, {}, 2),
+    ("gpt", {"x": 2, "y": 2}, {}, 1),
+    ("gpt", {"x": 2, "z": 2}, {"shard_sequence": True}, 1),
+    ("gpt", {"pipe": 2, "data": 2}, {}, 1),
+    ("experts", {"data": 2, "z": 2, "expert": 2}, {}, 1),
+    ("experts", {"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {"shard_sequence": True}, 1),
+    ("blocks", {"data": 2, "z": 2}, {}, 2),
+]
+THREE = [("gpt", {"data": 3}, {}, 1), ("gpt", {"z": 3}, {}, 1), ("blocks", {"z": 3}, {}, 1)]
+
+
+def disagreements(runs: list[Any]) -> list[Any]:
+    return [(*run, wrong) for run in runs if (wrong := distances(*run))]
+
+
+@pytest.mark.parametrize("runs", [TWO, THREE, FOUR], ids=["2", "3", "4"])
+def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_process(ranks, runs):
+    count = {id(TWO): 2, id(THREE): 3, id(FOUR): 4}[id(runs)]
+    assert ranks(count).run(disagreements, runs) == [[]] * count
+
+
+def stored(kind: str, sizes: dict[str, Any]) -> dict[str, float]:
+    """How far weights are from plain training's after two steps of a StoredOptimizer, with the penalty."""
+    grid, plain, model = Grid(**sizes), build(kind).float(), parallelize(build(kind).float(), Grid(**sizes))
+    optimizer = StoredOptimizer(model, grid, sgd_update(), name="sgd", dtype=torch.float32)
+    for _ in range(2):
+        plain.zero_grad()
+        (loss_of(plain, *batch(None), ROWS * SEQ_LEN) + penalty(plain)).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.02).step()
+        (loss_of(model, *batch(grid), ROWS * SEQ_LEN, grid) + penalty(model)).backward()
+        optimizer.step(0.02)
+    others = dict(plain.named_parameters())
+    found = {name: distance(gather(weight), others[name]) for name, weight in model.named_parameters()}
+    return {name: value for name, value in found.items() if not value < 1e-6}
+
+
+def test_a_stored_optimizer_takes_the_gradients_of_terms_outside_of_forward(ranks):
+    for kind, sizes in (
+        ("gpt", {"data": 2, "z": 2}),
+        ("blocks", {"data": 2, "z": 2}),
+        ("experts", {"z": 4, "expert": 2}),
+    ):
+        assert ranks(4).run(stored, kind, sizes) == [{}] * 4, kind
+
+
+def large_gradients(sizes: dict[str, int], gradients: str) -> list[float]:
+    """Weights' gradients of 40,000, as each rank has them, in fp16: their averages, or sums."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = parallelize(model, Grid(**sizes), dtype=torch.float16, gradients=gradients)
+    model(torch.zeros(1, 2)).mul(40000.0).sum().backward()
+    return gather(model[1].bias.grad).tolist()
+
+
+def test_averages_of_fp16_gradients_do_not_overflow(ranks):
+    for sizes in ({"data": 2}, {"z": 2}):
+        assert ranks(2).run(large_gradients, sizes, "mean") == [[40000.0] * 2] * 2
+        assert ranks(2).run(large_gradients, sizes, "sum") == [[float("inf")] * 2] * 2
+
+
+def unsharded(dtype: torch.dtype) -> list[float]:
+    """A gradient of 256 + 1 in two micro-batches, which bf16 cannot hold."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+    options = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32, "accumulate_unsharded": True}
+    model, one, found = parallelize(model, Grid(z=2), **options), torch.ones(1, 4), []
+    for is_last in (False, True):  # whether the last micro-batch has a gradient of it, too
+        model.zero_grad()
+        for factor in (256, 1):
+            with no_sync(model):
+                (model(one) * factor).sum().backward()
+        loss = model(one).sum() if is_last else model[0](one).sum()
+        loss.backward()
+        found.append(gather(model[1].bias.grad).float()[0].item())
+    return found
+
+
+def test_unsharded_micro_batches_are_added_in_the_dtype_in_which_gradients_are_reduced(ranks):
+    assert ranks(2).run(unsharded, torch.float32) == [[257.0, 258.0]] * 2
+    assert ranks(2).run(unsharded, torch.bfloat16) == [[256.0, 258.0]] * 2  # 257 is rounded in a bf16 .grad
