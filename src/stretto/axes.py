@@ -133,6 +133,9 @@ EXPERT, EXPERT_DATA, EXPERT_Z = "expert", "expert_data", "expert_z"
 """The axes of experts' parameters alone: the ranks that divide the experts among them; those that hold the same experts
 and sum their gradients (what is left of data); and those that shard these further (what is left of z)."""
 EXPERT_AXES = (EXPERT_DATA, EXPERT, EXPERT_Z)
+X_PARTS, X_COPIES = "x_parts", "x_copies"
+"""The dims in place of x on the mesh of parameters of which several successive ranks of x hold the same part: KV heads
+that are fewer than x."""
 EXPERT_DESCRIPTION = (
     "expert-parallel ranks of a mixture-of-experts model; the axis adds no ranks, but reuses ranks of data, then of z"
 )

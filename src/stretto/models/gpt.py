@@ -161,13 +161,15 @@ class GPT(nn.Module):
 
     def parallel_plan(self) -> dict[str, Any]:
         """Map name patterns of submodules to their roles for `stretto.parallelize`, as data that mentions no rank."""
-        kind = "attention heads" if self.config.num_kv_heads == self.config.heads else "KV heads"
-        group_width = (self.config.heads // self.config.num_kv_heads + 2) * self.config.head_dim
+        queries, head_dim = self.config.heads // self.config.num_kv_heads, self.config.head_dim
+        groups: dict[str, Any] = {"role": "colwise", "unit": (queries + 2) * head_dim, "unit_name": "attention heads"}
+        if queries > 1:  # several ranks may use one key and value
+            groups |= {"unit_name": "KV heads", "shared": 2 * head_dim, "shared_by": "queries_per_group"}
         return {
             "embedding": "embedding",
             "positions": "positions",
             "dropout": "dropout",
-            "blocks.*.attention.qkv": {"role": "colwise", "unit": group_width, "unit_name": kind},
+            "blocks.*.attention.qkv": groups,
             "blocks.*.attention.out": "rowwise",
             "blocks.*.mlp.up": "colwise",
             "blocks.*.mlp.gate": "colwise",

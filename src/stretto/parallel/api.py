@@ -153,7 +153,7 @@ def _shard_by_roles(
     from stretto.parallel.builder import Builder
     from stretto.parallel.comm.agreement import check_ranks_agree
     from stretto.parallel.layers.gemm_layout import MatmulTuner
-    from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
+    from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors, warn_of_copies
     from stretto.parallel.layers.router import route_whole_features
     from stretto.parallel.layers.sharded_module import place_shared
     from stretto.parallel.layers.token_shards import TokenShards
@@ -161,6 +161,9 @@ def _shard_by_roles(
     from stretto.parallel.pipeline.cutting import restrict_plan
 
     grid.gradients.add(gradients)
+    for copies in sorted({role.copies for role in plan.copied.values()}):  # of all stages: their groups are collective
+        grid.copies_mesh(copies)
+    warn_of_copies(plan, grid)
     if cut is not None:
         plan = restrict_plan(plan, model)
     drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
@@ -369,7 +372,12 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
             continue
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        found[id(module), attribute] = (module, attribute, getattr(module, attribute) // grid.size(axis))
+        found[id(module), attribute] = (module, attribute, max(1, getattr(module, attribute) // grid.size(axis)))
+    for name, role in plan.copied.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(module, role.shared_by):
+            value = getattr(module, role.shared_by) // role.copies
+            found[id(module), role.shared_by] = (module, role.shared_by, value)
     return list(found.values())
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from stretto.axes import EXPERT, EXPERT_Z
+from stretto.axes import EXPERT, EXPERT_Z, X_COPIES
 from stretto.execution import Overlap
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
@@ -199,6 +200,7 @@ class Builder:
             linear_index=self.linears,
             is_rowwise=role.role == "rowwise",
             tokens=self.tokens,
+            used_rows=self._used_rows(role),
         )
         self.linears += 1
         if role.role == "head":
@@ -206,6 +208,15 @@ class Builder:
         if role.role == "compress":
             return CompressingLinear(weight, bias, plan, grid.communicator("x"))
         return ParallelLinear(weight, bias, plan)
+
+    def _used_rows(self, role: Role) -> tuple[slice, ...]:
+        """The rows that this rank uses of a unit that several ranks hold: its part, and the shared ones; () for all."""
+        divided = role.unit - role.shared
+        if role.copies == 1 or divided == 0:
+            return ()
+        part = divided // role.copies
+        first = self.grid.coordinate("x") % role.copies * part
+        return slice(first, first + part), slice(divided, role.unit)
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
@@ -316,6 +327,9 @@ class Builder:
             layout = ParameterLayout(tuple(original.shape), sharding.splits, 1 if ends is None else ends.size())
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
             others = () if ends is None else (ends,)
+            if layout.copies > 1:  # each of them has the gradient of the queries that it has
+                assert isinstance(parameter, DTensor)
+                others = (*others, parameter.device_mesh.get_group(X_COPIES))
             scattered_over = self.grid.layout_sizes[sharding.splits[-1].axis] if sharding.is_weight else None
             self.gradient_reducer.watch(parameter, sharding.sum_axes, scattered_over=scattered_over, others=others)
             self._made[id(original)] = parameter

@@ -23,6 +23,8 @@ from stretto.axes import (
     OUTER_TO_INNER,
     STAGE,
     STAGE_AXES,
+    X_COPIES,
+    X_PARTS,
     ExpertTensor,
     GridSizes,
     check_sizes,
@@ -112,6 +114,7 @@ class Grid:
         self.gradients: set[GradientReduction] = set()  # of the models on this grid; noted by `parallelize`
         self.other_groups: dict[str, str] = {}  # the axis of groups that were made later, by their names
         self._shared: SharedGroups | None = SharedGroups()
+        self._copies_meshes: dict[int, DeviceMesh] = {}
         # Of several ranks only: layers that communicate with nobody need no group (`communicator`).
         self._groups: dict[str, dist.ProcessGroup] = {}
         single = {axis: (axis,) for axis in NAMES}
@@ -160,25 +163,49 @@ class Grid:
         description = description or purpose
         return shared.get(partition, purpose, timeout=self.timeout, backend=backend, description=description)
 
-    def _mesh_over(self, places: torch.Tensor, dims: Sequence[str], axes: Sequence[str]) -> DeviceMesh:
+    def _mesh_over(
+        self,
+        places: torch.Tensor,
+        dims: Sequence[str],
+        axes: Sequence[str],
+        groups: list[dist.ProcessGroup] | None = None,
+    ) -> DeviceMesh:
         """The mesh of these axes, in this order, over the ranks that differ from this one in them alone.
 
-        places: the ranks, by their coordinates along `dims`. The mesh takes the groups that the grid has.
+        places: the ranks, by their coordinates along `dims`. groups: those of the axes (None: the grid's).
         """
         (at,) = (places == dist.get_rank()).nonzero().tolist()
         here = places[tuple(slice(None) if axis in axes else at[dim] for dim, axis in enumerate(dims))]
         kept = [axis for axis in dims if axis in axes]
         # Contiguous: torch 2.11 derives the mesh's order from its strides, including dims of size 1.
         mesh = here.permute([kept.index(axis) for axis in axes]).contiguous()
-        return DeviceMesh.from_group(
-            [self.group(axis) for axis in axes], self.device.type, mesh, mesh_dim_names=tuple(axes)
-        )
+        groups = [self.group(axis) for axis in axes] if groups is None else groups
+        return DeviceMesh.from_group(groups, self.device.type, mesh, mesh_dim_names=tuple(axes))
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits the result:
         # with z last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
         return self._mesh_over(self._places, OUTER_TO_INNER, MESH_ORDER)
+
+    def copies_mesh(self, copies: int) -> DeviceMesh:
+        """Return the mesh of parameters of which each `copies` successive ranks of x hold the same part.
+
+        It is `parameter_mesh` with "x_parts" (left out if it is 1) and "x_copies" in place of x. Collective over all
+        ranks of the job at the first call for this number.
+        """
+        if copies not in self._copies_meshes:
+            dims = (*OUTER_TO_INNER[:-1], X_PARTS, X_COPIES)
+            places = self._places.unflatten(-1, (-1, copies))
+            at = self.parameter_axes.index("x")
+            parts = [axis for axis in (X_PARTS, X_COPIES) if places.shape[dims.index(axis)] > 1]
+            made = [self._make_group(axis, _rows(places, [dims.index(axis)]), "grid") for axis in parts]
+            self.other_groups |= {group.group_name: "x" for group in made}
+            others = self.parameter_axes[:at], self.parameter_axes[at + 1 :]
+            before, after = ([self.group(axis) for axis in axes] for axes in others)
+            axes = (*others[0], *parts, *others[1])
+            self._copies_meshes[copies] = self._mesh_over(places, dims, axes, [*before, *made, *after])
+        return self._copies_meshes[copies]
 
     def _divide_experts(self, sizes: GridSizes) -> None:
         """Make the groups of experts' axes, and the mesh of experts' parameters of this stage."""
@@ -253,7 +280,8 @@ class Grid:
         self._shared.close()
         self._shared = None
         # Until these are freed, so are not the groups' threads. torch caches meshes in many places.
-        for mesh in (self.parameter_mesh, self.expert_mesh, self.__dict__.pop("mesh", None)):
+        meshes = self.parameter_mesh, self.expert_mesh, self.__dict__.pop("mesh", None), *self._copies_meshes.values()
+        for mesh in meshes:
             if mesh is not None:
                 getattr(mesh, "_pg_registry", {}).clear()
         self._groups.clear()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stretto.axes import EXPERT_AXES, NAMES, STAGE_AXES
+from stretto.axes import EXPERT_AXES, NAMES, STAGE_AXES, X_COPIES, X_PARTS
 from stretto.parallel.grid import Grid
 
 
@@ -25,12 +25,23 @@ class Split:
     """One cut: `dim` of a tensor over a grid `axis`.
 
     The dim is cut as torch.chunk does: equal parts, the last ones shorter or empty. With `segments` > 1 it holds that
-    many equal fused parts (GPT-2's queries, keys and values) and each of them is cut on its own.
+    many equal fused parts (GPT-2's queries, keys and values) and each of them is cut on its own. `copies`: how many
+    successive ranks of x hold each part (of a KV head, where there are fewer than ranks).
     """
 
     dim: int
     axis: str
     segments: int = 1
+    copies: int = 1
+
+    @property
+    def mesh_axis(self) -> str:
+        """The dim of the parameter's mesh that it cuts over."""
+        return self.axis if self.copies == 1 else X_PARTS
+
+    def part_of(self, place: Mapping[str, int]) -> int:
+        """Into how many parts it cuts the dim, of axes' sizes; or which of them a rank holds, of its coordinates."""
+        return place[self.axis] // self.copies
 
 
 @dataclass(frozen=True)
@@ -55,14 +66,19 @@ class ParameterLayout:
     splits: tuple[Split, ...]
     pipe_copies: int = 1
 
+    @property
+    def copies(self) -> int:
+        """How many successive ranks of x hold each part."""
+        return max((split.copies for split in self.splits), default=1)
+
     def placements(self, axes: Sequence[str]) -> list[Placement]:
         """The same, as DTensor placements over a mesh with these axes."""
-        by_axis = {split.axis: split for split in self.splits}
+        by_axis = {split.mesh_axis: split for split in self.splits}
         return [_placement(by_axis.get(axis)) for axis in axes]
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """How many ranks hold each number of the parameter."""
-        parts = prod(sizes[axis] for axis in {split.axis for split in self.splits})
+        parts = prod({split.axis: split.part_of(sizes) for split in self.splits}.values())
         return self.pipe_copies * prod(sizes[axis] for axis in STAGE_AXES) // parts
 
     def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -70,7 +86,7 @@ class ParameterLayout:
         held = [(0, self.shape[dim])]
         for split in self.splits:
             if split.dim == dim:
-                held = _cut(held, split.segments, sizes[split.axis], coordinates[split.axis])
+                held = _cut(held, split.segments, split.part_of(sizes), split.part_of(coordinates))
         return held
 
     def local_shape(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> tuple[int, ...]:
@@ -137,12 +153,15 @@ def _placement(split: Split | None) -> Placement:
 
 def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
     """This rank's shard of `whole` as a DTensor parameter on the grid's device and its mesh of parameters, or that of
-    experts' parameters."""
+    experts' parameters, or of parameters that several ranks of x hold."""
     local = layout.shard(whole, grid.layout_sizes, grid.layout_coordinates).to(grid.device)
     stride = torch.empty(layout.shape, device="meta").stride()
     mesh, axes = grid.parameter_mesh, grid.parameter_axes
     if any(split.axis in EXPERT_AXES for split in layout.splits):
         mesh, axes = grid.expert_mesh, grid.expert_axes
+    elif (copies := layout.copies) > 1:
+        mesh = grid.copies_mesh(copies)
+        axes = mesh.mesh_dim_names or ()
     tensor = DTensor.from_local(
         local,
         mesh,
@@ -211,12 +230,12 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     axes = mesh.mesh_dim_names or ()
     sizes, coordinates = place_on(mesh)
     whole = local.new_zeros(layout.shape)
-    cut = {split.axis for split in layout.splits}
-    if all(coordinates[axis] == 0 for axis in axes if axis not in cut):  # one replica of each number
+    cut = {split.mesh_axis for split in layout.splits}
+    if all(mesh.get_local_rank(axis) == 0 for axis in axes if axis not in cut):  # one replica of each number
         for box in layout.boxes(sizes, coordinates):
             _corner(whole, box.offsets, box.sizes).copy_(_corner(local, box.local_offsets, box.sizes))
     for axis in axes:
-        if sizes[axis] > 1:
+        if mesh.get_group(axis).size() > 1:
             dist.all_reduce(whole, group=mesh.get_group(axis))
     return whole
 
@@ -239,7 +258,11 @@ def place_on(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
     """The sizes of all axes on a mesh of parameters, and this rank's coordinates on them, for a `ParameterLayout`."""
     names, axes = (*NAMES, *EXPERT_AXES), mesh.mesh_dim_names or ()
     sizes = dict.fromkeys(names, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
-    return sizes, dict.fromkeys(names, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
+    coordinates = dict.fromkeys(names, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
+    if copies := sizes.pop(X_COPIES, 0):
+        sizes["x"] = sizes.pop(X_PARTS, 1) * copies
+        coordinates["x"] = coordinates.pop(X_PARTS, 0) * copies + coordinates.pop(X_COPIES)
+    return sizes, coordinates
 
 
 def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

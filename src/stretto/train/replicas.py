@@ -185,8 +185,8 @@ def _place(weight: Tensor) -> str:
         return "whole"
     layout = layout_of(weight)
     sizes, coordinates = place_on(weight.device_mesh)
-    cut = sorted({split.axis for split in layout.splits if sizes[split.axis] > 1})
-    return " ".join(f"{axis}={coordinates[axis]}" for axis in cut)
+    cut = {split.axis: split.part_of(coordinates) for split in layout.splits if split.part_of(sizes) > 1}
+    return " ".join(f"{axis}={part}" for axis, part in sorted(cut.items()))
 
 
 def _names(rows: Sequence[tuple[str, int]]) -> list[str]:

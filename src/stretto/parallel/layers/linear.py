@@ -95,7 +95,8 @@ class LinearPlan:
     gradient is not summed: it is complete, or `CompressingLinear` sums it.
 
     `name` is its name in the model, `linear_index` its number among the model's linears. `is_transposed`: the weight is
-    stored [in, out] (Conv1D) rather than [out, in]. `tokens`: None without sequence sharding.
+    stored [in, out] (Conv1D) rather than [out, in]. `tokens`: None without sequence sharding. `used_rows`: the output
+    features of the gathered weight that this rank computes, where it holds more (`Role.shared`); () for all.
     """
 
     name: str
@@ -111,6 +112,7 @@ class LinearPlan:
     linear_index: int
     is_rowwise: bool = False
     tokens: TokenShards | None = None
+    used_rows: tuple[slice, ...] = ()
 
     @cached_property
     def input_edge(self) -> ReplicatedTokens | ShardedTokens:
@@ -219,8 +221,12 @@ class LinearPlan:
         return y.view(*x.shape[:-1], columns)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The gathered weight as [in, out]."""
-        return weight if self.is_transposed else weight.t()
+        """The gathered weight as [in, out]: of the outputs that this rank computes."""
+        return self.used(weight.t() if self.is_transposed else weight).t()
+
+    def used(self, rows: Tensor) -> Tensor:
+        """The rows of all output features that are of those which this rank computes."""
+        return torch.cat([rows[some] for some in self.used_rows]) if self.used_rows else rows
 
     def weight_for_backward(self, kept: Tensor | None, parameter: Tensor, version: Version | None) -> Tensor:
         """The weight of the forward pass, kept or gathered again. RuntimeError if it was overwritten since."""
@@ -245,7 +251,15 @@ class LinearPlan:
         """Make the weight's gradient from x [tokens, in] and the output's gradient [tokens, out], and start its sum."""
         left, right = (x, gradient) if self.is_transposed else (gradient, x)
         dtype = self.shard.gradient_dtype(parameter)
-        self.shard.start_reduction(parameter, self._multiply("weight", left.t(), right, dtype))
+        product = self._multiply("weight", left.t(), right, dtype)
+        if self.used_rows:
+            rows = product.t() if self.is_transposed else product
+            whole = rows.new_zeros(self.used_rows[-1].stop, rows.shape[1])
+            sizes = [some.stop - some.start for some in self.used_rows]
+            for some, part in zip(self.used_rows, rows.split(sizes), strict=True):
+                whole[some] = part
+            product = whole.t().contiguous() if self.is_transposed else whole
+        self.shard.start_reduction(parameter, product)
 
 
 class _SaveFirst(torch.autograd.Function):
@@ -346,7 +360,7 @@ class ParallelLinear(ShardedModule):
             return self.forward_on_grid(x.unsqueeze(0)).squeeze(0)
         self.check_input(x)
         cast = self.plan.shard.precision.cast
-        bias = None if self.bias is None else cast(self.local_bias())
+        bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
         y = self._multiply(cast(x), bias)
         return y if self.plan.output_axis is None else note_features(y, self.plan.output_axis)
 

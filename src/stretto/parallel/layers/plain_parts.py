@@ -55,6 +55,18 @@ def warn_of_whole_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> Non
         )
 
 
+def warn_of_copies(plan: ShardingPlan, grid: Grid) -> None:
+    """Say once, on rank 0, that several ranks of x hold the same KV heads."""
+    if plan.copied and dist.get_rank() == 0:
+        role = next(iter(plan.copied.values()))
+        units = grid.size("x") // role.copies
+        warnings.warn(
+            f"x={grid.size('x')} is more than the {units} {role.unit_name}: {role.copies} ranks hold each of them, and "
+            "sum its gradients",
+            stacklevel=4,
+        )
+
+
 def place_plain(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], gradients: GradientReducer
 ) -> list[tuple[nn.Module, str]]:

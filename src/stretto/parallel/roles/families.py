@@ -48,9 +48,15 @@ def _whole(sizes: Sizes) -> str:
     return "gathered" if sizes["y"] == 1 else "replicated"
 
 
-def _heads(features: int, name: str = "attention heads") -> Roles:
+def _heads(features: int) -> Roles:
     """A colwise linear that keeps `features` output features, a head's, on one rank."""
-    return {"role": "colwise", "unit": features, "unit_name": name}
+    return {"role": "colwise", "unit": features, "unit_name": "attention heads"}
+
+
+def kv_heads(features: int) -> Roles:
+    """The same of keys or values, of which several ranks may use one."""
+    shared_by = "num_key_value_groups"  # transformers' own name of how many queries do
+    return _heads(features) | {"unit_name": "KV heads", "shared": features, "shared_by": shared_by}
 
 
 def _under(prefix: str, roles: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +67,7 @@ def _separate(attention: str, config: Any, queries: str, keys: str, values: str,
     """The roles of separate projections of queries, keys, values and of the output."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     roles: Roles = {attention + queries: _heads(head)}
-    roles |= dict.fromkeys((attention + keys, attention + values), _heads(head, "KV heads"))
+    roles |= dict.fromkeys((attention + keys, attention + values), kv_heads(head))
     return roles | {attention + output: "rowwise"}
 
 
@@ -186,7 +192,7 @@ def _falcon(config: Any, sizes: Sizes) -> FamilyPlan:
         block["self_attention"] = _whole(sizes)
     else:
         if config.new_decoder_architecture:  # queries of a group, with its key and value
-            group = _heads((heads // config.num_kv_heads + 2) * head, "KV heads")
+            group = _heads((heads // config.num_kv_heads + 2) * head) | {"unit_name": "KV heads", "shared": 2 * head}
         else:
             group = "colwise" if shares_keys else _heads(3 * head)
         block |= {"self_attention.query_key_value": group, "self_attention.dense": "rowwise"}
@@ -252,9 +258,14 @@ def _qwen3_moe(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes) | _dense_mlp("mlp")))
 
 
+def _norms_of_all_heads(layer: Roles) -> Roles:
+    """The roles of norms over the features of all queries, and of all keys."""
+    return {"self_attn.q_norm": "inner_norm", "self_attn.k_norm": layer["self_attn.k_proj"] | {"role": "inner_norm"}}
+
+
 def _olmoe(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
-    layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "inner_norm")  # over the features of all heads
+    layer |= _norms_of_all_heads(layer)
     return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes)))
 
 
@@ -280,13 +291,11 @@ def _deepseek_v3(config: Any, sizes: Sizes) -> FamilyPlan:
 def _olmo2(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
-        "self_attn.q_norm": "inner_norm",  # over the features of all heads
-        "self_attn.k_norm": "inner_norm",
         "mlp.gate_proj": "colwise",
         "mlp.up_proj": "colwise",
         "mlp.down_proj": "rowwise",
     }
-    return FamilyPlan(_under("layers.*.", layer))
+    return FamilyPlan(_under("layers.*.", layer | _norms_of_all_heads(layer)))
 
 
 def _t5(config: Any, sizes: Sizes) -> FamilyPlan:

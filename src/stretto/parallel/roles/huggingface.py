@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.axes import LOSS, group_sizes
 from stretto.parallel.layers.loss import IGNORED_TARGET, ParallelLoss
-from stretto.parallel.roles.families import FAMILIES, HEADS, family_plan, wildcard
+from stretto.parallel.roles.families import FAMILIES, HEADS, family_plan, kv_heads, wildcard
 from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
 
@@ -130,7 +130,7 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
     config: Any = base.config
     try:
         heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
     except RuntimeError as error:  # a configuration whose layers differ raises it
         raise UnknownRolesError(
             f"{prefix}{name} of {type(base).__name__}: its configuration gives no number of heads for all layers "
@@ -138,8 +138,8 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
         ) from None
     if linear.out_features == heads * head_dim:
         return {"role": role, "unit": head_dim, "unit_name": "attention heads"}
-    if linear.out_features == kv_heads * head_dim:
-        return {"role": role, "unit": head_dim, "unit_name": "KV heads"}
+    if linear.out_features == groups * head_dim:
+        return kv_heads(head_dim)
     if config.model_type == "gpt_neox" and linear.out_features == 3 * heads * head_dim:
         return {
             "role": role,
@@ -148,7 +148,7 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
         }  # q, k and v of one head together
     raise UnknownRolesError(
         f"{prefix}{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} "
-        f"heads nor {kv_heads} KV heads of {head_dim}: say what it is with roles={{{prefix + name!r}: ...}}"
+        f"heads nor {groups} KV heads of {head_dim}: say what it is with roles={{{prefix + name!r}: ...}}"
     )
 
 

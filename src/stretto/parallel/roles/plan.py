@@ -7,11 +7,11 @@
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, axes_of, group_sizes, layout_sizes
 from stretto.parallel.layout import Split
@@ -61,15 +61,24 @@ class Role:
     `role` is one of KINDS. `segments`: the number of equal parts that are fused in the output features; each part is
     split separately. `unit`: the number of consecutive output features that must stay on one rank (for example a
     head's); error messages call it `unit_name`.
+
+    `shared`: how many features of a unit, its last ones, several ranks may use (of a KV head: all; of a head's queries,
+    key and value in one: the last two). Then x may be a multiple of the number of units: each is copied to several
+    ranks, which divide its other features. `shared_by`: the integer attribute, of the module around a linear, that
+    counts what shares a unit (its queries), of which each rank has its part. `copies`: how many ranks of x hold each
+    unit; `read_plan` sets it.
     """
 
     role: str
     segments: int = 1
     unit: int = 1
     unit_name: str = "output features"
+    shared: int = 0
+    shared_by: str = ""
+    copies: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("role", "unit_name"):
+        for name in ("role", "unit_name", "shared_by"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"a role's {name} is {value!r}, but must be text")
         if (new := _OLD_ROLES.get(self.role)) is not None:
@@ -81,6 +90,16 @@ class Role:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"a role's {name} is {value!r}, but must be a whole number, at least 1")
+        if isinstance(self.shared, bool) or not isinstance(self.shared, int) or not 0 <= self.shared <= self.unit:
+            raise ValueError(f"a role's shared is {self.shared!r}, but must be a whole number from 0 to {self.unit}")
+
+    def on(self, features: int, x: int) -> "Role":
+        """The same for so many output features on x ranks: with `copies`, where units that are shared are fewer."""
+        units = features // self.unit
+        if self.shared and self.segments == 1 and 0 < units < x and x % units == 0:
+            object.__setattr__(made := replace(self), "copies", x // units)
+            return made
+        return self
 
     @property
     def units(self) -> str:
@@ -97,7 +116,7 @@ class Role:
             return cls(value)
         if not isinstance(value, Mapping) or "role" not in value:
             raise ValueError(f"a role is a name or a mapping with the key 'role', not {value!r}")
-        known = [field.name for field in fields(cls)]
+        known = [field.name for field in fields(cls) if field.init]
         for key in value:
             if key not in known:
                 raise ValueError(f"a role has no option {key!r}{name_known(key, known, 'it has')}")
@@ -132,6 +151,11 @@ class ShardingPlan:
     local_attributes: dict[str, str | None]
     plain: tuple[PlainPart, ...] = ()
     of_own_plan: frozenset[str] = frozenset()
+
+    @property
+    def copied(self) -> dict[str, Role]:
+        """The roles whose units several ranks of x hold, by name."""
+        return {name: role for name, role in self.roles.items() if role.copies > 1}
 
     @property
     def replicated(self) -> tuple[PlainPart, ...]:
@@ -191,9 +215,16 @@ def read_plan(
     found = {name: role for name, role in found.items() if name not in plain}
     parts = _plain_parts(plain, modules, own_parameters, found)
     _refuse_unknown(model, found, plain)
-    return ShardingPlan(
-        {name: found[name] for name in modules if name in found}, attributes, parts, frozenset(of_own_plan)
-    )
+    placed = {name: _copied(found[name], module, sizes["x"]) for name, module in modules.items() if name in found}
+    return ShardingPlan(placed, attributes, parts, frozenset(of_own_plan))
+
+
+def _copied(role: Role, module: nn.Module, x: int) -> Role:
+    """The role, with copies of the units of a module whose weight says how many there are."""
+    weight = getattr(module, "weight", None)
+    if not role.shared or not isinstance(weight, Tensor):
+        return role
+    return role.on(weight.shape[1 if huggingface.is_conv1d(module) else 0], x)
 
 
 def _with_role(
@@ -349,7 +380,7 @@ def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> Parame
         case kind if kind in LINEARS:
             output_axis, input_axis = LINEARS[kind]
             dim = 1 if is_transposed else 0
-            of_output = () if output_axis is None else (Split(dim, output_axis, role.segments),)
+            of_output = () if output_axis is None else (Split(dim, output_axis, role.segments, role.copies),)
             if part == "bias":
                 return ParameterSharding(tuple(replace(split, dim=0) for split in of_output), (LOSS,))
             of_input = () if input_axis is None else (Split(1 - dim, input_axis),)
@@ -361,7 +392,7 @@ def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> Parame
         case "norm":
             return ParameterSharding((Split(0, "y"),), (LOSS,))
         case "inner_norm":
-            return ParameterSharding((Split(0, "x"),), (LOSS,))
+            return ParameterSharding((Split(0, "x", copies=role.copies),), (LOSS,))
         case "head_norm":  # it sees only the heads of its x rank
             return ParameterSharding((), (LOSS, "x"))
         case "inner_parameter":  # as a colwise linear's bias

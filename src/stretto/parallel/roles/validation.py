@@ -2,6 +2,7 @@
 """Checks that a grid can hold a model, before anything is allocated or sent."""
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from torch import nn
@@ -22,14 +23,21 @@ from stretto.parallel.roles.plan import (
 from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
 
-def check_divides(count: int, size: int, axis: str, where: str, what: str) -> None:
-    """Raise ValueError, with the nearest count that would do, unless grid axis `axis` of `size` divides `count`."""
-    if count % size:
+def check_divides(count: int, size: int, axis: str, where: str, what: str, *, is_shared: bool = False) -> None:
+    """Raise ValueError, with the nearest count that would do, unless grid axis `axis` of `size` divides `count`.
+
+    is_shared: ranks may hold copies, so that the size may be a multiple of the count, too.
+    """
+    if count % size and not (is_shared and size % count == 0):
         nearest = max(1, round(count / size)) * size
-        fitting = [n for n in range(1, size + 1) if count % n == 0]
+        fitting = [max(n for n in range(1, size + 1) if count % n == 0)]
+        if is_shared:
+            divisors = (n for n in range(1, size) if size % n == 0)
+            nearest = min(nearest, *divisors, key=lambda n: (abs(n - count), -n))
+            fitting.append(-(-size // count) * count)
         raise ValueError(
             f"{where}: {count} {what} cannot be split over {axis}={size}; the nearest number of {what} that would do "
-            f"is {nearest}, or choose {axis}={max(fitting)}"
+            f"is {nearest}, or choose {' or '.join(f'{axis}={n}' for n in fitting)}"
         )
 
 
@@ -82,8 +90,27 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
             raise ValueError(f"{axis!r} is not an axis of a grid; the axes are {', '.join(sizes)}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{name} is {value!r}: only whole numbers can be divided over an axis")
-        check_divides(value, sizes[axis], axis, owner, attribute)
+        around = f"{owner}.".removeprefix(".")
+        is_copied = any(
+            value * role.copies == sizes["x"] for part, role in plan.copied.items() if part.startswith(around)
+        )
+        check_divides(value, sizes[axis], axis, owner, attribute, is_shared=axis == "x" and is_copied)
+    _check_sharers(modules, plan, sizes["x"])
     refuse_unnamed_counts(modules, plan, sizes)
+
+
+def _check_sharers(modules: Mapping[str, nn.Module], plan: ShardingPlan, x: int) -> None:
+    """Raise ValueError where the ranks that hold a unit cannot divide what shares it."""
+    for name, role in plan.copied.items():
+        owner = name.rpartition(".")[0]
+        counted = getattr(modules[owner], role.shared_by, None)
+        count = counted if isinstance(counted, int) else role.unit - role.shared
+        if count % role.copies:
+            what = f"{owner}.{role.shared_by}" if isinstance(counted, int) else "features of each that are not shared"
+            raise ValueError(
+                f"{name}: {role.copies} ranks of x={x} hold each of its {role.units}, but cannot divide {count} "
+                f"({what}) among them; choose x={x // role.copies * gcd(count, role.copies)}"
+            )
 
 
 def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
@@ -141,7 +168,7 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
             norm_kind(module, name)
             features: Any = getattr(module, "weight", None)
             axis = "x" if role.role == "inner_norm" else "y"
-            if role.role != "head_norm" and features is not None:
+            if role.role != "head_norm" and features is not None and role.copies == 1:
                 check_divides(features.shape[0], sizes[axis], axis, name, "features")
         case "dropout" | "inner_dropout":
             _expect(name, module, role, nn.Dropout)
@@ -319,11 +346,11 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
     units = outputs // role.segments // role.unit
     what = role.units if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
     if output_axis is not None:
-        check_divides(units, sizes[output_axis], output_axis, name, what)
+        check_divides(units, sizes[output_axis], output_axis, name, what, is_shared=role.shared > 0)
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
     is_by_input = huggingface.is_conv1d(module)
     axis = input_axis if is_by_input else output_axis
-    rows = (inputs if is_by_input else outputs) // (1 if axis is None else sizes[axis])
+    rows = (inputs if is_by_input else outputs) // (1 if axis is None else sizes[axis] // role.copies)
     of_rank = "" if axis is None else f" (its rows, of which each {axis} rank has {rows})"
     check_divides(rows, sizes["z"], "z", f"{name}{of_rank}", "weight rows")
 
