@@ -264,6 +264,20 @@ def test_an_edge_list_is_read(tmp_path):
     assert hops(topology, 0, 2) == 2
 
 
+def test_ranks_of_a_file_are_in_the_order_of_their_ids_wherever_they_are_in_it(tmp_path):
+    lines = [f"{rank} {rank + 1} {(rank + 1) * 1e9} 1e-6" for rank in range(11)]
+    for prefix in ("", "gpu"):
+        read = []
+        for order in (lines, lines[::-1], lines[5:] + lines[:5]):
+            path = tmp_path / "line.edgelist"
+            path.write_text("\n".join(f"{prefix}{line.replace(' ', f' {prefix}', 1)}" for line in order))
+            read.append(read_graph(path))
+        assert [link.bandwidth for link in read[0].links if link.target == link.source + 1] == [
+            (rank + 1) * 1e9 for rank in range(11)
+        ]
+        assert all(topology.links == read[0].links for topology in read)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

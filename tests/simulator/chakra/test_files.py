@@ -279,6 +279,15 @@ def test_groups_are_read_from_a_file_or_from_the_traces_own_nodes(tmp_path):
     assert dict(read_chakra(tmp_path / "t").groups) == {"3": (1, 0), "4": (0, 1)}
     (tmp_path / "g.json").write_text('{"5": [0]}')
     assert read_chakra(tmp_path / "t", groups=tmp_path / "g.json").group("5") == (0,)
+    other = files.group_node(1, {"3": (0, 1)})
+    for rank in ((node, other), (other, node)):
+        write_chakra(ChakraTrace((rank, ())), tmp_path / "two")
+        with pytest.raises(
+            ValueError, match=r"rank 0's node . .* group '3' is .* another node .*: give a file of groups"
+        ):
+            read_chakra(tmp_path / "two")
+    (tmp_path / "g.json").write_text('{"3": [1]}')
+    assert read_chakra(tmp_path / "two", groups=tmp_path / "g.json").group("3") == (1,)
     (tmp_path / "g.json").write_text('{"5": [0, 9]}')
     with pytest.raises(ValueError, match=r"group '5' is \[0, 9\], but must be different ranks from 0 to 1"):
         read_chakra(tmp_path / "t", groups=tmp_path / "g.json")

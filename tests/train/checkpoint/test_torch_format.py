@@ -131,6 +131,22 @@ def test_another_model_is_refused_by_names_before_anything_starts(tmp_path: Path
     assert "model.norms.weight is unexpected" in message
 
 
+def test_two_matrices_for_one_tied_parameter_are_refused_unless_they_are_equal(tmp_path: Path) -> None:
+    folder = model_folders.write_folder(tmp_path / "model", tied=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, factor in (("same", 1.0), ("other", 2.0)):
+        model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach() * factor)
+        saved = write_plain(tmp_path / name, model)
+        config = model_folders.configure(tmp_path / f"run-{name}", folder, f"train.resume={saved}", *OPTIONS)
+        if factor == 1.0:
+            preflight(config)
+            continue
+        with pytest.raises(
+            ValueError, match=r"embed_tokens\.weight and lm_head\.weight with different values.*False in"
+        ):
+            preflight(config)
+
+
 def test_state_by_numbers_and_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -4,6 +4,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import Ranks
 from tests.train import runs
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from stretto import Grid, parallelize
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.weights import export_safetensors, import_safetensors
+from stretto.train.optimizer import local_shard
 
 MakeRanks = Callable[[int], Ranks]
 
@@ -104,6 +108,74 @@ def test_a_tied_weight_may_stand_under_its_other_name_or_under_both(tmp_path: Pa
         model = runs.make_gpt()
         import_safetensors(model, tmp_path / "m.safetensors")
         assert torch.equal(model.get_parameter("head.weight"), weights["embedding.weight"])
+
+
+def import_twice_tied(folder: Path, config: Any) -> str:
+    """Import the file into a model that ties the two matrices and is sharded. Returns the error's message."""
+    model = parallelize(LlamaForCausalLM(config), Grid(z=torch.distributed.get_world_size()), dtype=torch.float32)
+    before = [local_shard(parameter).detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match="different values") as error:
+        import_safetensors(model, folder / "model.safetensors.index.json")
+    for parameter, weight in zip(model.parameters(), before, strict=True):
+        assert torch.equal(local_shard(parameter), weight)
+    return str(error.value)
+
+
+def test_two_matrices_in_the_file_of_a_tied_configuration_are_both_kept_as_by_transformers(
+    ranks: MakeRanks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    source = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    source.save_pretrained(tmp_path, max_shard_size="20KB")
+    config = LlamaConfig(**sizes, tie_word_embeddings=True)
+    model, index = LlamaForCausalLM(config), tmp_path / "model.safetensors.index.json"
+    for _ in range(2):
+        import_safetensors(model, index)
+    assert all(torch.equal(weight, source.get_parameter(name)) for name, weight in model.named_parameters())
+    assert "lm_head.weight" in dict(model.named_parameters())
+    [line] = [record.getMessage() for record in caplog.records if "not tied" in record.getMessage()]
+    assert "model.embed_tokens.weight and lm_head.weight with different values" in line
+    model.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == source.state_dict().keys()
+    for message in ranks(2).run(import_twice_tied, tmp_path, config):
+        assert "model.embed_tokens.weight and lm_head.weight" in message
+        assert "load the file before parallelize, or build the model with tie_word_embeddings=False" in message
+
+    # Another tensor that does not fit: nothing is changed. Equal matrices: they remain tied.
+    for edit, is_refused in (("model.norm.weight", True), ("lm_head.weight", False)):
+        weights = {name: weight.clone() for name, weight in source.state_dict().items()}
+        weights[edit] = weights[edit][:8].clone() if is_refused else weights["model.embed_tokens.weight"].clone()
+        save_file(weights, tmp_path / "m.safetensors")
+        model = LlamaForCausalLM(config)
+        with pytest.raises(ValueError, match=r"norm\.weight has shape") if is_refused else nullcontext():
+            import_safetensors(model, tmp_path / "m.safetensors")
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    # One matrix, and a configuration that does not tie.
+    save_file(
+        {name: weight for name, weight in weights.items() if name != "lm_head.weight"}, tmp_path / "m.safetensors"
+    )
+    untied = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    advice = r"lm_head\.weight is missing; if it is model\.embed_tokens\.weight, tie_word_embeddings=True .* would do"
+    with pytest.raises(ValueError, match=advice):
+        import_safetensors(untied, tmp_path / "m.safetensors")
+
+
+def test_of_several_tied_weights_those_are_untied_that_differ_in_the_file(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=61, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2, tie_word_embeddings=True)
+    source = T5ForConditionalGeneration(config)
+    shared = source.shared.weight.detach()
+    head = torch.randn_like(shared)
+    weights = {name: value.detach() for name, value in source.named_parameters() if name != "shared.weight"}
+    weights |= {"lm_head.weight": head, "decoder.embed_tokens.weight": head.clone()}
+    save_file(weights | {"encoder.embed_tokens.weight": shared}, tmp_path / "model.safetensors")
+    model = T5ForConditionalGeneration(config)
+    import_safetensors(model, tmp_path / "model.safetensors")
+    assert model.shared.weight is model.encoder.embed_tokens.weight
+    assert model.lm_head.weight is model.decoder.embed_tokens.weight
+    assert torch.equal(model.shared.weight, shared)
+    assert torch.equal(model.lm_head.weight, head)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,28 @@ def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
     assert after == before
 
 
+def test_both_matrices_of_a_folder_whose_config_ties_them_are_trained_resumed_and_exported(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    folder = model_folders.write_folder(tmp_path / "model", tied=False)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    config = model_folders.configure(tmp_path / "run", folder, *X2_Z2, "train.steps=4", "train.checkpoint_every=2")
+    preflight(config)
+    model_folders.train_on_grid(ranks, config)
+    losses, plain = model_folders.train_plainly(config)
+    assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
+    shutil.rmtree(checkpoint_path(config.out, 4))
+    resumed = model_folders.configure(config.out, folder, "grid.pipe=2", "train.steps=4", "train.resume=latest")
+    preflight(resumed)
+    model_folders.train_on_grid(ranks, resumed)
+    assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
+    export_folder(config.out, tmp_path / "tuned")
+    assert load_file(tmp_path / "tuned" / SINGLE).keys() == load_file(folder / SINGLE).keys()
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    torch.testing.assert_close(model_folders.logits_of(tuned), model_folders.logits_of(plain), atol=1e-5, rtol=0)
+
+
 @pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("gpt2", torch.float32)])

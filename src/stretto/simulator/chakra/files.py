@@ -79,7 +79,8 @@ def read_chakra(prefix: str | Path, *, groups: str | Path | None = None) -> Chak
 
     groups: a JSON file {NAME: [RANK, ...]}, as ASTRA-sim takes it; without it, PREFIX.groups.json if that exists, and
     the process groups of the trace's metadata nodes. Raises ValueError that names the file and the byte for
-    missing ranks, a truncated or foreign file, and sizes over the limits.
+    missing ranks, a truncated or foreign file, and sizes over the limits; and for a group that nodes define differently
+    and no file does.
     """
     prefix = Path(prefix)
     found = _find_files(prefix)
@@ -89,11 +90,10 @@ def read_chakra(prefix: str | Path, *, groups: str | Path | None = None) -> Chak
         about, of_rank = read_rank(path, max_nodes=MAX_NODES - sum(map(len, nodes)))
         metadata = about if rank == 0 else metadata
         nodes.append(of_rank)
-    known = dict(_groups_of_nodes(nodes))
     beside = prefix.with_name(prefix.name + ".groups.json")
-    if groups is not None or beside.is_file():
-        known |= _read_groups(Path(groups) if groups is not None else beside)
-    return ChakraTrace(tuple(nodes), known, metadata)
+    has_file = groups is not None or beside.is_file()
+    given = _read_groups(beside if groups is None else Path(groups)) if has_file else {}
+    return ChakraTrace(tuple(nodes), _groups_of_nodes(nodes, given), metadata)
 
 
 def read_rank(path: Path, *, max_nodes: int = MAX_NODES) -> tuple[Metadata, tuple[ChakraNode, ...]]:
@@ -186,10 +186,15 @@ def _read_groups(path: Path) -> dict[str, tuple[int, ...]]:
     return {str(name): tuple(ranks) for name, ranks in content.items()}
 
 
-def _groups_of_nodes(nodes: Sequence[Sequence[ChakraNode]]) -> dict[str, tuple[int, ...]]:
-    """What metadata nodes say of process groups. Other metadata nodes say nothing that is simulated."""
-    groups: dict[str, tuple[int, ...]] = {}
-    for of_rank in nodes:
+def _groups_of_nodes(
+    nodes: Sequence[Sequence[ChakraNode]], given: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Add what metadata nodes say of other process groups than those given. Other metadata nodes are not simulated.
+
+    Raises ValueError where nodes differ, since none of them comes before another.
+    """
+    groups = dict(given)
+    for rank, of_rank in enumerate(nodes):
         for node in of_rank:
             if node.type == NodeType.METADATA_NODE and node.inputs.values.startswith("['["):
                 try:
@@ -198,7 +203,12 @@ def _groups_of_nodes(nodes: Sequence[Sequence[ChakraNode]]) -> dict[str, tuple[i
                     continue
                 for row in rows if isinstance(rows, list) else ():
                     if isinstance(row, dict) and "pg_name" in row and _is_ranks(row.get("ranks")):
-                        groups[str(row["pg_name"])] = tuple(row["ranks"]) or tuple(range(len(nodes)))
+                        name, ranks = str(row["pg_name"]), tuple(row["ranks"]) or tuple(range(len(nodes)))
+                        if groups.setdefault(name, ranks) != ranks and name not in given:
+                            raise ValueError(
+                                f"{node.describe(rank)} says that group {name!r} is {list(ranks)}, but another node "
+                                f"{list(groups[name])}: give a file of groups, {{NAME: [RANK, ...]}}"
+                            )
     return groups
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes an execution graph of a Chakra trace: matches messages and collectives of all ranks, and times each node.
 
+A rank's messages and collectives are matched in the order in which ASTRA-sim issues them: of the nodes whose
+dependencies are done, the one with the smallest id first. The order of nodes in a file means nothing.
+
 The ranks' nodes are put into one order in which every node follows its dependencies, so that streams, which run
 their operations in order, cannot wait for each other in a circle. Among nodes that are free, the one comes first that
 would be ready first if communication took no time.
@@ -8,7 +11,7 @@ would be ready first if communication took no time.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -33,7 +36,7 @@ _MICROSECOND, _NANOSECOND = 1e-6, 1e-9
 COMMUNICATION = (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE)
 _MOST_NAMED = 6  # nodes or ranks in a message
 _REQUIRED: Any = object()
-_Key = tuple[int, int]  # rank and the node's place in its file
+_Key = tuple[int, int]  # rank and the node's place in the order of issue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +97,34 @@ def trace_graph(
     a stream that one); a MEM node the stream "memory"; METADATA and INVALID nodes take no time. A COMM_SEND_NODE is a
     message of comm_size bytes, and ends when it has arrived; a COMM_RECV_NODE ends when its message has, which is the
     first not yet received from that rank with that tag. A collective of a group begins on a rank when the group's one
-    before it has ended there; comm_size is a rank's input, as in ASTRA-sim, so an all-gather's output is as many times
-    as large as the group has ranks.
+    before it has ended there. Dependencies and ids decide what is first, not places in a file. comm_size is a rank's
+    input, as in ASTRA-sim, so an all-gather's output is as many times as large as the group has ranks.
 
     Raises ValueError, in one line that names ranks and nodes: for a cycle, a receive without a send, a message that
     is never received, a dependency or rank that does not exist, an unknown node type, a collective that only some ranks
     of its group run, and work without a duration if `times` does not tell how fast it is.
     """
-    return _Translation(trace, times or NodeTimes(), {**ALGORITHMS, **(algorithms or {})}).build()
+    issued = replace(trace, nodes=tuple(_order_of_issue(rank, nodes) for rank, nodes in enumerate(trace.nodes)))
+    return _Translation(issued, times or NodeTimes(), {**ALGORITHMS, **(algorithms or {})}).build()
+
+
+def _order_of_issue(rank: int, nodes: Sequence[ChakraNode]) -> tuple[ChakraNode, ...]:
+    """Order a rank's nodes: each after its dependencies, else by id; those in or behind a cycle last.
+
+    Raises ValueError for two nodes with one id, and for a dependency that does not exist.
+    """
+    nodes = sorted(nodes, key=lambda node: node.id)
+    places = {node.id: place for place, node in enumerate(nodes)}
+    for node, other in pairwise(nodes):
+        if node.id == other.id:
+            raise ValueError(f"{node.describe(rank)} has the id of another node of this rank, {other.name!r}")
+    for node in nodes:
+        for id in (*node.control_dependencies, *node.data_dependencies):
+            if id not in places:
+                raise ValueError(f"{node.describe(rank)} waits for node {id}, which rank {rank} does not have")
+    before = [{places[id] for id in (*node.control_dependencies, *node.data_dependencies)} for node in nodes]
+    order = dict.fromkeys(_order_units(before, [0.0] * len(nodes)))
+    return tuple(nodes[place] for place in (*order, *(place for place in range(len(nodes)) if place not in order)))
 
 
 class _Translation:
@@ -112,7 +135,7 @@ class _Translation:
         self._builder = GraphBuilder(trace.ranks)
         self._operations: dict[_Key, int] = {}  # the operation that ends when the node does
         self._messages: dict[_Key, int] = {}  # by the sender
-        self._places = [self._index(rank) for rank in range(trace.ranks)]
+        self._places = [{node.id: place for place, node in enumerate(nodes)} for nodes in trace.nodes]
         self._sender = {} if times.is_replayed else _match_messages(trace)  # of a receive
         groups = [] if times.is_replayed else list(_match_collectives(trace))
         collectives = {keys[0]: keys for keys in groups}
@@ -141,14 +164,6 @@ class _Translation:
 
     # --- what waits for what
 
-    def _index(self, rank: int) -> dict[int, int]:
-        places: dict[int, int] = {}
-        for place, node in enumerate(self._trace.nodes[rank]):
-            if node.id in places:
-                raise ValueError(f"{node.describe(rank)} has the id of another node of this rank")
-            places[node.id] = place
-        return places
-
     def _node(self, key: _Key) -> ChakraNode:
         return self._trace.nodes[key[0]][key[1]]
 
@@ -159,9 +174,6 @@ class _Translation:
         """The nodes of its rank that a node waits for."""
         rank, _ = key
         node = self._node(key)
-        for id in (*node.control_dependencies, *node.data_dependencies):
-            if id not in self._places[rank]:
-                raise ValueError(f"{node.describe(rank)} waits for node {id}, which rank {rank} does not have")
         ids = dict.fromkeys((*node.control_dependencies, *node.data_dependencies))
         return [(rank, self._places[rank][id]) for id in ids]
 
@@ -298,7 +310,7 @@ def _order_units(before: Sequence[set[int]], seconds: Sequence[float]) -> list[i
 
 
 def _match_messages(trace: ChakraTrace) -> dict[_Key, _Key]:
-    """Find each receive's send: the first of that rank with that tag which is not yet received, in the files' order."""
+    """Find each receive's send: the first of that rank with that tag which is not yet received, in order of issue."""
     sent: dict[tuple[int, int, int], deque[_Key]] = defaultdict(deque)
     for rank, nodes in enumerate(trace.nodes):
         for place, node in enumerate(nodes):

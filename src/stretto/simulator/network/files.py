@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ def parse_topology(text: str, bandwidth: float | None, latency: float | None) ->
 def read_graph(path: Path, bandwidth: float | None = None, latency: float | None = None) -> NetworkTopology:
     """A topology from a graph's file: networkx's node-link .json, .graphml, .gml or .edgelist.
 
-    A node with `kind` = "switch" (or "nic") is no device; all others are, in the file's order. An edge may have
-    `bandwidth` (bytes/s) and `latency` (seconds); the others get those given. An undirected edge is two links.
+    A node with `kind` = "switch" (or "nic") is no device; all others are, in the order of their ids, numbers in them as
+    numbers (gpu2 before gpu10): the order in the file means nothing. An edge may have `bandwidth` (bytes/s) and
+    `latency` (seconds); the others get those given. An undirected edge is two links.
 
     Raises ValueError that names the file and the rule; networkx is imported here.
     """
@@ -71,7 +73,7 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
         graph = _parse(content.decode("utf-8"), path.suffix)
     except Exception as error:  # noqa: BLE001  networkx's parsers raise what they run into
         raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {_one_line(error)}") from None
-    nodes = {node: dict(about) for node, about in graph.nodes(data=True)}
+    nodes = {node: dict(about) for node, about in sorted(graph.nodes(data=True), key=lambda each: _by_id(each[0]))}
     devices = [node for node, about in nodes.items() if str(about.get("kind", "device")) not in ("switch", "nic")]
     others = [node for node in nodes if node not in set(devices)]
     numbers = {node: number for number, node in enumerate([*devices, *others])}
@@ -80,7 +82,14 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
         rates = [_read_rate(path, about, "bandwidth", bandwidth), _read_rate(path, about, "latency", latency)]
         ends = [(source, target)] if graph.is_directed() else [(source, target), (target, source)]
         links += [DirectedLink(numbers[one], numbers[other], *rates) for one, other in ends]
+    links.sort(key=lambda link: (link.source, link.target))  # which of equal routes is taken depends on their order
     return NetworkTopology(str(path), len(devices), links, vertices=len(nodes))
+
+
+def _by_id(node: object) -> list[tuple[int, str]]:
+    """Sort key of a node: its id, in which texts and whole numbers, of which a longer one is larger, alternate."""
+    parts = re.split(r"0*([0-9]+)", str(node))
+    return [(len(part) if place % 2 else 0, part) for place, part in enumerate(parts)]
 
 
 def _parse(text: str, suffix: str) -> Any:

@@ -23,7 +23,8 @@ _STACKS = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 class NamesInFiles:
     """Where files hold a model's tensors.
 
-    own_names: the model's name of each tensor of the files that is a parameter, or a buffer, as it is. stacked: of a
+    own_names: the model's name of each tensor of the files that is a parameter, or a buffer, as it is; of a tied
+    parameter, which has several names, the one that the tensor stands for (`first_names`). stacked: of a
     parameter that is stacked from several, the files' names of each expert's parts, by its own name. dropped: names of
     layers that predict further tokens, which transformers' model does not have. unknown: all others.
     """
@@ -39,12 +40,12 @@ def match_names(model: "nn.Module", names: Collection[str]) -> NamesInFiles:
 
     Raises ValueError if experts are missing, or if there are more than the model has.
     """
-    own = _aliases(model)
+    own = first_names(model)
     matched = NamesInFiles()
     prefix = f"{getattr(model, 'base_model_prefix', '')}."  # of Hugging Face's models
     taken: dict[str, str] = {}
-    for alias, name in own.items():
-        for spelling in (alias, f"{prefix}{alias}", alias.removeprefix(prefix)):
+    for name in own:
+        for spelling in (name, f"{prefix}{name}", name.removeprefix(prefix)):
             if spelling in names:
                 taken[spelling] = name
                 break
@@ -62,8 +63,8 @@ def match_names(model: "nn.Module", names: Collection[str]) -> NamesInFiles:
     return matched
 
 
-def _aliases(model: "nn.Module") -> dict[str, str]:
-    """The first name of each parameter and buffer, by all of its names."""
+def first_names(model: "nn.Module") -> dict[str, str]:
+    """The first name of each parameter and buffer, by all of its names: those of a tied parameter have one."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     own = {alias: first[id(parameter)] for alias, parameter in model.named_parameters(remove_duplicate=False)}
     return own | {name: name for name in persistent_buffers(model)}
@@ -114,7 +115,7 @@ def _apply_conversions(
                 patterns = list(stacking.source_patterns)
                 before, expert, after = place
                 part = _Part(int(expert), patterns.index(pattern), len(patterns), before, after)
-                stacks.setdefault(target, []).append(part)
+                stacks.setdefault(own[target], []).append(part)
                 break
         else:
             matched.unknown.append(name)
@@ -122,7 +123,7 @@ def _apply_conversions(
 
 
 def _spelled(name: str, own: Mapping[str, str], prefix: str) -> str | None:
-    return next((own[each] for each in (name, f"{prefix}{name}", name.removeprefix(prefix)) if each in own), None)
+    return next((each for each in (name, f"{prefix}{name}", name.removeprefix(prefix)) if each in own), None)
 
 
 def _place_of(name: str, renamed: str, pattern: str) -> tuple[str, str, str] | None:

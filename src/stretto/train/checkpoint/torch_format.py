@@ -225,7 +225,8 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
     not part of its state.
 
     model: may be on the meta device. Returns an index of Stretto's as it is. Raises ValueError that lists the first
-    parameters that are missing, unexpected or of another shape, with names like theirs.
+    parameters that are missing, unexpected or of another shape, with names like theirs; and for a shared one that the
+    folder has twice with different values.
     """
     if metadata.model:
         return metadata
@@ -234,13 +235,22 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
     buffers = persistent_buffers(model)
     ignored = {name for name, _ in model.named_buffers(remove_duplicate=False)} - buffers.keys()
     tensors: dict[str, TensorEntry] = {}
+    stored_names: dict[str, str] = {}
     for name, entry in metadata.tensors.items():
         kind, _, rest = name.partition(".")
         parameter, _, key = rest.rpartition(".") if kind == "optimizer" else (rest, "", "")
         if kind == "model" and parameter in ignored:
             continue
         renamed = alias.get(parameter, parameter)
-        tensors.setdefault(".".join(filter(None, (kind, renamed, key))), entry)
+        fitted_name = ".".join(filter(None, (kind, renamed, key)))
+        kept = stored_names.setdefault(fitted_name, name)
+        tensors.setdefault(fitted_name, entry)
+        if kind == "model" and kept != name and not _are_equal(path, metadata.tensors, kept, name):
+            raise ValueError(
+                f"the checkpoint {path} has {kept.removeprefix('model.')} and {parameter} with different values, but "
+                "they are one parameter of the model: build it with tie_word_embeddings=False in its configuration (a "
+                "GPT: tie_embeddings=False)"
+            )
     fitted = metadata.model_copy(update={"tensors": tensors})
     found = fitted.parameter_shapes()
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -249,6 +259,16 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise ValueError(f"the checkpoint {path} is of another model: {'; '.join(faults[:SHOWN])}{more}")
     return fitted
+
+
+def _are_equal(path: Path, tensors: Mapping[str, TensorEntry], one: str, other: str) -> bool:
+    import torch
+
+    from stretto.train.checkpoint.storage import read_tensor
+
+    if tensors[one].shape != tensors[other].shape:
+        return False
+    return torch.equal(*(read_tensor(path, tensors[name], name) for name in (one, other)))
 
 
 def _faults(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

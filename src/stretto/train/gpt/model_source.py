@@ -165,6 +165,8 @@ class FolderSource(ModelSource):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from stretto.train.checkpoint.weights import untie_as_in
+
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
             if hasattr(config, "quantization_config"):  # weights are dequantized as they are read
@@ -179,6 +181,7 @@ class FolderSource(ModelSource):
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"{self.folder}: transformers builds no causal language model of it: {reason}") from error
         _require_given_targets(model)
+        untie_as_in(model, self.weights_file)
         return model.train()
 
     def load_weights(self, model: "nn.Module") -> None:
