@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-long test-docs test-with-docs test-exhaustive test-slow-machine test-versions test-versions-exhaustive nightly
+.PHONY: test-backend-suite gpu-test-backend-suite
 .PHONY: gpu-test gpu-test-exhaustive
 .PHONY: gpu-sanitize lint format docs docs-figures clean help
 .DEFAULT_GOAL := help
@@ -17,11 +18,13 @@ help:
 	@echo "make test-exhaustive  the cases that all of these leave out"
 	@echo "make test-slow-machine  make test in a clone with empty caches, on one core beside a busy loop (TESTS=FOLDER: a part)"
 	@echo "make test-versions  the oldest and the newest Python, torch and Triton that are tried"
+	@echo "make test-backend-suite  torch's own tests of backends, with the backend stretto; on CPUs"
 	@echo "make nightly   all of these, and make lint"
 	@echo "make docs      the documentation as a site, in build/site; a broken link, anchor or picture is an error"
 	@echo "make lint      formatting, linter, types, import layers"
 	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
 	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a GPU; on a single one, ranks share it)"
+	@echo "make gpu-test-backend-suite  torch's own tests of backends, with the backend stretto; on two GPUs"
 	@echo "make gpu-test-exhaustive  the cases that make gpu-test leaves out; SHARD=1/4 is a quarter of them"
 
 demo: $(VENV)/.installed
@@ -52,7 +55,10 @@ test-slow-machine: $(VENV)/.installed
 test-exhaustive: $(VENV)/.installed
 	$(PYTEST) $(CODE_TESTS) --durations 20 -m exhaustive
 
-nightly: test-with-docs lint docs test-versions-exhaustive test-exhaustive
+nightly: test-with-docs lint docs test-versions-exhaustive test-exhaustive test-backend-suite
+
+test-backend-suite: $(VENV)/.installed
+	$(BIN)/python tests/backend_suite/run.py
 
 # Each set of versions has a virtual environment in this folder, some 5 GB; .venv has the versions of constraints.txt.
 VERSIONS_FOLDER ?= build/versions
@@ -98,6 +104,10 @@ gpu-test-exhaustive:
 	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m exhaustive $(GPU_PART) || [ $$? -eq 5 ]; else \
 		{ $(GPU_PYTEST) -m "alone and exhaustive" $(GPU_PART) || [ $$? -eq 5 ]; } && \
 		{ $(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_PART) $(GPU_WORKERS) || [ $$? -eq 5 ]; }; fi
+
+gpu-test-backend-suite:
+	@$(HAS_GPU)
+	$(PYTHON) tests/backend_suite/run.py --gpus
 
 # NCCL asks the driver for what it may not have, so errors of calls to the driver say nothing of these kernels.
 gpu-sanitize:

@@ -37,7 +37,14 @@ from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, 
 from stretto.deprecated import alias
 
 if TYPE_CHECKING:
-    from stretto.collectives.backend import call_counts, install, install_folder, run_collective, uninstall
+    from stretto.collectives.backend import (
+        call_counts,
+        install,
+        install_folder,
+        monitored_barrier,
+        run_collective,
+        uninstall,
+    )
 
 __all__ = [
     "PROTOCOLS",
@@ -70,6 +77,7 @@ __all__ = [
     "from_xml",
     "install",
     "install_folder",
+    "monitored_barrier",
     "parallelize",
     "read_schedule",
     "run_collective",
@@ -86,6 +94,7 @@ def __getattr__(name: str) -> object:
         "call_counts",
         "install",
         "install_folder",
+        "monitored_barrier",
         "run_collective",
         "uninstall",
     ):  # they need torch, and the rest here does not

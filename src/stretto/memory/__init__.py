@@ -11,7 +11,14 @@ from stretto.deprecated import alias
 from stretto.memory import failures, shared_gpus
 from stretto.memory.allocation import allocate, empty, find_symmetric, peer_tensor
 from stretto.memory.cuda import allocated_bytes
-from stretto.memory.groups import exchange, find_own_rank, group_timeout, is_debugging, store_all_gather
+from stretto.memory.groups import (
+    exchange,
+    find_missing,
+    find_own_rank,
+    group_timeout,
+    is_debugging,
+    store_all_gather,
+)
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import (
     MAX_BYTES,
@@ -37,6 +44,7 @@ __all__ = [
     "empty",
     "exchange",
     "failures",
+    "find_missing",
     "find_own_rank",
     "find_symmetric",
     "group_timeout",

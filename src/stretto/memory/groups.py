@@ -169,3 +169,27 @@ def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: in
     if number > 1:
         store.delete_key(f"{topic} {number - 1} {rank}")
     return texts
+
+
+def find_missing(group: dist.ProcessGroup, topic: str, timeout: float) -> list[int]:
+    """Wait until all ranks of the group have called it as often as this one; returns the ranks that have not.
+
+    topic: each counts its own calls. It uses the group's store alone, no device. The first rank whose `timeout` seconds
+    have passed decides for all, those that call it later included: all ranks return the same ([]: all have come).
+    """
+    rank, size = find_own_rank(group)
+    store = _get_process_group_store(group)
+    number = store.add(f"{topic} calls {rank}", 1)
+    found = f"{topic} {number}"
+    if store.add(f"{found} arrived", 1) == size:
+        store.compare_set(found, "", "all")
+        if number > 1:  # a rank that has arrived here has read what was found before
+            for key in (f"{topic} {number - 1}", f"{topic} {number - 1} arrived"):
+                store.delete_key(key)
+    try:
+        store.wait([found], timedelta(seconds=timeout))
+    except RuntimeError:
+        missing = [peer for peer in range(size) if store.add(f"{topic} calls {peer}", 0) < number]
+        store.compare_set(found, "", " ".join(map(str, missing)) or "all")
+    decided = store.get(found).decode()
+    return [] if decided == "all" else [int(peer) for peer in decided.split()]

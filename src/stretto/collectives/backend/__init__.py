@@ -25,11 +25,19 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
          host_fallback.py    only where ranks share GPUs, in tests: stages NCCL's calls on the host
     5. native.py           makes the Work object of a schedule (native/work.hpp); gloo or NCCL make their own
 
-`api.py` is what users call: `install`, `install_folder`, `uninstall`, `run_collective`, `call_counts`.
+`api.py` is what users call: `install`, `install_folder`, `uninstall`, `run_collective`, `monitored_barrier`,
+`call_counts`.
 `stretto.registration` registers the backend's name.
 """
 
-from stretto.collectives.backend.api import call_counts, install, install_folder, run_collective, uninstall
+from stretto.collectives.backend.api import (
+    call_counts,
+    install,
+    install_folder,
+    monitored_barrier,
+    run_collective,
+    uninstall,
+)
 from stretto.collectives.backend.dispatcher import InstalledSchedule
 from stretto.collectives.backend.native import CompilerError
 from stretto.deprecated import alias
@@ -40,6 +48,7 @@ __all__ = [
     "call_counts",
     "install",
     "install_folder",
+    "monitored_barrier",
     "run_collective",
     "uninstall",
 ]

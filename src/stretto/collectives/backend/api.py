@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: `install`, `uninstall` and `call_counts`."""
+"""What users call: `install`, `uninstall`, `monitored_barrier` and `call_counts`."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +19,8 @@ from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.collectives.xml import named_collective, read_ranks, read_schedule
-from stretto.memory import exchange, group_timeout
+from stretto.memory import PeerError, exchange, find_missing, group_timeout
+from stretto.memory.groups import check_timeout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -187,6 +189,34 @@ def run_collective(
         return work
     work.wait()
     return None
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Wait until all ranks of the group have called it, or name on every rank one that has not within the time limit.
+
+    Its arguments are those of `torch.distributed.monitored_barrier`, which torch allows to gloo's groups alone. group:
+    of the backend stretto, None for all ranks; a process outside of it returns at once. timeout: seconds or a
+    timedelta, None for the group's own limit. wait_all_ranks: whether to name all missing ranks, not only the first. On
+    GPUs it begins once all schedules that this rank has started have ended.
+
+    PeerError, with ranks as the group numbers them; a rank that comes later raises it, too. ValueError for a group of
+    another backend, and for a time limit that is none.
+    """
+    if group is not None and dist.get_rank(group) < 0:
+        return
+    dispatcher = find_dispatcher(group)
+    seconds = group_timeout(group) if timeout is None else check_timeout(timeout).total_seconds()
+    dispatcher.begin_barrier(on_gpu=False, is_async=False)
+    members = dist.group.WORLD if group is None else group
+    assert members is not None
+    if missing := find_missing(members, "stretto monitored barriers", seconds):
+        named = missing if wait_all_ranks else missing[:1]
+        raise PeerError(  # in gloo's words, which programs may look for
+            f"[Rank {dispatcher.member.rank}]: Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, named))} failed "
+            f"to pass monitoredBarrier in {round(seconds * 1000)} ms"
+        )
 
 
 def call_counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stretto.collectives.backend.calls import BackendCall, find_obstacle
+from stretto.collectives.backend.calls import NON_COLLECTIVE, BackendCall, find_obstacle
 from stretto.collectives.backend.debug_check import DebugCheck
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import FastestRun, Member, Runner, runner_for
@@ -149,10 +149,11 @@ class Dispatcher:
         STRETTO_DEBUG was set when the group was made, DisagreementError where ranks make different calls, and PeerError
         for a rank that does not arrive.
         """
-        if self._is_bypassed and not self.is_closed:
-            return None
         timeout = milliseconds / 1000
         call = BackendCall(operation, tuple(outputs), tuple(inputs), reduction, root, timeout, note, is_async)
+        if self._is_bypassed and not self.is_closed:
+            self._leave_to_inner(call)
+            return None
         return self.start(call)
 
     def start(self, call: BackendCall) -> "Work | None":
@@ -180,6 +181,7 @@ class Dispatcher:
             if inner == "gloo":
                 _refuse_gaps(call, reason)
             self.counter.count(call, inner, reason)
+            self._leave_to_inner(call)
             if self._fast is not None and inner == "nccl" and fastest is not None and fastest.is_settled:
                 self._fast.add_inner(call.operation, call.outputs, call.inputs, call.reduction, call.root, inner)
             return None
@@ -245,6 +247,15 @@ class Dispatcher:
             if runner is not None:
                 runner.close(seconds)
         failures.raise_unseen()
+
+    def _leave_to_inner(self, call: BackendCall) -> None:
+        """Keep track of whether NCCL has connected the ranks: a collective does so, messages of some ranks cannot."""
+        if self._nccl_warmup is None or call.device_type != "cuda":
+            return
+        if call.operation not in NON_COLLECTIVE:
+            self._nccl_warmup.is_warm = True
+        elif call.note == "coalescing":
+            self._nccl_warmup.require_all(call.timeout)
 
     def _warm_up_nccl(self, call: BackendCall) -> None:
         """Make NCCL connect, too, when a schedule runs a call on GPUs, in which all ranks participate."""

@@ -127,6 +127,18 @@ class PythonEnqueuedWork(Work):
         return future
 
 
+class SeveralWorks(Work):
+    """Several calls as one, of a batch that torch has coalesced."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them."""
+        return all(work.wait(timeout) for work in self._works)
+
+
 class PythonBackend(Backend):
     """The backend in Python, with the arguments of `StrettoBackend` in native/backend.hpp. Methods are c10d's."""
 
@@ -147,6 +159,7 @@ class PythonBackend(Backend):
         self._split = split
         self._options = Backend.Options("stretto", timedelta(milliseconds=milliseconds))
         self._is_coalescing = False
+        self._batch: list[Work] = []  # calls of a coalesced batch that gloo runs
         self._sequence_number = 0
         self._last_split: tuple[str, Backend] | None = None
         _alive.add(self)
@@ -206,9 +219,11 @@ class PythonBackend(Backend):
         self._is_coalescing = True
 
     def end_coalescing(self) -> Work:
-        """Start the group of calls, and return its Work."""
+        """Start the group of calls, and return its Work, which also waits for those of them that gloo runs."""
         self._is_coalescing = False
-        return self._cuda._end_coalescing()
+        works, self._batch = self._batch, []
+        work = self._cuda._end_coalescing()
+        return SeveralWorks([*works, *([] if work is None else [work])]) if works else work
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Have NCCL connect this GPU now."""
@@ -276,6 +291,12 @@ class PythonBackend(Backend):
             inputs = [[tensor.contiguous() for tensor in tensors] for tensors in inputs]
         return inner.scatter(outputs, inputs, opts)
 
+    def _kept(self, inner: Any, work: Work) -> Work:
+        """Of a call that an inner backend runs: torch takes no Work of a coalesced batch but that of its end."""
+        if self._is_coalescing and inner is self._cpu:
+            self._batch.append(work)
+        return work
+
     def _inners(self) -> list[Any]:
         return [inner for inner in (self._cpu, self._cuda) if inner is not None]
 
@@ -320,15 +341,16 @@ def _define_method(name: str, operation: str, outputs: Callable[..., Any], input
     def call_in_place(self: PythonBackend, tensors: Any, *rest: Any) -> Work:
         flat = outputs(tensors)
         opts = rest[0] if rest and not isinstance(rest[0], int) else None
-        return self._start_schedule(operation, flat, flat, opts) or getattr(self._inner(flat), name)(tensors, *rest)
+        inner = self._inner(flat)
+        work = self._start_schedule(operation, flat, flat, opts)
+        return work or self._kept(inner, getattr(inner, name)(tensors, *rest))
 
     def call(self: PythonBackend, output: Any, input: Any, opts: Any) -> Work:
         assert inputs is not None
         flat_outputs, flat_inputs = outputs(output), inputs(input)
         inner = self._inner(flat_inputs or flat_outputs)
-        return self._start_schedule(operation, flat_outputs, flat_inputs, opts) or getattr(inner, name)(
-            output, input, opts
-        )
+        work = self._start_schedule(operation, flat_outputs, flat_inputs, opts)
+        return work or self._kept(inner, getattr(inner, name)(output, input, opts))
 
     setattr(PythonBackend, name, call_in_place if inputs is None else call)
 

@@ -121,60 +121,60 @@ class StrettoBackend : public Backend {
   intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     const char* note = note_of_root(opts.rootTensor);
     auto work = start_schedule("broadcast", tensors, tensors, "", opts.rootRank, opts, note);
-    return work ? work : inner_of(tensors)->broadcast(tensors, opts);
+    return work ? work : kept(tensors, inner_of(tensors)->broadcast(tensors, opts));
   }
 
   intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     auto work = start_schedule("allreduce", tensors, tensors, name_of(opts.reduceOp), 0, opts);
-    return work ? work : inner_of(tensors)->allreduce(tensors, opts);
+    return work ? work : kept(tensors, inner_of(tensors)->allreduce(tensors, opts));
   }
 
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
     auto work = start_schedule("allreduce_coalesced", tensors, tensors, name_of(opts.reduceOp), 0, opts);
-    return work ? work : inner_of(tensors)->allreduce_coalesced(tensors, opts);
+    return work ? work : kept(tensors, inner_of(tensors)->allreduce_coalesced(tensors, opts));
   }
 
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     const char* note = note_of_root(opts.rootTensor);
     auto work = start_schedule("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts, note);
-    return work ? work : inner_of(tensors)->reduce(tensors, opts);
+    return work ? work : kept(tensors, inner_of(tensors)->reduce(tensors, opts));
   }
 
   intrusive_ptr<Work> allgather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto work = start_schedule("allgather", first_of(outputs), inputs, "", 0, opts);
-    return work ? work : inner_of(inputs)->allgather(outputs, inputs, opts);
+    return work ? work : kept(inputs, inner_of(inputs)->allgather(outputs, inputs, opts));
   }
 
   intrusive_ptr<Work> _allgather_base(
       at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     auto work = start_schedule("_allgather_base", {output}, {input}, "", 0, opts);
-    return work ? work : inner_of({input})->_allgather_base(output, input, opts);
+    return work ? work : kept({input}, inner_of({input})->_allgather_base(output, input, opts));
   }
 
   intrusive_ptr<Work> allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto work = start_schedule("allgather_into_tensor_coalesced", outputs, inputs, "", 0, opts);
-    return work ? work : inner_of(inputs)->allgather_into_tensor_coalesced(outputs, inputs, opts);
+    return work ? work : kept(inputs, inner_of(inputs)->allgather_into_tensor_coalesced(outputs, inputs, opts));
   }
 
   intrusive_ptr<Work> reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto work = start_schedule("reduce_scatter", outputs, first_of(inputs), name_of(opts.reduceOp), 0, opts);
-    return work ? work : inner_of(outputs)->reduce_scatter(outputs, inputs, opts);
+    return work ? work : kept(outputs, inner_of(outputs)->reduce_scatter(outputs, inputs, opts));
   }
 
   intrusive_ptr<Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
     auto work = start_schedule("_reduce_scatter_base", {output}, {input}, name_of(opts.reduceOp), 0, opts);
-    return work ? work : inner_of({input})->_reduce_scatter_base(output, input, opts);
+    return work ? work : kept({input}, inner_of({input})->_reduce_scatter_base(output, input, opts));
   }
 
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto work =
         start_schedule("reduce_scatter_tensor_coalesced", outputs, inputs, name_of(opts.reduceOp), 0, opts);
-    return work ? work : inner_of(inputs)->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+    return work ? work : kept(inputs, inner_of(inputs)->reduce_scatter_tensor_coalesced(outputs, inputs, opts));
   }
 
   intrusive_ptr<Work> alltoall_base(
@@ -187,39 +187,40 @@ class StrettoBackend : public Backend {
         : is_even(output_sizes) && is_even(input_sizes)            ? "even sizes"
                                                                    : "uneven sizes";
     auto work = start_schedule("alltoall_base", {output}, {input}, "", 0, opts, note);
-    return work ? work : inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts);
+    return work ? work
+                : kept({input}, inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts));
   }
 
   intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
     const char* note = is_even(sizes_of(outputs)) && is_even(sizes_of(inputs)) ? "even sizes" : "uneven sizes";
     auto work = start_schedule("alltoall", outputs, inputs, "", 0, opts, note);
-    return work ? work : inner_of(inputs)->alltoall(outputs, inputs, opts);
+    return work ? work : kept(inputs, inner_of(inputs)->alltoall(outputs, inputs, opts));
   }
 
   // ------------------------------------------------------------------------ calls that inner backends run
 
   intrusive_ptr<Work> allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     count_collective("allreduce_sparse", tensors);
-    return inner_of(tensors)->allreduce_sparse(tensors, opts);
+    return kept(tensors, inner_of(tensors)->allreduce_sparse(tensors, opts));
   }
 
   intrusive_ptr<Work> allgather_coalesced(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     count_collective("allgather_coalesced", inputs);
-    return inner_of(inputs)->allgather_coalesced(outputs, inputs, opts);
+    return kept(inputs, inner_of(inputs)->allgather_coalesced(outputs, inputs, opts));
   }
 
   intrusive_ptr<Work> gather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
     count_collective("gather", inputs);
-    return inner_of(inputs)->gather(outputs, inputs, opts);
+    return kept(inputs, inner_of(inputs)->gather(outputs, inputs, opts));
   }
 
   intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
     count_collective("scatter", outputs);
     if (inner_of(outputs) != cpu_) {
-      return inner_of(outputs)->scatter(outputs, inputs, opts);
+      return kept(outputs, inner_of(outputs)->scatter(outputs, inputs, opts));
     }
     // gloo ignores the strides of what it sends, such as of an expanded gradient. Its Work keeps the copies.
     auto sent = inputs;
@@ -228,22 +229,22 @@ class StrettoBackend : public Backend {
         tensor = tensor.contiguous();
       }
     }
-    return cpu_->scatter(outputs, sent, opts);
+    return kept(outputs, cpu_->scatter(outputs, sent, opts));
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     count_message("send", tensors);
-    return inner_of(tensors)->send(tensors, to, tag);
+    return kept(tensors, inner_of(tensors)->send(tensors, to, tag));
   }
 
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
     count_message("recv", tensors);
-    return inner_of(tensors)->recv(tensors, from, tag);
+    return kept(tensors, inner_of(tensors)->recv(tensors, from, tag));
   }
 
   intrusive_ptr<Work> recvAnysource(Tensors& tensors, int tag) override {
     count_message("recv_anysource", tensors);
-    return inner_of(tensors)->recvAnysource(tensors, tag);
+    return kept(tensors, inner_of(tensors)->recvAnysource(tensors, tag));
   }
 
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
@@ -274,9 +275,17 @@ class StrettoBackend : public Backend {
     coalescing_ = true;
   }
 
+  // A batch may also have calls that gloo runs (batch_isend_irecv of CPU tensors), which NCCL's Work knows nothing of.
   intrusive_ptr<Work> endCoalescing() override {
     coalescing_ = false;
-    return inner(at::kCUDA)->endCoalescing();
+    auto works = std::exchange(batch_, {});
+    if (auto work = inner(at::kCUDA)->endCoalescing()) {
+      works.push_back(std::move(work));
+    }
+    if (works.size() > 1) {
+      return c10::make_intrusive<SeveralWorks>(std::move(works));
+    }
+    return works.empty() ? nullptr : works.front();
   }
 
   bool supportsTimeEstimation() const override {
@@ -400,6 +409,14 @@ class StrettoBackend : public Backend {
     return inner(tensors.empty() ? at::kCPU : tensors.front().device().type());
   }
 
+  // Of a call that an inner backend runs: where torch coalesces calls, it takes no Work but that of `endCoalescing`.
+  intrusive_ptr<Work> kept(const Tensors& tensors, intrusive_ptr<Work> work) {
+    if (coalescing_ && work && inner_of(tensors) == cpu_) {
+      batch_.push_back(work);
+    }
+    return work;
+  }
+
   template <typename Function>
   void each(const Function& function) {
     function(*cpu_);
@@ -488,6 +505,7 @@ class StrettoBackend : public Backend {
   intrusive_ptr<StrettoOptions> options_;
   std::atomic<uint64_t> sequence_number_{0};
   bool coalescing_ = false;
+  std::vector<intrusive_ptr<Work>> batch_;
   std::string last_split_name_;
   c10::weak_intrusive_ptr<Backend> last_split_{intrusive_ptr<Backend>()};
 };

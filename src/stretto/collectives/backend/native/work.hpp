@@ -2,6 +2,7 @@
 // The Works of calls that schedules run: a worker thread ends those on the host, a stream those on a GPU.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -69,8 +70,13 @@ inline FailureCheck raise_failure;
 
 class ScheduledWork : public c10d::Work {
  public:
+  // outputs: none for a barrier, of which the inner backend's barrier has a range in profiles already.
   ScheduledWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
-      : c10d::Work(rank, c10d::OpType::UNKNOWN, ("stretto:" + operation).c_str(), std::optional(outputs)),
+      : c10d::Work(
+            rank,
+            c10d::OpType::UNKNOWN,
+            outputs.empty() ? nullptr : ("stretto:" + operation).c_str(),
+            std::optional(outputs)),
         operation_(operation),
         outputs_(std::move(outputs)) {}
 
@@ -213,10 +219,12 @@ class CallEnd {
 //
 // tensors: the caller's, of a call on the group's stream. The caching allocator knows nothing of that stream, so the Work
 // keeps them until `wait` has put the caller's stream behind the call; if nobody waits, the allocator gets to know.
+//
+// It makes no range in profiles: `Range` is that of the launch.
 class EnqueuedWork : public c10d::Work {
  public:
   EnqueuedWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs, std::vector<at::Tensor> tensors)
-      : c10d::Work(rank, c10d::OpType::UNKNOWN, ("stretto:" + operation).c_str(), std::optional(outputs)),
+      : c10d::Work(rank, c10d::OpType::UNKNOWN),
         operation_(operation),
         outputs_(std::move(outputs)),
         tensors_(std::move(tensors)),
@@ -305,6 +313,30 @@ class EnqueuedWork : public c10d::Work {
   std::shared_ptr<CallEnd> end_;
   std::mutex mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// Several calls as one, of a batch that torch has coalesced.
+class SeveralWorks : public c10d::Work {
+ public:
+  explicit SeveralWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    for (const auto& work : works_) {
+      work->wait(timeout);
+    }
+    return true;
+  }
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  }
+
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 } // namespace stretto
