@@ -377,16 +377,14 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
+    from stretto.parallel.comm.autograd import in_backward
+    from stretto.parallel.layout import check_is_sharded
+
     gradient_reducer.grid.require_open()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
-            raise ValueError(
-                f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
-                "together: add it before, or copy the new values into the parameter that was there"
-            )
+        if parameter.requires_grad:
+            check_is_sharded(name, parameter)
         gradient_reducer.refuse_hook(name, parameter)
-
-    from stretto.parallel.comm.autograd import in_backward
 
     if not in_backward():
         gatherer.begin_forward()
