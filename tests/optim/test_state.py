@@ -219,6 +219,14 @@ def test_a_step_needs_summed_gradients_and_does_nothing_without_any() -> None:
     assert float(store.step(1.0)) == 10
     torch.testing.assert_close(store.weight(0), values[0] - 1)
     assert torch.equal(store.weight(1), values[1])
+    store.add(0, torch.ones(100))
+    store.finish()
+    store.add(1, torch.ones(50))  # of a pass in no_sync after one that sums
+    with pytest.raises(RuntimeError, match="must not be in no_sync"):
+        store.step(1.0)
+    store.finish()
+    assert float(store.step(1.0)) == pytest.approx(150**0.5)
+    torch.testing.assert_close(store.weight(1), values[1] - 1)
 
 
 def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_steps_without_one() -> None:

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer over this rank's shards."""
 
+from collections.abc import Callable
+from itertools import product
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from stretto.execution import StateOptions
 from stretto.optim import adamw, adamw_kernel
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.low_precision_weights import cast
 from stretto.train.optimizer import ShardOptimizer
+from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 
 
 def steps_after(convert: str) -> tuple[bool, str]:
@@ -68,3 +74,79 @@ def forward_after_steps() -> None:
 
 def test_an_optimizer_of_shards_writes_the_copies_of_their_weights(ranks):
     ranks(2).run(forward_after_steps)
+
+
+def errors_of_changed_models(sizes: dict[str, int], has_roles: bool) -> None:
+    """Parameters that are put in after `parallelize`, before or after an optimizer is made, and one that is thawed."""
+
+    def build() -> tuple[nn.Module, Grid]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        grid = Grid(**sizes)
+        return parallelize(model, grid, **({"roles": {"0": "colwise", "2": "rowwise"}} if has_roles else {})), grid
+
+    def make(kind: str, model: nn.Module, grid: Grid) -> Callable[[], object]:
+        if kind == "shards":
+            shards = ShardOptimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1), weight_decay=0.0)
+            return lambda: shards.step(0.1)
+        options = StateOptions("host", step_on="device")
+        stored = StoredOptimizer(model, grid, sgd_update(), name="sgd", dtype=torch.float32, options=options)
+        return lambda: stored.step(0.1)
+
+    def step(model: nn.Module, update: Callable[[], object]) -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        update()
+
+    def adapt(model: nn.Module) -> None:
+        with torch.random.fork_rng():
+            get_peft_model(model, LoraConfig(target_modules=["0"], r=2))
+
+    changes: dict[str, Callable[[nn.Module], object]] = {
+        "1.scale": lambda model: model[1].register_parameter("scale", nn.Parameter(torch.ones(8))),
+        "0.weight": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(8, 8))),
+        "2.weight": lambda model: model.__setitem__(2, nn.Linear(8, 8)),
+        "3.weight": lambda model: model.append(nn.Linear(8, 8)),
+        "0.lora_A.default.weight": adapt,
+    }
+    if has_roles:
+        with pytest.raises(ValueError, match=r"ParallelLinear.* is not supported"):  # peft's own
+            changes.pop("0.lora_A.default.weight")(build()[0])
+    for kind, (name, change) in product(("shards", "stored"), changes.items()):
+        model, grid = build()
+        change(model)
+        with pytest.raises(ValueError, match=f"{name} was added or replaced after stretto.parallelize"):
+            make(kind, model, grid)
+        model, grid = build()
+        update = make(kind, model, grid)
+        step(model, update)
+        change(model)
+        with pytest.raises(ValueError, match=f"{name} was added or replaced after stretto.parallelize"):
+            step(model, update)
+    model, grid = build()
+    model[0].weight.requires_grad_(False)
+    update = make("stored", model, grid)
+    step(model, update)
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0\.weight has a gradient, but was frozen when its optimizer was made"):
+        step(model, update)
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, pytest.param({"data": 2}, marks=pytest.mark.long)], ids=str)
+def test_optimizers_name_parameters_that_they_cannot_update(ranks, sizes):
+    ranks(2).run(errors_of_changed_models, sizes, True)
+    ranks(2).run(errors_of_changed_models, sizes, False)
+
+
+def test_parameters_that_were_deleted_leave_a_model_that_can_be_converted(ranks):
+    ranks(2).run(convert_without_bias)
+
+
+def convert_without_bias() -> None:
+    model = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Grid(z=2))
+    model[0].bias = None
+    del model[1].bias
+    model.double()
+    assert [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64] == [
+        "0.weight",
+        "1.weight",
+    ]

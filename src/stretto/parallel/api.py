@@ -383,7 +383,7 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
     from stretto.parallel.comm.autograd import in_backward
-    from stretto.parallel.layout import allow_anomaly_checks
+    from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 
     gradient_reducer.grid.require_open()
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -394,11 +394,8 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
     if torch.is_anomaly_enabled():
         allow_anomaly_checks()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
-            raise ValueError(
-                f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
-                "together: add it before, or copy the new values into the parameter that was there"
-            )
+        if parameter.requires_grad:
+            check_is_sharded(name, parameter)
         gradient_reducer.defer_hooks(parameter, name)
 
     if not in_backward():

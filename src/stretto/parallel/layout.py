@@ -211,6 +211,15 @@ def layout_of(parameter: Tensor) -> ParameterLayout:
     return layout
 
 
+def check_is_sharded(name: str, parameter: Tensor) -> None:
+    """Raise ValueError, with its name, for a parameter that `parallelize` has not made."""
+    if not hasattr(parameter, "stretto_layout"):
+        raise ValueError(
+            f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
+            "together: add it before, or copy the new values into the parameter that was there"
+        )
+
+
 def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     """The whole of a sharded tensor, in the original shape, on every rank. Collective over all ranks of its grid.
 

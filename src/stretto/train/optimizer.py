@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from stretto.optim import AdamW, RowWiseAdagrad
 from stretto.optim.guard import skipping_after_failure
 from stretto.parallel import ShardedTables
+from stretto.parallel.layout import check_is_sharded
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.recsys.pooled_exchange import FusedUpdate
 from stretto.train.config.options import RunOptions, Schedule
@@ -24,13 +25,19 @@ class ShardOptimizer:
     On DTensors every operation would be dispatched through their placements, which slows each step of a small model and
     the first step of any. `make` takes the parameter groups and returns an elementwise optimizer (AdamW, SGD, not
     Muon), so that each rank can update its own shards. `weight_decay` applies to matrices, and not to vectors (norms
-    and biases).
+    and biases). Frozen parameters are in it, too: they are updated once they have gradients, and have no state before.
     """
 
     def __init__(
         self, model: nn.Module, make: Callable[[list[dict[str, Any]]], Optimizer], *, weight_decay: float
     ) -> None:
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters = dict(model.named_parameters())
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+            for name, parameter in parameters.items():
+                if parameter.requires_grad:
+                    check_is_sharded(name, parameter)
+        # Those of integers (quantized ones) can never have a gradient.
+        self.parameters = {n: p for n, p in parameters.items() if p.is_floating_point() or p.is_complex()}
         # A shard shares its parameter's memory, so the optimizer updates the model.
         self._shards = {name: nn.Parameter(local_shard(p)) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
@@ -56,12 +63,15 @@ class ShardOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                self._shards[name].grad = None
+                continue
             if self._shards[name].data_ptr() != local_shard(parameter).data_ptr():
                 raise ValueError(
                     f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
                     "update the old numbers: make the optimizer afterwards"
                 )
-            self._shards[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
+            self._shards[name].grad = local_shard(parameter.grad)
         if skip is not None and not self._is_fused():
             if bool(skip):
                 self._drop_gradients()
@@ -91,7 +101,7 @@ class ShardOptimizer:
         """Make SGD's momenta, of zeros: torch allocates them in the first step, and leaves them unset if it skips."""
         for group in self.inner.param_groups:
             for shard in group["params"] if group.get("momentum") else ():
-                if self.inner.state[shard].get("momentum_buffer") is None:
+                if shard.grad is not None and self.inner.state[shard].get("momentum_buffer") is None:
                     self.inner.state[shard]["momentum_buffer"] = torch.zeros_like(shard, requires_grad=False)
 
     def state(self, name: str) -> dict[str, Tensor]:

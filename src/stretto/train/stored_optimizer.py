@@ -35,7 +35,7 @@ from stretto.optim.state.updates import (
 )
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
-from stretto.parallel.layout import layout_of, local
+from stretto.parallel.layout import check_is_sharded, layout_of, local
 from stretto.train.config import RunConfig
 from stretto.train.optimizer import local_shard
 
@@ -78,6 +78,7 @@ class StoredOptimizer:
             raise ValueError("StoredOptimizer needs a model that stretto.parallelize has returned")
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter_name, parameter in model.named_parameters():
+            check_is_sharded(parameter_name, parameter)
             if parameter.dtype != torch.float32:
                 raise ValueError(
                     f"{parameter_name} is {parameter.dtype}, but parameters must be fp32 when an optimizer takes them "
@@ -111,7 +112,7 @@ class StoredOptimizer:
         self._take_over(model)
         self.store.prepare()
         index = {parameter: number for number, parameter in enumerate(self.parameters.values())}
-        reducer.send_to(_StoreSink(self.store, index))
+        reducer.send_to(_StoreSink(self.store, index, model))
 
     def _take_over(self, model: nn.Module) -> None:
         """Make the model's parameters views of the store's weights; one after another, so that fp32 ones are freed."""
@@ -353,14 +354,15 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> Stor
 class _StoreSink:
     """Takes the gradients that a model's reducer gives away."""
 
-    def __init__(self, store: OptimizerStateStore, index: Mapping[nn.Parameter, int]) -> None:
+    def __init__(self, store: OptimizerStateStore, index: Mapping[nn.Parameter, int], model: nn.Module) -> None:
         self._store, self._index = store, index
+        self._frozen = {p: name for name, p in model.named_parameters() if p not in index}
 
     def add(self, parameter: nn.Parameter, shard: Tensor) -> None:
         if parameter not in self._index:
             raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} has a gradient, but was frozen when its optimizer was "
-                "made, which has no state for it: make the optimizer when all are unfrozen that will be trained"
+                f"{self._frozen[parameter]} has a gradient, but was frozen when its optimizer was made, which has no "
+                "state for it: make the optimizer while all are unfrozen that will be trained, and freeze them then"
             )
         self._store.add(self._index[parameter], shard)
 

@@ -72,7 +72,7 @@ class _StepGradients:
     """The gradients of a running step: which parameters have one, and the all-reduces of chunks that are complete."""
 
     present: set[int] = field(default_factory=set)
-    complete: set[int] = field(default_factory=set)
+    complete: set[int] = field(default_factory=set)  # all that is added to these is late
     left: dict[int, int] = field(default_factory=dict)  # parameters of each chunk that are not complete
     started: dict[int, Reduction] = field(default_factory=dict)  # by chunk, in the order of their starts
     late: dict[int, Tensor] = field(default_factory=dict)  # arrived after their chunk had started
@@ -134,13 +134,15 @@ class OptimizerStateStore:
         """Add a part of parameter `index`'s gradient, that of this rank's tokens."""
         place, step = self.layout.places[index], self._step
         own = self.gradients[place.start : place.stop].view(gradient.shape)
-        if index in step.complete:
-            step.late[index] = step.late[index] + gradient if index in step.late else gradient.clone()
+        if index in step.late:
+            step.late[index].add_(gradient)
+        elif index in step.complete:
+            step.late[index] = gradient.to(self.gradients.dtype, copy=True)
         elif index in step.present:
             own.add_(gradient)
         else:
             own.copy_(gradient)
-            step.present.add(index)
+        step.present.add(index)
 
     def complete(self, index: int) -> None:
         """All parts of a parameter's gradient have come: start to sum the chunks of which it was the last."""
@@ -155,7 +157,10 @@ class OptimizerStateStore:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The last backward pass of the step has ended: reduce the remaining chunks, and late gradients."""
+        """A backward pass that sums has ended: reduce the remaining chunks, and late gradients.
+
+        A step may have several: what is added after the first of them is late.
+        """
         step = self._step
         for index, place in enumerate(self.layout.places):
             if index not in step.present:
@@ -163,10 +168,10 @@ class OptimizerStateStore:
         for chunk in self.layout.chunks:
             if chunk.index not in step.started:
                 self._start(chunk)
+        step.complete.update(range(len(self.parameters)))
         for index in sorted(step.late):
             place = self.layout.places[index]
-            total = step.late[index].flatten().to(self.gradients.dtype)
-            total = self.communicator.start_sum(self.parameters[index].key, total).wait()
+            total = self.communicator.start_sum(self.parameters[index].key, step.late[index].flatten()).wait()
             for chunk in self._chunks_of[index]:
                 step.started[chunk.index].wait()
             self.gradients[place.start : place.stop].add_(total)
@@ -193,7 +198,7 @@ class OptimizerStateStore:
         same on all ranks; with `skips_nonfinite`, nothing is updated where it or the norm is not finite. Collective. It
         does nothing if no parameter has a gradient. RuntimeError before `finish`, after gradients have been added.
         """
-        if self._step.present and not self._step.started:
+        if self._step.late or (self._step.present and not self._step.started):
             raise RuntimeError(
                 "gradients have not been summed over ranks: the last backward pass of a step must not be in no_sync"
             )

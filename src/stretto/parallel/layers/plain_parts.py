@@ -213,8 +213,9 @@ def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientRedu
     convert = owner._apply
 
     def convert_and_restore(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        parameter = owner._parameters[key]
-        assert parameter is not None
+        parameter = owner._parameters.get(key)
+        if parameter is None:  # the user has deleted it
+            return convert(fn, recurse)
         layout = layout_of(parameter)
         convert(fn, recurse)
         note_layout(owner.get_parameter(key), layout)
@@ -222,7 +223,7 @@ def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientRedu
         return owner
 
     def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
-        state_dict |= whole_as_shards(state_dict, prefix, local_metadata, {key: owner._parameters[key]})
+        state_dict |= whole_as_shards(state_dict, prefix, local_metadata, {key: owner._parameters.get(key)})
 
     def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if f"{prefix}{key}" in state_dict:
