@@ -112,6 +112,8 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(num_experts) if self.options.balance == "bias" else None)
         # The share of a micro-batch in the step's loss, times the loss scale.
         self.loss_scale: float | Tensor = 1.0
+        # How many ranks the gradients of this rank's tokens will be averaged over, and not summed.
+        self.gradient_scale = 1.0
         # Sums a tensor over the ranks that have other tokens of the micro-batch; over those of lower rank.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = _identity
         self.sum_over_earlier_ranks: Callable[[Tensor], Tensor] = torch.zeros_like
@@ -227,7 +229,9 @@ class Router(nn.Module):
         if has_loss:
             assert get_total is not None
             sums = torch.cat((self._balance_sums(x, scores, chosen), self._z_sum(logits)))
-            weights = _AddLoss.apply(weights, sums, partial(self._factors_in_backward, get_total), self.loss_scale)
+            weights = _AddLoss.apply(
+                weights, sums, partial(self._factors_in_backward, get_total), self.loss_scale * self.gradient_scale
+            )
             sums, is_awaited = sums.detach(), sums.requires_grad
         self.record(_ForwardPass(counts, dropped, sums, get_total if has_loss else None), is_awaited=is_awaited)
         return weights, ids

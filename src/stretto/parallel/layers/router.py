@@ -71,10 +71,10 @@ def route_whole_features(
 
     module.forward = route
     if counts_tokens:
-        _count_over_ranks(module, grid, tokens, overlaps=overlaps)
+        count_over_ranks(module, grid, tokens, overlaps=overlaps)
 
 
-def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, overlaps: bool) -> None:
+def count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, overlaps: bool) -> None:
     """Set the hooks of a router. Ranks of LOSS have other rows of the batch; with `tokens`, those of x other tokens.
 
     One sum over all of these ranks, not one over x after one over LOSS: the second would begin when the first has been
