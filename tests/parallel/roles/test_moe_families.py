@@ -178,7 +178,7 @@ def losses_of_calls(sizes: dict[str, Any], counts: list[int], blocks: list[str] 
     """Loss and the first router's gradient where ranks have so many of the batch's rows: of all tokens, or a mask's."""
     grid, first = Grid(**sizes), sum(counts[: torch.distributed.get_rank()])
     rows = slice(first, first + counts[torch.distributed.get_rank()])
-    return calls_of(parallelize(balanced("qwen3_moe"), grid, blocks=blocks), rows)
+    return calls_of(parallelize(balanced("mixtral"), grid, blocks=blocks), rows)
 
 
 def calls_of(model: nn.Module, rows: slice = slice(None)) -> dict[str, tuple[Any, Any]]:
@@ -203,7 +203,7 @@ def calls_of(model: nn.Module, rows: slice = slice(None)) -> dict[str, tuple[Any
     ("sizes", "blocks"), [({"data": 2}, ["model.layers.*"]), ({"z": 2}, ["model.layers.*"]), ({"z": 2}, None)], ids=str
 )
 def test_a_load_balancing_loss_counts_the_tokens_of_all_ranks_and_masks(ranks, sizes, blocks):
-    expected = calls_of(balanced("qwen3_moe"))
+    expected = calls_of(balanced("mixtral"))
     for found in ranks(2).run(losses_of_calls, sizes, [3, 1], blocks):
         for name, (loss, gradient) in expected.items():
             assert found[name][0] == pytest.approx(loss, rel=TOLERANCE), name
