@@ -24,6 +24,7 @@ from stretto.train.checkpoint.weights import export_safetensors
 from stretto.train.replicas import _place
 from tests.conftest import Ranks
 from tests.parallel import hugging_face
+from tests.parallel.experts import training as pipelines
 from tests.parallel.training import PRECISIONS, SEED, Case, Sizes, Trace, disagreements, train_plainly
 from tests.train import runs
 
@@ -93,6 +94,9 @@ def test_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> N
 def test_more_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> None:
     check(ranks, 4, MORE_ON_FOUR)
     check(ranks, 8, ON_EIGHT)
+    case, run = gpt(1, **LLAMA), pipelines.Run({"pipe": 2, "x": 2})
+    expected = train_plainly(case, pipelines.EXACT)
+    assert ranks(4).run(pipelines.disagreements, run, case, expected) == [{}] * 4
 
 
 def make_gpt() -> GPT:

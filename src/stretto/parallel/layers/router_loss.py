@@ -44,7 +44,7 @@ class _GatherTokensOfRanks(torch.autograd.Function):
         return gradient[ctx.own] * ctx.scale, None, None, None
 
 
-def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool | None = None) -> None:
+def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) -> None:
     """Have the load-balancing loss that the model's own code computes be that of the global batch.
 
     An attention mask leaves out the tokens of padding: the code gets the logits of the others alone, and no mask. Calls
@@ -90,8 +90,9 @@ def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool | None = 
             return output
         own.append(logits)
         kept = [each[masks[0].reshape(-1).to(each.device) > 0] for each in logits] if masks else logits
-        count = torch.tensor([kept[0].shape[0]], device=kept[0].device)
-        counts = gather_rows(count, group.size(), group).tolist()
+        counts = [kept[0].shape[0]] * group.size()
+        if not (kept[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph has no other shapes
+            counts = gather_rows(torch.tensor(counts[:1], device=kept[0].device), group.size(), group).tolist()
         output.router_logits = tuple(_GatherTokensOfRanks.apply(each, counts, group, scale) for each in kept)
         return output
 
