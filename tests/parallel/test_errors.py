@@ -25,7 +25,7 @@ def gpt(**options: object) -> GPT:
     ("options", "sizes", "message"),
     [
         ({}, {"x": 4}, r"6 attention heads cannot be split over x=4.*nearest.* is 8"),
-        ({"kv_heads": 2}, {"x": 3}, r"2 KV heads cannot be split over x=3.*nearest.* is 3"),
+        ({"kv_heads": 2}, {"x": 3}, r"2 KV heads cannot be split over x=3.*nearest.* is 3, or choose x=2 or x=4"),
         ({"hidden": 18, "ffn": 16}, {"y": 4}, r"18 hidden size cannot be split over y=4.*nearest.* is 16"),
         ({"ffn": 50}, {"x": 3}, r"mlp\.up: 50 output features cannot be split over x=3.*nearest.* is 51"),
         ({}, {"z": 5}, r"cannot be split over z=5.*nearest"),

@@ -296,6 +296,7 @@ def _shard_by_blocks(
     from stretto.parallel.comm.agreement import check_ranks_agree
     from stretto.parallel.layers.gemm_layout import MatmulTuner
     from stretto.parallel.layers.loss import MeansOverBatch
+    from stretto.parallel.layers.router import count_over_ranks
     from stretto.parallel.layers.router_loss import balance_over_batch
     from stretto.parallel.model_loss import take_means_over_batch
     from stretto.parallel.roles import huggingface
@@ -322,8 +323,11 @@ def _shard_by_blocks(
     sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
-    if huggingface.is_pretrained_model(model) and grid.size("pipe") > 1:
+    if huggingface.is_pretrained_model(model):
         balance_over_batch(model, builder.gradient_reducer)
+    for module in model.modules():
+        if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
+            count_over_ranks(module, builder.gradient_reducer, None, overlaps=options.overlap.all_reduce)
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         take_means_over_batch(model, means, only_with_labels=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stretto.axes import EXPERT, EXPERT_Z, X_COPIES
 from stretto.execution import Overlap
@@ -328,8 +327,7 @@ class Builder:
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
             others = () if ends is None else (ends,)
             if layout.copies > 1:  # each of them has the gradient of the queries that it has
-                assert isinstance(parameter, DTensor)
-                others = (*others, parameter.device_mesh.get_group(X_COPIES))
+                others = (*others, self.grid.copies_mesh(layout.copies).get_group(X_COPIES))
             scattered_over = self.grid.layout_sizes[sharding.splits[-1].axis] if sharding.is_weight else None
             self.gradient_reducer.watch(parameter, sharding.sum_axes, scattered_over=scattered_over, others=others)
             self._made[id(original)] = parameter

@@ -199,7 +199,7 @@ class Grid:
             places = self._places.unflatten(-1, (-1, copies))
             at = self.parameter_axes.index("x")
             parts = [axis for axis in (X_PARTS, X_COPIES) if places.shape[dims.index(axis)] > 1]
-            made = [self._make_group(axis, _rows(places, [dims.index(axis)]), "grid") for axis in parts]
+            made = [self._make_group("x", _rows(places, [dims.index(axis)]), "grid") for axis in parts]
             self.other_groups |= {group.group_name: "x" for group in made}
             others = self.parameter_axes[:at], self.parameter_axes[at + 1 :]
             before, after = ([self.group(axis) for axis in axes] for axes in others)

@@ -86,7 +86,7 @@ def _kept_of_a_block(
     only_summed = recomputation.kind == "communication"
     linears = [linear for linear in model.linears if recomputation.keeps_product(linear.input_shards(grid))]
     colwise, rowwise = (
-        sum(linear.outputs / linear.output_shards(grid) for linear in linears if linear.is_rowwise == is_rowwise)
+        sum(linear.local_outputs(grid) for linear in linears if linear.is_rowwise == is_rowwise)
         for is_rowwise in (False, True)
     )
     exchanged = 0.0

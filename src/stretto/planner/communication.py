@@ -79,20 +79,22 @@ class LinearTraffic(WeightTraffic):
 
     output: float  # 5.3: the output's partial sums, in the forward pass, over `output_sum_axis`
     gradient: float  # 5.4: those of the input's gradient, in the backward pass, over `gradient_sum_axis`
+    copies: float  # the weight's gradient, over the ranks of x that hold copies
     output_sum_axis: str
     gradient_sum_axis: str
 
 
 def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraffic:
     """Equations 5.1 to 5.5 for one linear, x and y swapped for a rowwise one. `tokens` (m): those of a data group."""
-    k, n = linear.inputs, linear.outputs
+    weight, copies = linear.local_weights(grid), linear.copies(grid)
     gx, gy, gz, gdata = linear.output_shards(grid), linear.input_shards(grid), grid.z, grid.replicas
     return LinearTraffic(
-        all_gather=(gz - 1) * k * n / (gx * gy * gz),
-        reduce_scatter=(gz - 1) / gz * k * n / (gx * gy),
-        output=2 * (gy - 1) / gy * tokens * n / (gz * gx),
-        gradient=2 * (gx - 1) / gx * tokens * k / (gz * gy),
-        data=2 * (gdata - 1) / gdata * k * n / (gx * gy * gz),
+        all_gather=(gz - 1) * weight / gz,
+        reduce_scatter=(gz - 1) / gz * weight,
+        output=2 * (gy - 1) / gy * tokens * linear.local_outputs(grid) / gz,
+        gradient=2 * (gx - 1) / gx * tokens * linear.inputs / (gz * gy),
+        copies=2 * (copies - 1) / copies * weight / gz,
+        data=2 * (gdata - 1) / gdata * weight / gz,
         output_sum_axis=linear.input_axis,
         gradient_sum_axis=linear.output_axis,
     )
@@ -129,7 +131,8 @@ def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: 
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
         sums = {traffic.output_sum_axis: traffic.output, traffic.gradient_sum_axis: traffic.gradient}
-        total += Volume(gathers * traffic.all_gather, traffic.reduce_scatter, sums["y"], sums["x"], traffic.data)
+        over_x = sums["x"] + traffic.copies
+        total += Volume(gathers * traffic.all_gather, traffic.reduce_scatter, sums["y"], over_x, traffic.data)
     if model.gathered_parameters:
         experts = WeightTraffic.of(model.gathered_parameters, grid)
         over_y = 2 * features_traffic(model, grid, tokens)

@@ -190,7 +190,7 @@ def _block_times(workload: StepWorkload, model: Architecture, config: StepConfig
     tokens = config.micro_batch * workload.seq_len
     outputs, input_gradients, gradients = [], [], []
     for linear in model.linears:
-        k, n = linear.inputs / linear.input_shards(grid), linear.outputs / linear.output_shards(grid)
+        k, n = linear.inputs / linear.input_shards(grid), linear.local_outputs(grid)
         outputs.append(device.matmul(tokens, n, k, "NT"))
         input_gradients.append(device.matmul(tokens, k, n, "NN"))
         gradients.append(device.matmul(n, k, tokens, "TN"))
@@ -249,10 +249,9 @@ def _element_wise(
     forward, backward = forward + _PASSES_OVER_SCORES * scores, backward + _PASSES_OVER_SCORES * scores
     for linear in model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a separate kernel after a sum over ranks
-            output_shards, input_shards = linear.output_shards(grid), linear.input_shards(grid)
-            outputs = linear.outputs / output_shards / (token_parts if linear.is_rowwise else 1)
+            outputs = linear.local_outputs(grid) / (token_parts if linear.is_rowwise else 1)
             backward += outputs
-            forward += 3 * outputs if input_shards > 1 else 0
+            forward += 3 * outputs if linear.input_shards(grid) > 1 else 0
     return forward * workload.element, backward * workload.element
 
 
@@ -339,6 +338,5 @@ def _shapes(model: Architecture, batch: int, seq_len: int, gpus: int) -> Iterato
         grid = model.splitting_sizes(whole_grid)
         tokens = batch // grid.batch_parts * seq_len
         for linear in (linear for kind in model.kinds for linear in kind.model.linears):
-            output_shards, input_shards = linear.output_shards(grid), linear.input_shards(grid)
-            k, n = linear.inputs // input_shards, linear.outputs // output_shards
+            k, n = linear.inputs // linear.input_shards(grid), int(linear.local_outputs(grid))
             yield from ((tokens, n, k), (tokens, k, n), (n, k, tokens))

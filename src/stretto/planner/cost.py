@@ -293,10 +293,12 @@ class StepCommunication:
     def _weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
         """Seconds of one all-gather and one reduce-scatter over z, and of one all-reduce over data."""
         element = self.workload.element
+        over_copies = traffic.copies if isinstance(traffic, LinearTraffic) else 0.0  # after the sum over data
         return (
             self.collective("all_gather", "z", traffic.all_gather * element),
             self.collective("reduce_scatter", "z", traffic.reduce_scatter * element),
-            self.collective("all_reduce", REPLICAS, traffic.data * element),
+            self.collective("all_reduce", REPLICAS, traffic.data * element)
+            + self.collective("all_reduce", "x", over_copies * element),
         )
 
     def _expert_weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
@@ -479,6 +481,6 @@ class StepCommunication:
 
 def is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
     """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
-    over, into = linear.output_shards(grid), linear.input_shards(grid)
-    is_large = token_bytes / grid.z * linear.outputs / over >= HALVED_BYTES
+    into = linear.input_shards(grid)
+    is_large = token_bytes / grid.z * linear.local_outputs(grid) >= HALVED_BYTES
     return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS

@@ -72,12 +72,17 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
         return f"y={grid.y} splits the hidden features, which a model without a head returns; y=1 would do"
     for linear in (linear for kind in model.kinds for linear in kind.model.linears):
         cut, by_input = linear.output_shards(grid), linear.input_shards(grid)
-        if linear.units % cut:
+        if linear.units % cut and linear.copies(grid) == 1:
             what = {model.kv_heads: "KV heads", model.heads: "heads"}.get(linear.units, f"features of {linear.name}")
-            return f"{linear.output_axis}={cut} does not divide {linear.units} {what}"
+            nor = ", nor is it a multiple of it" if linear.shared else ""
+            return f"{linear.output_axis}={cut} does not divide {linear.units} {what}{nor}"
+        if model.heads % cut and linear.copies(grid) > 1:
+            return f"x={cut} does not divide {model.heads} heads"
         if linear.inputs % by_input:
             return f"{linear.input_axis}={by_input} does not divide the {linear.inputs} inputs of {linear.name}"
-        rows = linear.inputs // by_input if linear.stores_inputs_first else linear.outputs // cut
+        rows = linear.inputs // by_input
+        if not linear.stores_inputs_first:
+            rows = linear.outputs * linear.copies(grid) // cut
         if rows % grid.z:
             return f"z={grid.z} does not divide the {rows} rows of {linear.name} that a rank has"
     if model.moe is not None and (why := why_no_experts(model, grid)):

@@ -31,7 +31,8 @@ class Linear:
     weight's first dim: of its outputs, or of its inputs if they are stored first.
 
     keeps_outputs_whole: no axis cuts the outputs, which all ranks of it compute alike. takes_whole_inputs: the inputs
-    are such, and no axis cuts them.
+    are such, and no axis cuts them. shared: outputs of a unit, a KV head, that several ranks of x may use: where these
+    are more than units, each holds a copy of one, computes the shared outputs and its part of the others.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Linear:
     stores_inputs_first: bool = False
     keeps_outputs_whole: bool = False
     takes_whole_inputs: bool = False
+    shared: int = 0
 
     @property
     def output_axis(self) -> str:
@@ -55,8 +57,18 @@ class Linear:
         return "x" if self.is_rowwise else "y"
 
     def output_shards(self, grid: GridSizes) -> int:
-        """Into how many parts a grid cuts the outputs."""
+        """How many ranks of a grid compute parts of the outputs."""
         return 1 if self.keeps_outputs_whole else grid[self.output_axis]
+
+    def copies(self, grid: GridSizes) -> int:
+        """How many ranks hold each unit: several where units that are shared are fewer than ranks."""
+        shards = self.output_shards(grid)
+        return shards // self.units if self.shared and shards > self.units and shards % self.units == 0 else 1
+
+    def local_outputs(self, grid: GridSizes) -> float:
+        """The outputs that a rank computes."""
+        again = self.shared * self.units * (self.copies(grid) - 1)
+        return (self.outputs + again) / self.output_shards(grid)
 
     def input_shards(self, grid: GridSizes) -> int:
         """Into how many parts a grid cuts the inputs."""
@@ -69,7 +81,7 @@ class Linear:
 
     def local_weights(self, grid: GridSizes) -> float:
         """Numbers of the weight that x and y leave to a rank, whole over z."""
-        return self.weights / (self.output_shards(grid) * self.input_shards(grid))
+        return self.weights * self.copies(grid) / (self.output_shards(grid) * self.input_shards(grid))
 
 
 class BlockLayer(ABC):
@@ -180,36 +192,44 @@ class AttentionLayer(BlockLayer):
         """Features of all keys, and of all values: KV heads x head_dim."""
         return self.kv_heads * self.head_dim
 
+    def keys_in(self, grid: GridSizes) -> int:
+        """Those that all ranks of x hold together, with copies."""
+        return max(self.kv_heads, grid.x) * self.head_dim if self.kv_heads < self.heads else self.keys
+
     def linears(self) -> tuple[Linear, ...]:
         hidden, kv, bias, is_first = self.hidden, self.kv_heads, self.has_qkv_bias, self.stores_inputs_first
+        shared = self.head_dim if kv < self.heads else 0
         if self.fuses_qkv:
-            inputs = [Linear("qkv", hidden, self.queries + 2 * self.keys, False, bias, kv, is_first)]
+            outputs = self.queries + 2 * self.keys
+            inputs = [Linear("qkv", hidden, outputs, False, bias, kv, is_first, shared=2 * shared)]
         else:
             inputs = [
                 Linear("q", hidden, self.queries, False, bias, self.heads, is_first),
-                Linear("k", hidden, self.keys, False, bias, kv, is_first),
-                Linear("v", hidden, self.keys, False, bias, kv, is_first),
+                Linear("k", hidden, self.keys, False, bias, kv, is_first, shared=shared),
+                Linear("v", hidden, self.keys, False, bias, kv, is_first, shared=shared),
             ]
         return (*inputs, Linear("out", self.queries, hidden, True, self.has_out_bias, hidden, is_first))
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
         # Queries, keys, values, and the result; and of each head a sum of exponentials in fp32.
-        kept = (2 * self.queries + 2 * self.keys + STATISTIC * self.heads) / grid.x
+        keys = self.keys_in(grid)
+        kept = (2 * self.queries + 2 * keys + STATISTIC * self.heads) / grid.x
         if (
             self.is_rotary and not self.is_fused
         ):  # rotated copies; the values' views keep the whole product of qkv alive
-            kept += (self.queries + self.keys) / grid.x
+            kept += (self.queries + keys) / grid.x
         if self.fuses_qkv and self.kv_heads < self.heads and not self.is_rotary:
             kept += self.queries / grid.x  # grouped queries are copied out of the fused product
         if self.is_plain and self.kv_heads < self.heads:  # keys and values are copied for each query's head
-            kept += (2 * self.queries - 2 * self.keys) / grid.x
+            kept += (2 * self.queries - 2 * keys) / grid.x
         return kept
 
     def scores(self, grid: GridSizes) -> float:
         return self.heads / grid.x if self.is_plain else 0.0
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-        qkv, rotated = (self.queries + 2 * self.keys) / grid.x, (self.queries + self.keys) / grid.x
+        keys = self.keys_in(grid)
+        qkv, rotated = (self.queries + 2 * keys) / grid.x, (self.queries + keys) / grid.x
         if self.is_rotary and self.is_fused:
             return FUSED * 2 * qkv, FUSED * 2 * qkv
         # Rotating takes four products of halves, their sum and difference, and a copy that joins them, 9 passes; its

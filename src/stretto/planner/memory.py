@@ -48,7 +48,9 @@ def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
         known: float = model.memo[key]
         return known
     weights = sum(linear.local_weights(grid) for linear in model.linears) / grid.z
-    biases = sum(linear.outputs / linear.output_shards(grid) for linear in model.linears if linear.has_bias)
+    biases = sum(
+        linear.outputs * linear.copies(grid) / linear.output_shards(grid) for linear in model.linears if linear.has_bias
+    )
     whole = model.head_norm_weights + model.latent_norm_weights + model.whole_parameters
     model.memo[key] = weights + biases + whole + model.gathered_parameters / grid.z + model.sinks / grid.x
     return _local_parameters_of_a_block(model, grid)

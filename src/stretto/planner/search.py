@@ -342,6 +342,7 @@ def _possible_numbers(workload: StepWorkload, micro_batch: int | None, shards: b
     model, batch = workload.model, workload.batch
     parts = [n for n in divisors(batch) if micro_batch is None or batch // n % micro_batch == 0]
     linears = [linear for kind in model.kinds for linear in kind.model.linears if not linear.keeps_outputs_whole]
+    linears = [linear for linear in linears if not linear.shared]  # of which x may hold copies
     cut_by_x = math.gcd(*(linear.inputs if linear.is_rowwise else linear.units for linear in linears))
     numbers: set[int] = set()
     for x, y in itertools.product(divisors(cut_by_x), divisors(model.hidden)):

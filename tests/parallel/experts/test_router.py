@@ -60,6 +60,19 @@ def statistics(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[list[Ten
     return counts, biases, {kind: kinds.count(kind) for kind in set(kinds)}
 
 
+@pytest.mark.parametrize("case", [FULL, SWITCH], ids=["bias", "switch"])
+def test_routers_of_a_model_that_is_sharded_by_blocks_see_the_tokens_of_all_ranks(ranks, case):
+    print(f"seed {SEED}")
+    options = {"blocks": ["blocks.*"]}
+    for found in ranks(2).run(gradient_distances, Training({"z": 2}, options), case):
+        del found["loss"]  # of each rank's own rows
+        assert max(found.values()) < 1e-11, found
+    ((counts, biases, _),) = ranks(1).run(statistics, {}, {})
+    for found_counts, found_biases, _ in ranks(2).run(statistics, {"data": 2}, options):
+        torch.testing.assert_close(found_counts, counts)
+        torch.testing.assert_close(found_biases, biases)
+
+
 @pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["none", "full", "communication"])

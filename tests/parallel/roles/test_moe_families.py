@@ -174,14 +174,68 @@ def test_a_load_balancing_loss_is_that_of_the_global_batch(ranks, family, name):
             torch.testing.assert_close(found.tensors[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def refused_calls(sizes: dict[str, Any]) -> list[str]:
-    grid = Grid(**sizes)
-    model, rows = parallelize(build("mixtral"), grid), my_rows(grid, BATCH)
-    tokens, labels = (each[rows] for each in batch())
-    model(input_ids=tokens, labels=labels, attention_mask=torch.ones_like(tokens))
-    with pytest.raises(ValueError) as caught:
-        model(input_ids=tokens, labels=labels, attention_mask=torch.ones_like(tokens), output_router_logits=True)
-    return [str(caught.value)]
+def losses_of_calls(sizes: dict[str, Any], counts: list[int], blocks: list[str] | None) -> dict[str, tuple[Any, Any]]:
+    """Loss and the first router's gradient where ranks have so many of the batch's rows: of all tokens, or a mask's."""
+    grid, first = Grid(**sizes), sum(counts[: torch.distributed.get_rank()])
+    rows = slice(first, first + counts[torch.distributed.get_rank()])
+    return calls_of(parallelize(balanced("mixtral"), grid, blocks=blocks), rows)
+
+
+def calls_of(model: nn.Module, rows: slice = slice(None)) -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    tokens, labels = batch()
+    mask = torch.ones_like(tokens)
+    for row in range(BATCH):
+        mask[row, tokens.shape[1] - 2 * row :] = 0
+    for name, masks in (("all", {}), ("by a mask", {"attention_mask": mask[rows]})):
+        model.zero_grad()
+        some = labels.masked_fill(mask == 0, -100) if masks else labels
+        output = model(input_ids=tokens[rows], labels=some[rows], use_cache=False, **masks)
+        output.loss.backward()
+        gradient = model.get_parameter("model.layers.0.mlp.gate.weight").grad
+        found[name] = output.loss.item(), gather(gradient)
+        without = model(input_ids=tokens[rows], use_cache=False, **masks)  # labels, which makes no loss
+        found[f"{name}, alone"] = without.aux_loss.item(), gradient[:0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks"), [({"data": 2}, ["model.layers.*"]), ({"z": 2}, ["model.layers.*"]), ({"z": 2}, None)], ids=str
+)
+def test_a_load_balancing_loss_counts_the_tokens_of_all_ranks_and_masks(ranks, sizes, blocks):
+    expected = calls_of(balanced("mixtral"))
+    for found in ranks(2).run(losses_of_calls, sizes, [3, 1], blocks):
+        for name, (loss, gradient) in expected.items():
+            assert found[name][0] == pytest.approx(loss, rel=TOLERANCE), name
+            if not name.endswith("alone"):
+                torch.testing.assert_close(found[name][1], gradient, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def said_of_own_loss() -> list[str]:
+    """What is said of a model whose own code computes the loss, as no known function does."""
+    model = balanced("qwen3_moe")
+    kind = type(model)
+
+    class OwnCode(kind):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.loss = output.loss + 0 * output.aux_loss
+            return output
+
+    model.__class__ = OwnCode
+    model, (tokens, labels) = parallelize(model, Grid(data=2), blocks=["model.layers.*"]), batch()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            model(input_ids=tokens[:2], labels=labels[:2], use_cache=False)
+    return [str(each.message) for each in said]
+
+
+def test_a_load_balancing_loss_that_stays_each_ranks_own_is_said_once(ranks):
+    first, second = ranks(2).run(said_of_own_loss)
+    assert len(first) == 1
+    assert "that the code of OwnCode adds is the mean over the ranks of each one's loss" in first[0]
+    assert second == []
 
 
 def refused_steps() -> list[str]:
@@ -196,9 +250,7 @@ def refused_steps() -> list[str]:
     return messages
 
 
-def test_a_load_balancing_loss_of_masked_tokens_and_of_a_pipeline_is_refused(ranks):
-    for (messages,) in ranks(2).run(refused_calls, {"data": 2}):
-        assert messages.startswith("output_router_logits is set, and attention_mask is of this rank's rows")
+def test_a_load_balancing_loss_of_a_pipeline_is_refused(ranks):
     for messages in ranks(2).run(refused_steps):
         assert len(messages) == 2
         for each in messages:

@@ -4,10 +4,12 @@
 Their code computes it from the logits of all routers: the sum over experts of the part of tokens that chose an expert
 times its mean probability. Both are means over tokens, and a product of means of one rank's tokens is not that of the
 global batch. So the base model's `router_logits` are gathered from the ranks that have other tokens before the code
-reads them; a rank's gradient is that of its own tokens, which are then summed as those of the loss are.
+reads them; a rank's gradient is that of its own tokens, which are then summed (or averaged) as those of the loss are.
 """
 
 import inspect
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,58 +24,77 @@ from stretto.parallel.roles import huggingface
 
 
 class _GatherTokensOfRanks(torch.autograd.Function):
-    """[tokens, experts] -> [ranks x tokens, experts]; every rank computes the same loss of it."""
+    """[tokens, experts] -> [all ranks' tokens, experts]; every rank computes the same loss of it.
+
+    counts: the tokens of each rank. scale: of the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup, averages: bool) -> Tensor:
-        ctx.scale = group.size() if averages else 1
-        ctx.own = slice(group.rank() * logits.shape[0], (group.rank() + 1) * logits.shape[0])
-        return gather_rows(logits.contiguous(), logits.shape[0] * group.size(), group)
+    def forward(ctx: Any, logits: Tensor, counts: list[int], group: dist.ProcessGroup, scale: float) -> Tensor:
+        first, ctx.scale = sum(counts[: group.rank()]), scale
+        ctx.own = slice(first, first + logits.shape[0])
+        most = max(counts)
+        padded = nn.functional.pad(logits, (0, 0, 0, most - logits.shape[0])).contiguous()
+        parts = gather_rows(padded, most * len(counts), group).split(most)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient[ctx.own] * ctx.scale, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[ctx.own] * ctx.scale, None, None, None
 
 
 def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
     """Have the load-balancing loss that the model's own code computes be that of the global batch.
 
-    Every rank must have equally many tokens. Calls that ask for it with an attention mask, which would be of a rank's
-    own rows, raise ValueError; so do those of a pipeline stage, which has the routers of its own blocks alone, and
-    those of models that compute it in another way than transformers' `load_balancing_loss_func`. Where each rank
-    has a loss of its own tokens, and gradients are averaged, stages alone are refused.
+    An attention mask leaves out the tokens of padding: the code gets the logits of the others alone, and no mask. Calls
+    of a pipeline stage that ask for the loss, which has the routers of its own blocks alone, raise ValueError; so do
+    those of models that compute it in another way than transformers' `load_balancing_loss_func`.
+
+    Where each rank has a loss of its own tokens, and gradients are averaged, one that is computed in another way stays
+    of these tokens, and a warning says so.
     """
     base = huggingface.base_of(model)
     if base is model or not hasattr(model.config, "output_router_logits"):
         return
     grid, is_own = gradients.grid, gradients.loss_covers_own_rows
     signature, group = inspect.signature(model.forward), grid.communicator(LOSS)
-    gathers = huggingface.balances_load(model) and group.size() > 1 and not is_own
+    gathers = huggingface.balances_load(model) and group.size() > 1
     places = {"stages": grid.size("pipe"), "ranks": 1 if is_own else group.size()}
+    scale = group.size() if gradients.averages else 1.0
     own: list[tuple[Tensor, ...]] = []
+    masks: list[Tensor] = []
+    if is_own and group.size() > 1 and not gathers and huggingface.has_router_loss(model):
+        model.register_forward_pre_hook(_warn_of_own_tokens, with_kwargs=True)
 
-    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         own.clear()
-        given = signature.bind_partial(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        asks: Any = given.get("output_router_logits")
-        asks = model.config.output_router_logits if asks is None else asks  # type: ignore[union-attr]
-        if not asks or given.get("labels") is None:
-            return
-        if refusal := huggingface.refusal_of_router_loss(model, **places):
+        masks.clear()
+        bound = signature.bind_partial(*args, **kwargs)
+        if not _is_asked_for(model, given := bound.arguments | bound.arguments.get("kwargs", {})):
+            return None
+        if given.get("labels") is not None and (refusal := huggingface.refusal_of_router_loss(model, **places)):
             raise ValueError(refusal)
-        if gathers and given.get("attention_mask") is not None:
-            raise ValueError(
-                "output_router_logits is set, and attention_mask is of this rank's rows, where the load-balancing loss "
-                "is of the global batch's: leave the mask out, or set output_router_logits=False"
-            )
+        mask = bound.arguments.get("attention_mask")
+        if not gathers or mask is None:
+            return None
+        masks.append(mask)
+        bound.arguments["attention_mask"] = None  # for the loss; `give_mask` gives it to the base model
+        return bound.args, bound.kwargs
+
+    def give_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        return (args, kwargs | {"attention_mask": masks[0]}) if masks else None
 
     def gather(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         logits = getattr(output, "router_logits", None)
-        if gathers and isinstance(logits, tuple):
-            own.append(logits)
-            output.router_logits = tuple(_GatherTokensOfRanks.apply(each, group, gradients.averages) for each in logits)
+        if not gathers or not isinstance(logits, tuple) or not logits:
+            return output
+        own.append(logits)
+        kept = [each[masks[0].reshape(-1).to(each.device) > 0] for each in logits] if masks else logits
+        counts = [kept[0].shape[0]] * group.size()
+        if not (kept[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph has no other shapes
+            counts = gather_rows(torch.tensor(counts[:1], device=kept[0].device), group.size(), group).tolist()
+        output.router_logits = tuple(_GatherTokensOfRanks.apply(each, counts, group, scale) for each in kept)
         return output
 
     def restore(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -82,5 +103,21 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
         return output
 
     model.register_forward_pre_hook(before, with_kwargs=True)
+    base.register_forward_pre_hook(give_mask, with_kwargs=True)
     base.register_forward_hook(gather)
     model.register_forward_hook(restore)
+
+
+def _is_asked_for(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a call, of these arguments, asks for the load-balancing loss."""
+    asks: Any = given.get("output_router_logits")
+    return bool(model.config.output_router_logits if asks is None else asks)  # type: ignore[union-attr]
+
+
+def _warn_of_own_tokens(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _is_asked_for(model, kwargs) and dist.get_rank() == 0:
+        warnings.warn(
+            f"output_router_logits is set: the load-balancing loss that the code of {type(model).__name__} adds is the "
+            "mean over the ranks of each one's loss of its own rows, which is not that of the global batch",
+            stacklevel=2,
+        )

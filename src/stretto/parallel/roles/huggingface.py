@@ -366,12 +366,17 @@ def balances_load(model: nn.Module) -> bool:
     return "load_balancing_loss_func" in _names_of_forward(model)
 
 
+def has_router_loss(model: nn.Module) -> bool:
+    """Whether the code of a model's forward computes a load-balancing loss, in any way."""
+    return any("aux" in name for name in _names_of_forward(model))
+
+
 def refusal_of_router_loss(model: nn.Module, *, stages: int, ranks: int) -> str | None:
     """Why the model's own load-balancing loss (output_router_logits) cannot be added; None if it can, or has none.
 
     stages: of the pipeline. ranks: how many have other tokens of the batch that the loss is to cover.
     """
-    if not any("aux" in name for name in _names_of_forward(model)):
+    if not has_router_loss(model):
         return None
     if stages > 1:
         return (

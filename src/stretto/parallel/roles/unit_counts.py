@@ -52,6 +52,11 @@ def refuse_unnamed_counts(modules: Mapping[str, nn.Module], plan: ShardingPlan, 
     if sizes["x"] == 1:
         return
     around = _linears_around(modules, plan)
+    sharers = {  # divided where units are copied
+        f"{name.rpartition('.')[0]}.{role.shared_by}".removeprefix(".")
+        for name, role in plan.roles.items()
+        if role.shared_by
+    }
     classes: dict[type[Any], list[str]] = {}
     for owner in around:
         classes.setdefault(type(modules[owner]), []).append(owner)
@@ -66,7 +71,7 @@ def refuse_unnamed_counts(modules: Mapping[str, nn.Module], plan: ShardingPlan, 
         for attribute, whats in counts.items():
             for owner, what in zip(owners, whats, strict=True):
                 name = f"{owner}.{attribute}".removeprefix(".")
-                if all(whats) and what is not None and name not in plan.local_attributes:
+                if all(whats) and what is not None and name not in plan.local_attributes and name not in sharers:
                     unnamed.setdefault(wildcard(name), (name, what))
     if unnamed:
         named = dict.fromkeys(unnamed, "x")

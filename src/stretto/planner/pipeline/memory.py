@@ -78,7 +78,7 @@ def deferred_numbers(model: Architecture, grid: GridSizes) -> float:
     if (layer := model.moe_layer) is not None:
         kept += layer.deferred(grid)
     for linear in model.linears:
-        kept += linear.outputs / linear.output_shards(grid)
+        kept += linear.local_outputs(grid)
         if linear.is_rowwise or not takes_same:
             kept += linear.inputs / linear.input_shards(grid)
         takes_same = not linear.is_rowwise

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS
 from stretto.planner.architecture import Architecture
 from stretto.planner.collective_times import group_seconds, message_latency
-from stretto.planner.communication import WeightTraffic, features_traffic, has_nvlink_over_z, linear_traffic
+from stretto.planner.communication import (
+    LinearTraffic,
+    WeightTraffic,
+    features_traffic,
+    has_nvlink_over_z,
+    linear_traffic,
+)
 from stretto.planner.compute import Device, compute
 from stretto.planner.cost import StepCommunication, is_halved
 from stretto.planner.experts.cost import (
@@ -31,11 +37,12 @@ from stretto.simulator.training.program import GroupCollective, Prefetch
 
 @dataclass(frozen=True)
 class WeightCollectives:
-    """What is sent of one weight, or of several together: over z, and of its gradient over z and data."""
+    """What is sent of one weight, or of several together: over z, and of its gradient over z, data and copies."""
 
     gather: GroupCollective | None
     scatter: GroupCollective | None
     data: GroupCollective | None
+    copies: GroupCollective | None = None
 
 
 @dataclass(frozen=True)
@@ -164,10 +171,13 @@ class BlockWorkBuilder:
         gather = self.over("all_gather", "z", traffic.all_gather * element)
         scatter = self.over("reduce_scatter", "z", traffic.reduce_scatter * element)
         data = self.over("all_reduce", "data", traffic.data * element)
+        copies = self.over("all_reduce", "x", traffic.copies * element) if isinstance(traffic, LinearTraffic) else None
+        is_separate = self.config.state.is_separate  # gradients are summed in separate chunks
         return WeightCollectives(
             gather and gather._replace(by_copy_engine=self.gathers_by_engine),
             scatter and scatter._replace(by_copy_engine=self.scatters_by_engine),
-            None if self.config.state.is_separate else data,  # whose gradients are summed in separate chunks
+            None if is_separate else data,
+            None if is_separate else copies,
         )
 
     def block(self, model: Architecture, inner: StepWorkload) -> BlockWork:

@@ -57,8 +57,9 @@ class GradientSums:
             self._on_the_way.append(scattered)
             if not self._overlap.reduce_scatter:
                 tape.wait(scattered)
-        if self.is_last and weight.data is not None:
-            self.sum_over_data(tape, weight.data, () if scattered is None else (scattered,))
+        for each in (weight.data, weight.copies) if self.is_last else ():
+            if each is not None:
+                self.sum_over_data(tape, each, () if scattered is None else (scattered,))
 
     def sum_over_data(self, tape: Tape, collective: GroupCollective, after: Sequence[int] = ()) -> None:
         """Sum gradients that are final on this rank, once `after` have ended."""
