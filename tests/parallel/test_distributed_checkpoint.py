@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from stretto.axes import BATCH
-from stretto.parallel import Grid, SegmentLoadPlanner, SegmentSavePlanner, mean_over_batch, parallelize
+from stretto.parallel import Grid, SegmentLoadPlanner, SegmentSavePlanner, gather, mean_over_batch, parallelize
 from tests.conftest import Ranks
 from tests.parallel import hugging_face
 
@@ -187,3 +193,44 @@ def test_weights_that_are_loaded_afterwards_are_not_drawn_before(kind: str, rank
         assert are_unset
         assert are_right
         assert far < 1e-5
+
+
+class Scaled(nn.Module):
+    """Its scale is a tensor of no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def steps_with_whole_state(grid: Grid | None, *, is_loaded: bool) -> list[float]:
+    """The scale in three steps; the whole state of the first one is loaded, or not, into a second optimizer."""
+    model = Scaled() if grid is None else parallelize(Scaled(), grid)
+    first, second = (torch.optim.AdamW(model.parameters(), lr=0.1) for _ in range(2))
+    found = []
+    for optimizer in (first, second, second):
+        if optimizer is second and is_loaded:
+            is_loaded = False
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=grid is not None)
+            state = get_optimizer_state_dict(model, first, options=StateDictOptions(full_state_dict=True))
+            set_optimizer_state_dict(model, second, state, options=options)
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(model.scale if grid is None else gather(model.scale)))
+    return found
+
+
+def compare_whole_state(sizes: Sizes) -> None:
+    expected = steps_with_whole_state(None, is_loaded=True)
+    assert steps_with_whole_state(Grid(**sizes), is_loaded=True) == pytest.approx(expected, rel=1e-5)
+    assert steps_with_whole_state(None, is_loaded=False) != pytest.approx(expected, rel=1e-3)
+
+
+def test_whole_optimizer_state_of_a_scalar_is_loaded(ranks: MakeRanks) -> None:
+    ranks(2).run(compare_whole_state, {"z": 2})
+    ranks(2).run(compare_whole_state, {"data": 2})

@@ -26,7 +26,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("eval twice other", "", "again"),
     ("thaw", "short", ""),
 )
-"""Steps of passes. Of a pass: "-": under no_sync; "twice", "other": which modules run; "short": fewer rows; "again": two
+"""Steps of passes. Of a pass: "-": under no_sync; "twice", "other": which modules run; "short": fewer; "again": two
 backward passes; "eval": none; "freeze", "thaw": before it `parts.0.up` is frozen or thawed."""
 
 THAWED_STEPS = (("freeze",), ("-", ""), ("thaw", ""), *STEPS[1:])

@@ -4,6 +4,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.axes import EXPERT_AXES, NAMES, STAGE_AXES, X_COPIES, X_PARTS
 from stretto.parallel.grid import Grid
@@ -172,7 +175,29 @@ def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requi
     )
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     note_layout(parameter, layout)
+    if not layout.shape:
+        _watch_optimizers()
     return parameter
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Have optimizers of torch take whole state of 0-dim parameters.
+
+    `set_optimizer_state_dict(full_state_dict=True)` distributes the state of all others, and leaves theirs as it is.
+    """
+    register_optimizer_step_pre_hook(_distribute_scalar_states)
+
+
+def _distribute_scalar_states(optimizer: Optimizer, *_: Any) -> None:
+    scalars = [p for p in optimizer.state if isinstance(p, DTensor) and not p.dim()]
+    # Counts of steps are plain tensors in any case.
+    keys = {key for state in optimizer.state.values() for key, value in state.items() if isinstance(value, DTensor)}
+    for parameter, key in product(scalars, keys):
+        value = optimizer.state[parameter].get(key)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            optimizer.state[parameter][key] = DTensor.from_local(value, mesh, placements, run_check=False)
 
 
 def note_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:

@@ -360,9 +360,10 @@ class _StoreSink:
 
     def add(self, parameter: nn.Parameter, shard: Tensor) -> None:
         if parameter not in self._index:
+            name = self._frozen.get(parameter, f"a deleted parameter of shape {list(parameter.shape)}")
             raise ValueError(
-                f"{self._frozen[parameter]} has a gradient, but was frozen when its optimizer was made, which has no "
-                "state for it: make the optimizer while all are unfrozen that will be trained, and freeze them then"
+                f"{name} has a gradient, but was frozen when its optimizer was made, which has no state for it: make "
+                "the optimizer while all are unfrozen that will be trained, and freeze them then"
             )
         self._store.add(self._index[parameter], shard)
 

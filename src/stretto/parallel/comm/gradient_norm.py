@@ -1,29 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """The global norm of gradients, and clipping by it."""
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_buckets import local_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import layout_of
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float | None, grid: Grid) -> Tensor:
-    """Scale the gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before that.
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float | None,
+    grid: Grid,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients in place so that their global norm is at most `max_norm`; returns the norm before that.
 
     `max_norm=None` only measures. `gradient_norm` and `clip_scale` are its two halves, for an optimizer that applies
-    the factor in its own kernel (`stretto.optim.AdamW`). ValueError for a max_norm that is not positive.
+    the factor in its own kernel (`stretto.optim.AdamW`). norm_type: as of `gradient_norm`. error_if_nonfinite: raise
+    RuntimeError, on all ranks, if the norm is not finite; the host then waits for the device. ValueError for a max_norm
+    that is not positive.
     """
     if max_norm is not None:
         _check_max_norm(max_norm)
     with_gradient = _with_gradient(parameters)
-    norm = gradient_norm(with_gradient, grid)
+    norm = gradient_norm(with_gradient, grid, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the {norm_type}-norm of the gradients is {float(norm)}, so they cannot be clipped: "
+            "error_if_nonfinite=False scales them all the same"
+        )
     if max_norm is not None:
         scale = clip_scale(norm, max_norm)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -56,25 +71,35 @@ def _check_max_norm(max_norm: float) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid) -> Tensor:
-    """The global 2-norm of the gradients, fp64, 0-dim. Collective.
+def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: float = 2.0) -> Tensor:
+    """The global norm of the gradients, fp64, 0-dim. Collective.
 
-    Every number is counted once, whatever the grid: a shard's squares are divided by the number of its replicas, and
-    summed over all ranks in fp64. The host never waits for the device.
+    norm_type: a positive power, or infinity for the largest absolute value; ValueError for others. Every number is
+    counted once, whatever the grid: a shard's powers are divided by the number of its replicas, and summed over all
+    ranks in fp64. The host never waits for the device.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}, but must be positive: 2, say, or math.inf")
     with_gradient = _with_gradient(parameters)
-    shards = [p.grad.to_local() for p in with_gradient if isinstance(p.grad, DTensor)]
-    if len(shards) != len(with_gradient):
-        raise ValueError("clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned")
     # A handful of kernels for all of them: a large model has hundreds of parameters.
     alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-    for parameter, shard in zip(with_gradient, shards, strict=True):
-        alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.layout_sizes)), []).append(shard)
-    squares = torch.zeros((), dtype=torch.float64, device=grid.device)
+    for parameter in with_gradient:
+        if not isinstance(parameter.grad, DTensor):
+            raise ValueError(
+                "clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned, and one of "
+                f"shape {list(parameter.shape)} is none"
+            )
+        if (shard := parameter.grad.to_local()).numel():
+            alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.layout_sizes)), []).append(shard)
+    is_largest = norm_type == math.inf
+    total = torch.zeros((), dtype=torch.float64, device=grid.device)
     for (dtype, replicas), some in alike.items():
-        norms = torch.stack(torch._foreach_norm(some, 2, dtype=dtype))
-        squares += norms.double().square().sum() / replicas
-    return all_reduce(squares, grid.group("world")).sqrt()
+        norms = torch.stack(torch._foreach_norm(some, norm_type, dtype=dtype)).double()
+        total = torch.maximum(total, norms.max()) if is_largest else total + norms.pow(norm_type).sum() / replicas
+    world = grid.group("world")
+    if is_largest:  # gathered, since a backend's maximum may lose NaN
+        return gather_rows(total.view(1), world.size(), world).max()
+    return all_reduce(total, world).pow(1 / norm_type)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
