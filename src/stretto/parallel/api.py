@@ -348,6 +348,7 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     refuse_copies(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
     model.weight_gatherer = builder.gatherer  # type: ignore[assignment]
+    builder.gradient_reducer.name(model.named_parameters())
     # The hooks hold these two, and not the builder, which holds the whole model as it was.
     gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
     begin, end = torch.compiler.disable(_begin_forward), torch.compiler.disable(_end_forward)

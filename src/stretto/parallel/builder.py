@@ -19,6 +19,7 @@ from stretto.parallel.comm.copy_engine_gather import (
     make_scatter_ring,
 )
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.weight_gathering import StepGatherer, WeightGatherer, WeightPrefetcher
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
@@ -99,12 +100,13 @@ class Builder:
         self.matmuls = matmuls
         self.linears = 0
         self.has_one_rank = grid.size("world") == 1 and not is_stage
-        self.gradient_reducer = GradientReducer(grid, precision, overlap, at_end=matmuls.finish)
         over_z = grid.communicator("z")
+        self.order = RankOrder(over_z, "weights and gradients over z")
+        self.gradient_reducer = GradientReducer(grid, precision, overlap, self.order, at_end=matmuls.finish)
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
-        self.gatherer: WeightGatherer = WeightPrefetcher(over_z, is_on=overlap.all_gather)
+        self.gatherer: WeightGatherer = WeightPrefetcher(over_z, self.order, is_on=overlap.all_gather)
         if by_copies and keep_gathered and overlap.all_gather:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         if keep_gathered:

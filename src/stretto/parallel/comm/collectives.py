@@ -9,11 +9,16 @@ enter it, and so do the gathers and scatters by copy engines and the callers of 
 activation checkpointing can spare it from being recomputed, and a trace names it (`COLLECTIVE_MARK`).
 """
 
+import os
+import queue
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -60,9 +65,12 @@ class collective:
             self._record.__enter__()
         return self
 
-    def watch(self, work: "dist.Work | None") -> "Started | None":
-        """The collective's work, whose wait is in this rank's counters. For an `async_op=True` in the statement."""
-        return None if work is None else Started(work, self._kind, self._group, self._number)
+    def watch(self, work: "dist.Work | None", tensor: Tensor) -> "Started | None":
+        """The collective's work on a tensor, whose wait is in this rank's counters. For an `async_op=True` in the
+        statement."""
+        if work is None:
+            return None
+        return Started(work, self._kind, self._group, self._number, waits_on_host=not tensor.is_cuda)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -86,20 +94,86 @@ def _index_of(group: dist.ProcessGroup) -> int:
 _indices: dict[str, int] = {}
 
 
+class Watcher(Protocol):
+    """Knows what other ranks do."""
+
+    def look(self) -> None:
+        """Raise RuntimeError if a rank does something for which this one would wait in vain."""
+
+
+slow_waits: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
+"""Those that look once a rank has waited for a collective on its host for a second, and each second after it."""
+LOOKS_EVERY = 1.0  # seconds
+
+
+def look_at_others() -> None:
+    """Raise RuntimeError if a rank does something for which this one waits in vain."""
+    for watcher in list(slow_waits):
+        watcher.look()
+
+
+class _Waiter:
+    """A thread that waits for reduce-scatters of gloo."""
+
+    def __init__(self) -> None:
+        self._waits: queue.SimpleQueue[tuple[dist.Work, threading.Event]] | None = None
+
+    def wait_for(self, work: dist.Work, ended: threading.Event) -> None:
+        """Set `ended` once the work has ended or failed."""
+        if self._waits is None:
+            self._waits = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._waits,), name="stretto-waits", daemon=True).start()
+        self._waits.put((work, ended))
+
+    def _run(self, waits: "queue.SimpleQueue[tuple[dist.Work, threading.Event]]") -> None:
+        while True:
+            work, ended = waits.get()
+            with suppress(Exception):  # who waits for it waits again, and raises
+                work.wait()
+            ended.set()
+            del work
+
+
+_waiter = _Waiter()
+os.register_at_fork(after_in_child=_waiter.__init__)
+
+
 class Started:
     """A collective that was issued, and whose `wait` is in this rank's counters."""
 
-    __slots__ = ("_group", "_kind", "_number", "work")
+    __slots__ = ("_group", "_kind", "_number", "_waits_on_host", "work")
 
-    def __init__(self, work: dist.Work, kind: str, group: int, number: int) -> None:
+    def __init__(self, work: dist.Work, kind: str, group: int, number: int, *, waits_on_host: bool = False) -> None:
         self.work, self._kind, self._group, self._number = work, kind, group, number
+        self._waits_on_host = waits_on_host
 
     def wait(self) -> None:
         before = counters.begin_wait(self._kind, self._group, self._number)
         try:
-            self.work.wait()
+            if self._waits_on_host:
+                self._wait_and_look()
+            try:
+                self.work.wait()
+            except RuntimeError:
+                look_at_others()  # which may know why
+                raise
         finally:
             counters.end_wait(before)
+
+    def _wait_and_look(self) -> None:
+        """Wait until the collective has ended or failed; `slow_waits` look once a second."""
+        if self._kind == "reduce_scatter":  # gloo's ends within its `wait` alone, which ignores a limit
+            ended = threading.Event()
+            _waiter.wait_for(self.work, ended)
+            while not ended.wait(LOOKS_EVERY):
+                look_at_others()
+            return
+        while not self.work.is_completed():
+            try:
+                self.work.wait(timedelta(seconds=LOOKS_EVERY))
+            except RuntimeError:
+                if not self.work.is_completed():
+                    look_at_others()
 
 
 def running_collective() -> str | None:
@@ -138,8 +212,10 @@ NO_GROUP = cast(dist.ProcessGroup, _NoGroup())
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over the group in place, and return it."""
     if group.size() > 1:
-        with collective("all_reduce", group):
-            dist.all_reduce(tensor, op=op, group=group)
+        with collective("all_reduce", group) as issued:
+            work = issued.watch(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)
+        if work is not None:
+            work.wait()
     return tensor
 
 
@@ -156,7 +232,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
     if group.size() == 1:
         return Pending(tensor)
     with collective("all_reduce", group) as issued:
-        return Pending(tensor, issued.watch(dist.all_reduce(tensor, group=group, async_op=True)))
+        return Pending(tensor, issued.watch(dist.all_reduce(tensor, group=group, async_op=True), tensor))
 
 
 def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -176,7 +252,8 @@ def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Pen
     whole = shard.new_empty(chunk * size, *shard.shape[1:])
     source = _padded(shard, chunk)
     with collective("all_gather", group) as issued:
-        return Pending(whole[:rows], issued.watch(_all_gather(whole, source, group=group, async_op=True)), source)
+        work = issued.watch(_all_gather(whole, source, group=group, async_op=True), whole)
+        return Pending(whole[:rows], work, source)
 
 
 def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -193,7 +270,7 @@ def start_scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup)
     part = whole.new_empty(chunk, *whole.shape[1:])
     source = _padded(whole, chunk * size)
     with collective("reduce_scatter", group) as issued:
-        work = issued.watch(_reduce_scatter(part, source, group=group, async_op=True))
+        work = issued.watch(_reduce_scatter(part, source, group=group, async_op=True), part)
         return Pending(part[:local_rows], work, source)
 
 

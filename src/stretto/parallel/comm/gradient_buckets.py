@@ -3,7 +3,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.execution import BUCKET_BYTES
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
+from stretto.parallel.layout import local
 
 
 class GradientSink(Protocol):
@@ -35,7 +37,9 @@ class GradientSink(Protocol):
 class GradientBucket:
     """Gradients that one message sums, or averages, over the same ranks.
 
-    Calls come in this order: `add` for each gradient, `pack`, `start`, `add_to_grad`.
+    Calls come in this order: `add` for each gradient, `pack`, `start`, `add_to_grad`. The message ends with a number a
+    gradient, 0 where a rank has none: what no rank has a gradient of keeps its `.grad`. Only a rank that lacks one
+    reads these.
     """
 
     def __init__(self, groups: tuple[dist.ProcessGroup, ...], *, averages: bool) -> None:
@@ -43,19 +47,26 @@ class GradientBucket:
         self._scale = 1 / math.prod(group.size() for group in groups) if averages else 1.0
         self.num_bytes = 0
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._missing: list[int] = []
         self._shapes: list[tuple[nn.Parameter, torch.Size]] = []
         self._flat: Tensor | None = None
         self._pending: Pending | None = None
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put a gradient in, to be added to `parameter.grad` once it is summed."""
+    def add(self, parameter: nn.Parameter, gradient: Tensor, *, is_missing: bool = False) -> None:
+        """Put a gradient in, to be added to `parameter.grad` once it is summed. is_missing: zeros stand for none."""
+        if is_missing:
+            self._missing.append(len(self._gradients))
         self._gradients.append((parameter, gradient))
         self.num_bytes += gradient.numel() * gradient.element_size()
 
     def pack(self) -> None:
         """Copy the gradients into one flat tensor, and free them."""
         self._shapes = [(parameter, gradient.shape) for parameter, gradient in self._gradients]
-        self._flat = torch.cat([gradient.reshape(-1) for _, gradient in self._gradients])
+        last = self._gradients[-1][1]
+        present = last.new_ones(len(self._gradients))
+        if self._missing:
+            present[self._missing] = 0
+        self._flat = torch.cat([*(gradient.reshape(-1) for _, gradient in self._gradients), present])
         if self._scale != 1:
             self._flat *= self._scale  # before it is sent, so that no sum overflows in fp16
         self._gradients = []
@@ -65,16 +76,59 @@ class GradientBucket:
         assert self._flat is not None
         self._pending, self._flat = start_all_reduce(self._flat, self.groups[0]), None
 
-    def add_to_grad(self) -> None:
-        """Wait for the sum, sum over the other groups, and add the result to the parameters' `.grad`."""
+    def add_to_grad(self, absent: set[nn.Parameter]) -> None:
+        """Wait for the sum, sum over the other groups, and add the result to the parameters' `.grad`.
+
+        absent: in a pass that captures a CUDA graph, what no rank had a gradient of in the last one; is else written.
+        """
         assert self._pending is not None
         flat = self._pending.wait()
         for group in self.groups[1:]:
             all_reduce(flat, group)
+        parameters = [parameter for parameter, _ in self._shapes]
+        if not (flat.is_cuda and torch.cuda.is_current_stream_capturing()):
+            absent.difference_update(parameters)
+            if self._missing:
+                present = flat[-len(parameters) :].tolist()
+                absent.update(parameters[index] for index in self._missing if not present[index])
         offset = 0
         for parameter, shape in self._shapes:
-            accumulate(parameter, flat[offset : offset + shape.numel()].view(shape), is_shared=True)
+            if parameter not in absent:
+                accumulate(parameter, flat[offset : offset + shape.numel()].view(shape), is_shared=True)
             offset += shape.numel()
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which gradients each message of a pass sums, and in which order messages start: the same on all ranks.
+
+    buckets: groups and parameters of each. place: the bucket of a parameter.
+    """
+
+    buckets: tuple[tuple[tuple[dist.ProcessGroup, ...], tuple[nn.Parameter, ...]], ...]
+    place: dict[nn.Parameter, int]
+
+    @classmethod
+    def of(
+        cls,
+        order: Sequence[nn.Parameter],
+        groups: Mapping[nn.Parameter, tuple[dist.ProcessGroup, ...]],
+        wire: Callable[[nn.Parameter], torch.dtype],
+    ) -> "BucketPlan":
+        """Fill buckets of BUCKET_BYTES with gradients of the same groups and dtype, in the order in which they come."""
+        open_ones: dict[Any, list[nn.Parameter]] = {}
+        sizes: dict[Any, int] = {}
+        buckets = []
+        for parameter in order:
+            key = groups[parameter], parameter.dtype
+            open_ones.setdefault(key, []).append(parameter)
+            sizes[key] = sizes.get(key, 0) + local(parameter).numel() * wire(parameter).itemsize
+            if sizes[key] >= BUCKET_BYTES:
+                buckets.append((key[0], tuple(open_ones.pop(key))))
+                del sizes[key]
+        buckets += [(of, tuple(parameters)) for (of, _), parameters in open_ones.items()]
+        place = {parameter: number for number, (_, held) in enumerate(buckets) for parameter in held}
+        return cls(tuple(buckets), place)
 
 
 def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False) -> None:
@@ -132,15 +186,21 @@ StartedScatter = tuple[nn.Parameter, Pending, float]
 class BackwardPass:
     """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
 
-    scatters: reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
-    counts: how many parts each gradient had. open, closed: buckets.
+    scatters: started reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
+    counts: how many parts each gradient had. totals: gradients whose buckets lack others; late: those whose buckets
+    have started. plan: of its buckets, from the first gradient that goes into one; closed: those that have started.
+    left: how many gradients each bucket lacks.
     """
 
     scatters: deque[list[StartedScatter]] = field(default_factory=deque)
     held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
     counts: dict[nn.Parameter, int] = field(default_factory=dict)
-    open: dict[Any, GradientBucket] = field(default_factory=dict)
+    totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    late: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    plan: BucketPlan | None = None
+    left: list[int] = field(default_factory=list)
+    started: int = 0
     closed: deque[GradientBucket] = field(default_factory=deque)
 
 

@@ -35,7 +35,7 @@ a copy engine on a side stream.
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -43,16 +43,16 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from stretto.axes import LOSS, STAGE
-from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
+from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
 from stretto.parallel.comm.gradient_buckets import (
     BackwardPass,
+    BucketPlan,
     GradientBucket,
     GradientSink,
     StartedScatter,
@@ -61,6 +61,7 @@ from stretto.parallel.comm.gradient_buckets import (
     local_gradient,
     note_state,
 )
+from stretto.parallel.comm.rank_order import RULE, RankOrder
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
@@ -92,7 +93,9 @@ class GradientReducer:
     `loss_covers_own_rows`: each rank's loss is of its own rows, and not of the global batch.
     """
 
-    def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
+    def __init__(
+        self, grid: Grid, precision: Precision, overlap: Overlap, order: RankOrder, *, at_end: Callable[[], None]
+    ) -> None:
         self.grid = grid
         self.precision = precision
         self.overlap = overlap
@@ -114,8 +117,11 @@ class GradientReducer:
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self._expected: dict[nn.Parameter, int] = {}
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
-        self._was_compared = False  # whether ranks have compared which gradients they sum
-        self._scattered: list[nn.Parameter] | None = []  # in the first pass; None once ranks of z have compared them
+        self.order = order  # over z
+        self._reductions = RankOrder(grid.communicator(STAGE), "gradients over data")
+        self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
+        self._plans: dict[tuple[int, ...], BucketPlan] = {}  # by what is frozen
+        self._absent: set[nn.Parameter] = set()  # no rank had a gradient of them in the last pass
 
     def watch(
         self,
@@ -132,11 +138,19 @@ class GradientReducer:
         """
         self._groups[parameter] = (*(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1), *others)
         self._scattered_over[parameter] = scattered_over or 1
+        self.order.place(parameter)
+        self._reductions.place(parameter)
         if scattered_over is not None:
             self._weights.add(parameter)
         elif self._groups[parameter]:
             self._hooks[parameter] = []
             self.restore_hooks(parameter)
+
+    def name(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Say what parameters are called, for messages."""
+        named = list(named)
+        self.order.name(named)
+        self._reductions.name(named)
 
     def send_to(self, sink: GradientSink) -> None:
         """Give all gradients to `sink` from now on, and none to `.grad`."""
@@ -259,6 +273,7 @@ class GradientReducer:
                 self._keep_unsharded(parameter, gradient, start)
                 return
             gradient = self._with_unsharded(parameter, gradient)
+            self._follow_scatter(parameter)
         scale, gradient = self._scale_first(parameter, gradient)
         pending = start(gradient)
         if pending.work is None:  # z has one rank
@@ -287,12 +302,17 @@ class GradientReducer:
         while current.scatters:  # one block is on its way at a time: its whole gradients take as much as many weights'
             self._settle(current, current.scatters.popleft())
         parameters = [parameter for parameter, _ in gradients]
+        self._follow_scatter(*parameters)
         scaled = [
             self._scale_first(parameter, self._with_unsharded(parameter, whole)) for parameter, whole in gradients
         ]
         pending = start([gradient for _, gradient in scaled])
         scales = [scale for scale, _ in scaled]
         self._add_scatter(current, list(zip(parameters, pending, scales, strict=True)))
+
+    def _follow_scatter(self, *parameters: nn.Parameter) -> None:
+        self.order.begin_backward()
+        self.order.follow(("the gradient of", *map(self.order.place, parameters)))
 
     def _scale_first(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[float, Tensor]:
         """The factor of a gradient's sum over z, and the gradient: fp16 is multiplied now, so that no sum overflows."""
@@ -303,8 +323,6 @@ class GradientReducer:
         if not self.overlap.reduce_scatter:
             scatter[0][1].wait()
         current.scatters.append(scatter)
-        if self._scattered is not None:
-            self._scattered += [parameter for parameter, *_ in scatter]
         while len(current.scatters) > SCATTERS_IN_FLIGHT:
             self._settle(current, current.scatters.popleft())
 
@@ -387,6 +405,8 @@ class GradientReducer:
         sink.add(parameter, mine)
         current.counts[parameter] = current.counts.get(parameter, 0) + 1
         if self.is_syncing and current.counts[parameter] == self._expected.get(parameter):
+            self._reductions.begin_backward()
+            self._reductions.follow(("the gradient of", self._reductions.place(parameter)))
             sink.complete(parameter)
 
     def _note_unsummed(self, parameter: nn.Parameter) -> None:
@@ -438,19 +458,91 @@ class GradientReducer:
         parameter.grad = None
         return earlier
 
-    def _fill(self, current: BackwardPass, parameter: nn.Parameter, total: Tensor) -> None:
-        groups = self._groups[parameter]
-        bucket = current.open.setdefault((groups, parameter.dtype), GradientBucket(groups, averages=self.averages))
-        bucket.add(parameter, total.to(self.precision.wire(total)))
-        if bucket.num_bytes >= BUCKET_BYTES:
-            self._close(current, (groups, parameter.dtype))
+    def _wire(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.precision.reduce or self.precision.compute or parameter.dtype
 
-    def _close(self, current: BackwardPass, key: Any) -> None:
-        bucket = current.open.pop(key)
+    def _fill(self, current: BackwardPass, parameter: nn.Parameter, total: Tensor) -> None:
+        """Put a gradient into its bucket; start the buckets that are full, in the plan's order."""
+        plan, total = self._plan_of(current), total.to(self._wire(parameter))
+        place = plan.place.get(parameter)
+        if place is None or place < current.started:
+            current.late[parameter] = total if parameter not in current.late else current.late[parameter] + total
+        elif parameter in current.totals:
+            current.totals[parameter] = current.totals[parameter] + total
+        else:
+            current.totals[parameter] = total
+            current.left[place] -= 1
+            while current.started < len(plan.buckets) and not current.left[current.started]:
+                self._start_bucket(current, *plan.buckets[current.started])
+
+    def _plan_of(self, current: BackwardPass) -> BucketPlan:
+        """The buckets of this pass: the gradients of all trained parameters, which all ranks reduce."""
+        if current.plan is None:
+            assert self._order is not None
+            frozen = tuple(self._reductions.place(each) for each in self._order if not each.requires_grad)
+            self._reductions.begin_backward()
+            self._reductions.follow(("a pass in which these are frozen:", *frozen))
+            if frozen not in self._plans:
+                trained = [parameter for parameter in self._order if parameter.requires_grad]
+                self._plans[frozen] = BucketPlan.of(trained, self._groups, self._wire)
+            current.plan = self._plans[frozen]
+            current.left = [len(held) for _, held in current.plan.buckets]
+        return current.plan
+
+    def _start_bucket(
+        self, current: BackwardPass, groups: tuple[dist.ProcessGroup, ...], held: Sequence[nn.Parameter]
+    ) -> None:
+        """Send a bucket, with zeros for what this rank has no gradient of."""
+        current.started += 1
+        bucket = GradientBucket(groups, averages=self.averages)
+        for parameter in held:
+            total = current.totals.pop(parameter, None)
+            if total is None:
+                zeros = torch.zeros_like(local(parameter), dtype=self._wire(parameter), requires_grad=False)
+                bucket.add(parameter, zeros, is_missing=True)
+            else:
+                bucket.add(parameter, total)
         bucket.pack()
         current.closed.append(bucket)
         if self.overlap.data:
             bucket.start()
+
+    def _send_rest(self, current: BackwardPass) -> None:
+        """Start the buckets that this rank lacks gradients of, and those of gradients whose buckets had started."""
+        plan = self._plan_of(current)
+        while current.started < len(plan.buckets):
+            self._start_bucket(current, *plan.buckets[current.started])
+        if current.late:  # a module ran more often than before, or its parameters were frozen since its forward pass
+            assert self._order is not None
+            late = [parameter for parameter in self._order if parameter in current.late]
+            places = map(self._reductions.place, late)
+            self._reductions.follow(("further gradients, from a module that runs again, of", *places))
+            current.totals = current.late
+            for groups, held in BucketPlan.of(late, self._groups, self._wire).buckets:
+                self._start_bucket(current, groups, held)
+
+    def _agree_on_order(self, arrived: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """All parameters whose gradients are summed, as they came on the group's first rank; the others come last.
+
+        RuntimeError where ranks train different parameters. Called once, in the first pass.
+        """
+        order = [*dict.fromkeys([*arrived, *(parameter for parameter, groups in self._groups.items() if groups)])]
+        group = self.grid.communicator(STAGE)
+        if group.size() == 1 or not order:
+            return order
+        frozen = [self._reductions.place(parameter) for parameter in order if not parameter.requires_grad]
+        digest = zlib.crc32(repr(sorted(frozen)).encode())
+        places = map(self._reductions.place, order) if group.rank() == 0 else (-1 for _ in order)
+        mine = torch.tensor([digest, -digest, *places], device=self.grid.device)
+        highest, lowest, *places = all_reduce(mine, group, dist.ReduceOp.MAX).tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                f"ranks train different parameters: rank {dist.get_rank()} has frozen "
+                f"{', '.join(self._reductions.names[place] for place in frozen) or 'none'}, and another rank others: "
+                f"{RULE}"
+            )
+        parameters = list(self._groups)
+        return [parameters[place] for place in places]
 
     def _finish(self, task: int) -> None:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
@@ -459,35 +551,23 @@ class GradientReducer:
                 "create_graph=True is not supported for the gradients of a parallelized model's parameters, which are "
                 "reduced outside of autograd: terms that depend on .grad would have no gradient. Leave it out"
             )
-        current = self._passes[task]
+        current, outermost = self._passes[task], next(iter(self._passes.values()))
         while current.scatters:
             self._settle(current, current.scatters.popleft())
-        if self._scattered:
-            scattered, self._scattered = self._scattered, None
-            self._check_order(scattered, self.grid.communicator("z"))
-        arrived = current.counts if self.sink is not None else current.arrived
-        if arrived and not self._was_compared:
-            self._was_compared = True
-            self._check_ranks_agree(list(arrived))
-        is_outermost = len(self._passes) == 1  # not within another backward pass, which may have parts of gradients
-        if self.sink is not None and self.is_syncing and is_outermost:
-            self.sink.finish()
-        for parameter in list(current.arrived):
-            self._put(current, parameter)
-        if self.is_syncing and is_outermost:
-            self._scatter_unsharded(current)
+        if current is not outermost:  # reentrant activation checkpointing: the pass around it has other gradients
+            for parameter, parts in current.arrived.items():
+                for part in parts:
+                    self._arrive(outermost, parameter, part)
+        elif self.is_syncing:
+            if self.sink is not None:
+                self._reductions.begin_backward()
+                self._reductions.end(compares=True)
+                self.sink.finish()
+            else:
+                self._reduce(current)
             self.has_synced = True
-        for parameter in list(self._unsummed) if self.is_syncing else []:  # the last micro-batch has no gradient of it
-            earlier = self._take_unsummed(parameter)
-            if earlier is not None:
-                self._fill(current, parameter, earlier)
-        for key in list(current.open):
-            self._close(current, key)
-        if not self.overlap.data:
-            for bucket in current.closed:
-                bucket.start()
-        while current.closed:  # each bucket is freed before the next one's gradients are made
-            current.closed.popleft().add_to_grad()
+        if current is outermost:
+            self.order.end(compares=True)
         self._expected |= current.counts
         del self._passes[task]
         self.at_end()
@@ -495,8 +575,29 @@ class GradientReducer:
             parameter.grad = gradient
         if current.held:
             raise RuntimeError(REFUSED_GRAD)
-        if self.is_syncing and is_outermost:
+        if self.is_syncing and current is outermost:
             self._call_hooks()
+
+    def _reduce(self, current: BackwardPass) -> None:
+        """Put all gradients that this rank has into buckets, send these, and add all sums to `.grad`."""
+        is_first = self._order is None
+        if self._order is None:
+            self._order = self._agree_on_order([*current.arrived, *self._unsummed])
+        for parameter in list(current.arrived):
+            self._put(current, parameter)
+        self._scatter_unsharded(current)
+        for parameter in list(self._unsummed):  # the last micro-batch has no gradient of it
+            earlier = self._take_unsummed(parameter)
+            if earlier is not None:
+                self._fill(current, parameter, earlier)
+        if self._order:
+            self._send_rest(current)
+            self._reductions.end(compares=not is_first)  # `_agree_on_order` has compared the first
+        if not self.overlap.data:
+            for bucket in current.closed:
+                bucket.start()
+        while current.closed:  # each bucket is freed before the next one's gradients are made
+            current.closed.popleft().add_to_grad(self._absent)
 
     def _call_hooks(self) -> None:
         hooked, self._accumulated = list(self._accumulated), {}
@@ -512,41 +613,13 @@ class GradientReducer:
             kept = self._take_unsharded(parameter)
             if kept is None:
                 continue
+            self._follow_scatter(parameter)
             scale, total = self._scale_first(parameter, kept.total.to(kept.dtype))
             mine = kept.start(total).wait() * scale
             if self._groups[parameter]:
                 self._fill(current, parameter, mine)
             else:
                 accumulate(parameter, mine)
-
-    def _check_ranks_agree(self, arrived: Sequence[nn.Parameter]) -> None:
-        """Raise RuntimeError unless the ranks of each mesh sum the same gradients in the same order.
-
-        Called once, in the first pass. Each mesh of watched parameters is compared separately.
-
-        A bucket does not say what is in it: if ranks of data went through different layers of one size, one layer's
-        gradients would be added to another's.
-        """
-        for mesh in dict.fromkeys(map(self._mesh_of, self._groups)):
-            order = [parameter for parameter in arrived if self._mesh_of(parameter) == mesh]
-            self._check_order(order, self.grid.communicator(STAGE))
-
-    def _check_order(self, order: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Raise RuntimeError unless a group's ranks have gradients of these parameters, in this order.
-
-        Ranks of z that went through different layers of one size have gathered parts of one for another, too.
-        """
-        places = {parameter: place for place, parameter in enumerate(self._groups)}
-        digest = zlib.crc32(repr([places[parameter] for parameter in order]).encode())
-        total = all_reduce(torch.tensor(digest, dtype=torch.float64, device=self.grid.device), group)
-        if float(total) != digest * group.size():
-            raise RuntimeError(
-                "ranks have gradients of different parameters, or in another order: every rank must go through the "
-                "same submodules in the same order, and freeze the same parameters"
-            )
-
-    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
-        return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh
 
 
 class _DeferredHook:
@@ -619,10 +692,11 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
             "no_sync(unsharded=True) keeps unsharded gradients, which optimizer_state 'device' and "
             "'host' do not support"
         )
-    before = reducer.is_syncing, reducer.keeps_unsharded
+    before = reducer.is_syncing, reducer.keeps_unsharded, reducer.order.kind
     reducer.is_syncing = False
     reducer.keeps_unsharded = reducer.accumulates_unsharded if unsharded is None else unsharded
+    reducer.order.kind = "no_sync", reducer.keeps_unsharded
     try:
         yield
     finally:
-        reducer.is_syncing, reducer.keeps_unsharded = before
+        reducer.is_syncing, reducer.keeps_unsharded, reducer.order.kind = before

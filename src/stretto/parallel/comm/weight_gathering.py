@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows
+from stretto.parallel.comm.rank_order import Event, RankOrder
 from stretto.parallel.layout import Version, local, version_of
 
 # How many weights are gathered ahead of the one in use: one is enough while gathering takes less time than a product.
@@ -149,12 +150,14 @@ class WeightPrefetcher(WeightGatherer):
 
     Forward passes have one order and backward passes another: with activation checkpointing or weights that are not
     kept, backward passes gather again. Where an order turns out wrong, the rest of it is learned again; that costs only
-    the overlap. is_on: False gathers each weight when it is asked for.
+    the overlap. is_on: False gathers each weight when it is asked for. ranks: compares the order with other ranks'.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, is_on: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: RankOrder, *, is_on: bool) -> None:
         self.group = group
+        self.ranks = ranks
         self.is_on = is_on
+        self._events: dict[object, Event] = {}
         self._forward, self._backward = _GatherOrder(), _GatherOrder()
         self._weights: dict[object, GatherSource] = {}
         self._graph_task = -1
@@ -162,14 +165,25 @@ class WeightPrefetcher(WeightGatherer):
     def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
         """Gather this weight from now on; nothing is kept between passes."""
         self._weights[key] = weight
+        parameters = weight.parameter if isinstance(weight.parameter, tuple) else (weight.parameter,)
+        self._events[key] = ("the gather of", *map(self.ranks.place, parameters))
 
     def begin_forward(self) -> None:
         """Go back to the beginning of the forward order."""
         if not in_backward():
+            self.ranks.begin(("forward", torch.is_grad_enabled()))
             self._forward.restart()
+
+    def end_forward(self) -> None:
+        """Compare that all ranks end here."""
+        if not in_backward():
+            self.ranks.end()
 
     def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """Wait for the prefetched rows, or gather them now; then start to gather the next weight in the order."""
+        if in_backward():
+            self.ranks.begin_backward()
+        self.ranks.follow(self._events[key])
         weight = self._weights[key]
         if not self.is_on:
             return GatheredWeight(weight.start(parameter, self.group).wait())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that run other submodules than in earlier steps: gradients as plain code gives, or an error that names them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel import Grid, gather, layout_of, no_sync, parallelize
+from stretto.parallel.comm import collectives
+
+WIDTH = 8
+
+
+class Towers(nn.Module):
+    """A trunk, and towers of one size that the call chooses from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.towers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, towers: str = "01") -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        for tower in towers:
+            x = torch.tanh(self.towers[int(tower)](x))
+        return x
+
+
+ROLES = {"trunk": "colwise", "towers.0": "rowwise", "towers.1": "colwise", "towers.2": "rowwise"}
+STEPS = {
+    "one rank skips": ("01", "0"),
+    "both run different ones": ("0", "1"),
+    "in another order": ("01", "10"),
+    "one that no rank had run": ("012", "01"),
+    "as before again": ("01", "01"),
+    "all run other ones": ("1", "1"),
+}
+"""What the ranks of data run, in later steps."""
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if parameter.grad is None else gather(parameter.grad, layout_of(parameter)).clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def errors_over_data(sizes: dict[str, int], how: str) -> dict[str, float]:
+    """How far each step's gradients are from those of one rank with all rows; infinite where only one has any."""
+    grid = Grid(**sizes)
+    roles = None if how == "blocks" else dict.fromkeys(ROLES, "replicated") if sizes.get("z", 1) == 1 else ROLES
+    model = parallelize(Towers().double(), grid, roles=roles)
+    plain = Towers().double()
+    inputs = torch.randn(grid.size("batch"), 2, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    mine = grid.coordinate("batch")
+    averages = 1.0 if how == "blocks" else grid.size("batch")
+    found = {}
+    for step, towers in {"first": ("01", "01"), **STEPS}.items():
+        chosen = [towers[place // grid.size("z")] for place in range(len(inputs))]
+        model.zero_grad()
+        plain.zero_grad()
+        model(inputs[mine], chosen[mine]).square().mean().div(averages).backward()
+        for rows, which in zip(inputs, chosen, strict=True):
+            (plain(rows, which).square().mean() / len(inputs)).backward()
+        found[step] = 0.0
+        for name, gradient in whole_gradients(model).items():
+            expected = plain.get_parameter(name).grad
+            if gradient is None or expected is None:
+                found[step] = max(found[step], 0.0 if gradient is expected else float("inf"))
+            else:
+                found[step] = max(found[step], float((gradient - expected).abs().max()))
+    return found
+
+
+def test_ranks_of_data_may_run_other_submodules_in_each_step(ranks):
+    for how in ("roles", "blocks"):
+        for found in ranks(2).run(errors_over_data, {"data": 2}, how):
+            assert max(found.values()) < 1e-12, (how, found)
+
+
+def refusal_over_z(sizes: dict[str, int], how: str, towers: tuple[str, ...], trick: str = "") -> str:
+    """The error of a step, after three that were alike, in which ranks of z do different things."""
+    collectives.LOOKS_EVERY = 0.05
+    grid = Grid(**sizes, timeout=300)
+    options = {"recompute": "full"} if trick == "recompute" else {}
+    model = parallelize(Towers(), grid, roles=ROLES if how == "roles" else None, **options)
+    place = grid.coordinate("z")
+    x = torch.randn(2, WIDTH)
+
+    def step(which: str) -> None:
+        if trick == "no_sync":
+            with no_sync(model):
+                model(x, which).square().mean().backward()
+        model(x, which).square().mean().backward()
+
+    for _ in range(3):
+        step("01")
+    if trick == "frozen" and place == 1:
+        model.towers[1].requires_grad_(False)
+    if trick == "detached" and place == 1:
+        model.towers[1].register_forward_hook(lambda module, args, output: args[0] + output.detach())
+    try:
+        step(towers[place])
+        step(towers[place])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+SKIPPED = ("01", "0")
+
+
+@pytest.mark.parametrize(
+    ("how", "towers", "trick"),
+    [
+        ("blocks", SKIPPED, ""),
+        ("blocks", ("01", "1"), ""),
+        ("blocks", ("01", "10"), ""),
+        ("blocks", ("01", "011"), ""),
+        ("blocks", SKIPPED, "no_sync"),
+        ("blocks", SKIPPED, "recompute"),
+        ("blocks", ("01", "01"), "frozen"),
+        ("blocks", ("01", "01"), "detached"),
+        ("roles", SKIPPED, ""),
+        ("roles", ("02", "01"), ""),
+        ("roles", ("01", "01"), "frozen"),
+    ],
+    ids=str,
+)
+def test_ranks_of_z_that_run_other_submodules_raise_an_error_that_names_them(ranks, how, towers, trick):
+    for rank, message in enumerate(ranks(2).run(refusal_over_z, {"z": 2}, how, towers, trick)):
+        assert "weights and gradients over z" in message
+        assert f"rank {rank} " in message
+        assert f"rank {1 - rank} " in message
+        assert "towers." in message
+        assert "call it on zeros" in message
