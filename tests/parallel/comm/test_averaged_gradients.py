@@ -146,6 +146,10 @@ def stored(kind: str, sizes: dict[str, Any]) -> dict[str, float]:
         torch.optim.SGD(plain.parameters(), lr=0.02).step()
         (loss_of(model, *batch(grid), ROWS * SEQ_LEN, grid) + penalty(model)).backward()
         optimizer.step(0.02)
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match=r"never to \.grad"):
+        loss_of(model, *batch(grid), ROWS * SEQ_LEN, grid)
+    handle.remove()
     others = dict(plain.named_parameters())
     found = {name: distance(gather(weight), others[name]) for name, weight in model.named_parameters()}
     return {name: value for name, value in found.items() if not value < 1e-6}

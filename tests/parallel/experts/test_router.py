@@ -295,7 +295,7 @@ def own_gradients(sizes: dict[str, int]) -> dict[str, float]:
     model = Own().double()
     model.load_state_dict(plain.state_dict())
     grid = Grid(**sizes)
-    model = parallelize(model, grid, roles=OWN_ROLES)
+    model = parallelize(model, grid, roles=OWN_ROLES, gradients="sum")
     plain(tokens).square().sum().backward()
     model(tokens[my_rows(grid, 8)]).square().sum().backward()
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)

@@ -317,7 +317,8 @@ class GradientReducer:
     def _scale_first(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[float, Tensor]:
         """The factor of a gradient's sum over z, and the gradient: fp16 is multiplied now, so that no sum overflows."""
         scale = self._scale_of_shard(parameter)
-        return (1.0, gradient * scale) if self.precision.wire(gradient) is torch.float16 else (scale, gradient)
+        is_narrow = self.precision.wire(gradient) is torch.float16 and scale != 1
+        return (1.0, gradient * scale) if is_narrow else (scale, gradient)
 
     def _add_scatter(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:
         if not self.overlap.reduce_scatter:
