@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -133,15 +133,14 @@ def _placement(split: Split | None) -> Placement:
     return _StridedShard(split.dim, split_factor=split.segments)
 
 
-def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
-    """This rank's shard of `whole` as a DTensor parameter on the grid's device and its mesh of parameters, or that of
-    experts' parameters."""
+def make_shard(whole: Tensor, layout: ParameterLayout, grid: Grid) -> DTensor:
+    """This rank's shard of `whole`, on the grid's device and its mesh of parameters, or that of experts' parameters."""
     local = layout.shard(whole, grid.layout_sizes, grid.layout_coordinates).to(grid.device)
     stride = torch.empty(layout.shape, device="meta").stride()
     mesh, axes = grid.parameter_mesh, grid.parameter_axes
     if any(split.axis in EXPERT_AXES for split in layout.splits):
         mesh, axes = grid.expert_mesh, grid.expert_axes
-    tensor = DTensor.from_local(
+    return DTensor.from_local(
         local,
         mesh,
         layout.placements(axes),
@@ -149,14 +148,6 @@ def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requi
         shape=torch.Size(layout.shape),
         stride=stride,
     )
-    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    note_layout(parameter, layout)
-    return parameter
-
-
-def note_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
-    """Let `layout_of` find a parameter's layout."""
-    parameter.stretto_layout = layout  # type: ignore[attr-defined]
 
 
 def local(parameter: Any) -> Tensor:
