@@ -34,7 +34,7 @@ from stretto.parallel.layers.plain_parts import warn_of_whole_parts
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
-from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
+from stretto.parallel.layout import ParameterLayout, Split, layout_of
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
@@ -49,6 +49,7 @@ from stretto.parallel.roles.plan import (
     gathered_sharding,
     sharding_of,
 )
+from stretto.parallel.sharded_parameter import shard_parameter
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing

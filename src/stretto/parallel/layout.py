@@ -4,20 +4,17 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.axes import EXPERT_AXES, NAMES, STAGE_AXES, X_COPIES, X_PARTS
 from stretto.parallel.grid import Grid
@@ -154,9 +151,9 @@ def _placement(split: Split | None) -> Placement:
     return _StridedShard(split.dim, split_factor=split.segments)
 
 
-def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
-    """This rank's shard of `whole` as a DTensor parameter on the grid's device and its mesh of parameters, or that of
-    experts' parameters, or of parameters that several ranks of x hold."""
+def make_shard(whole: Tensor, layout: ParameterLayout, grid: Grid) -> DTensor:
+    """This rank's shard of `whole`, on the grid's device and its mesh of parameters, or that of experts' parameters, or
+    of parameters that several ranks of x hold."""
     local = layout.shard(whole, grid.layout_sizes, grid.layout_coordinates).to(grid.device)
     stride = torch.empty(layout.shape, device="meta").stride()
     mesh, axes = grid.parameter_mesh, grid.parameter_axes
@@ -165,7 +162,7 @@ def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requi
     elif (copies := layout.copies) > 1:
         mesh = grid.copies_mesh(copies)
         axes = mesh.mesh_dim_names or ()
-    tensor = DTensor.from_local(
+    return DTensor.from_local(
         local,
         mesh,
         layout.placements(axes),
@@ -173,36 +170,6 @@ def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requi
         shape=torch.Size(layout.shape),
         stride=stride,
     )
-    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    note_layout(parameter, layout)
-    if not layout.shape:
-        _watch_optimizers()
-    return parameter
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Have optimizers of torch take whole state of 0-dim parameters.
-
-    `set_optimizer_state_dict(full_state_dict=True)` distributes the state of all others, and leaves theirs as it is.
-    """
-    register_optimizer_step_pre_hook(_distribute_scalar_states)
-
-
-def _distribute_scalar_states(optimizer: Optimizer, *_: Any) -> None:
-    scalars = [p for p in optimizer.state if isinstance(p, DTensor) and not p.dim()]
-    # Counts of steps are plain tensors in any case.
-    keys = {key for state in optimizer.state.values() for key, value in state.items() if isinstance(value, DTensor)}
-    for parameter, key in product(scalars, keys):
-        value = optimizer.state[parameter].get(key)
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            optimizer.state[parameter][key] = DTensor.from_local(value, mesh, placements, run_check=False)
-
-
-def note_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
-    """Let `layout_of` find a parameter's layout."""
-    parameter.stretto_layout = layout  # type: ignore[attr-defined]
 
 
 def local(parameter: Any) -> Tensor:

@@ -27,11 +27,12 @@ from stretto.parallel.layers.sharded_module import (
     note_features,
     whole_as_shards,
 )
-from stretto.parallel.layout import layout_of, local, note_layout
+from stretto.parallel.layout import layout_of, local
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
 from stretto.parallel.segment_planner import refuse_default_planners
+from stretto.parallel.sharded_parameter import note_layout
 
 _MUCH = 0.05  # part of a model's parameters above which a warning says that all ranks compute them
 

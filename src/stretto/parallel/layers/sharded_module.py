@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.kept_outputs import keep_output
-from stretto.parallel.layout import layout_of, note_layout, shard_like
+from stretto.parallel.layout import layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
 from stretto.parallel.segment_planner import refuse_default_planners
+from stretto.parallel.sharded_parameter import note_layout
 
 
 class ShardedModule(nn.Module):

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters on a grid: DTensors to which an edit, under `torch.no_grad` or through `.data`, is made as in PyTorch.
+
+DTensor runs most operators on shards alone: those of optimizers, `mul_`, a view of dim 1. It would lose other edits:
+
+    w[-1].zero_()     DTensor gathers what it views: the view is a copy (`_Copy`), which remembers how it was made.
+    w.data = other    has no effect on a shard: `data` is a property here.
+    eye_, normal_     have no rule in DTensor, or one that draws the same numbers for each shard.
+
+These are run on the gathered parameter instead, of which each rank then keeps its shard. That is a collective, in which
+all ranks of the grid must take part. They keep what the grid's first rank has computed, so that ranks never differ.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types as _foreach_types_of_optimizers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
+from torch.utils._pytree import tree_map
+
+from stretto.parallel.grid import Grid
+from stretto.parallel.layout import ParameterLayout, gather, make_shard, shard_like
+
+# Of these a plain tensor is a new value, which need not be sharded.
+_ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+
+
+class _View(NamedTuple):
+    """Of which parameter a tensor is a view, and how it is made of the whole parameter."""
+
+    parameter: "ShardedParameter"
+    make: Callable[[Tensor], Tensor]
+
+
+class _Operator(NamedTuple):
+    """What an operator does: numbers and names of the arguments that it writes, and whether it views.
+
+    needs_whole: it draws random numbers, or computes new ones from no tensor (`torch.eye(4, out=w)`).
+    """
+
+    written: tuple[int, ...]
+    written_by_name: tuple[str, ...]
+    is_view: bool
+    needs_whole: bool
+
+
+@cache
+def _describe(func: Any) -> _Operator:
+    arguments, returns = func._schema.arguments, func._schema.returns
+    written = [n for n, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    names = tuple(arguments[n].name for n in written)
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    is_factory = written != [] and all("Tensor" not in str(each.type) or each.is_out for each in arguments)
+    return _Operator(tuple(written), names, is_view, is_random or is_factory)
+
+
+class ShardedParameter(DTensor):
+    """A parameter on a grid, or a view of one that shares its memory."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, operator = kwargs or {}, _describe(func)
+        own = list(_find((*args, *kwargs.values())))
+        written: list[ShardedParameter] = []
+        if operator.written:
+            places = [args[n] for n in operator.written if n < len(args)]
+            written = list(_find((*places, *(kwargs[name] for name in operator.written_by_name if name in kwargs))))
+        if written and (operator.needs_whole or any(isinstance(tensor, _Copy) for tensor in written)):
+            return _edit_whole(func, written, args, kwargs)
+        if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
+            return _run_whole(func, own[0], args, kwargs)
+        is_noted = operator.is_view and own != [] and not (torch.is_grad_enabled() and own[0].requires_grad)
+        kinds = [type(tensor) for tensor in own]
+        for tensor in own:
+            tensor.__class__ = DTensor  # type: ignore[assignment]
+        try:
+            found = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            is_refused = True
+            if not (is_noted or (written and _takes_no_plain_operand(func, args, kwargs))):
+                _explain(error)
+                raise
+        else:
+            is_refused = False
+        finally:
+            for tensor, kind in zip(own, kinds, strict=True):
+                tensor.__class__ = kind
+        if is_refused and written:
+            return _edit_whole(func, written, args, kwargs)
+        if is_refused:  # such as to flatten shards of uneven sizes
+            found = _run_whole(func, own[0], args, kwargs)
+        if (
+            written
+        ):  # below autograd nothing counts writes to shards, and a write through `.data` is none to the parameter
+            shards = [_parameter_of(each)._local_tensor for each in written]
+            torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
+        elif is_noted:
+            _note_view(func, own[0], found, args, kwargs)
+        return found
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The parameter without its graph, as of any tensor. To assign another tensor copies its values."""
+        found: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype or not hasattr(self, "stretto_layout"):
+            raise ValueError(
+                f"a parameter {list(self.shape)} of {self.dtype} on a grid cannot become a tensor {list(value.shape)} "
+                f"of {value.dtype} by .data: build the model with that shape and dtype, and parallelize it then"
+                + ("" if value.shape != self.shape else " (model.to(dtype) converts one that is on a grid)")
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            by_torch = partial(DTensor.__deepcopy__, self, memo)
+            memo[id(self)] = self.clone() if _is_view(self) else _as_dtensor(self, by_torch)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if _is_view(self):  # such as a state dict's, in a file that is read where there is no Stretto
+            return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+        return _as_dtensor(self, partial(DTensor.__reduce_ex__, self, protocol))
+
+
+class _Copy(ShardedParameter):
+    """A view of a parameter that DTensor has gathered. A write to it is made to the parameter, too."""
+
+    __slots__ = ()
+
+
+# torch.optim and torch's clip_grad_norm_ use one kernel for many tensors if they know their type.
+for _known in (_foreach_types_of_optimizers, _foreach_types):
+    _known += [kind for kind in (ShardedParameter, _Copy) if kind not in _known]
+
+
+def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
+    """This rank's shard of `whole` (`make_shard`) as a parameter."""
+    parameter = nn.Parameter(make_shard(whole, layout, grid), requires_grad=requires_grad)
+    note_layout(parameter, layout)
+    if not layout.shape:
+        _watch_optimizers()
+    return parameter
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Have optimizers of torch take whole state of 0-dim parameters.
+
+    `set_optimizer_state_dict(full_state_dict=True)` distributes the state of all others, and leaves theirs as it is.
+    """
+    register_optimizer_step_pre_hook(_distribute_scalar_states)
+
+
+def _distribute_scalar_states(optimizer: Optimizer, *_: Any) -> None:
+    scalars = [p for p in optimizer.state if isinstance(p, DTensor) and not p.dim()]
+    # Counts of steps are plain tensors in any case.
+    keys = {key for state in optimizer.state.values() for key, value in state.items() if isinstance(value, DTensor)}
+    for parameter, key in product(scalars, keys):
+        value = optimizer.state[parameter].get(key)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            optimizer.state[parameter][key] = DTensor.from_local(value, mesh, placements, run_check=False)
+
+
+def note_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
+    """Let `layout_of` find a parameter's layout, and have edits of it reach its shards."""
+    vars(parameter).pop("stretto_view", None)  # a conversion that converts nothing makes a view the parameter
+    parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+    parameter.stretto_layout = layout  # type: ignore[attr-defined]
+
+
+def _is_view(tensor: Tensor) -> bool:
+    return not hasattr(tensor, "stretto_layout")
+
+
+def _as_dtensor(tensor: Tensor, function: Callable[[], Any]) -> Any:
+    kind = tensor.__class__
+    tensor.__class__ = DTensor  # type: ignore[assignment]
+    try:
+        return function()
+    finally:
+        tensor.__class__ = kind  # type: ignore[assignment]
+
+
+def _parameter_of(tensor: ShardedParameter) -> ShardedParameter:
+    view = getattr(tensor, "stretto_view", None)
+    return tensor if view is None else view.parameter
+
+
+def _find(values: Sequence[Any]) -> Iterator[ShardedParameter]:
+    for value in chain.from_iterable(each if isinstance(each, list | tuple) else (each,) for each in values):
+        if isinstance(value, ShardedParameter):
+            yield value
+
+
+def _put(whole: Tensor, source: Tensor, args: Sequence[Any]) -> Iterator[Any]:
+    return (whole if each is source else each for each in args)
+
+
+def _replicate(found: Any, like: DTensor) -> Any:
+    """A tensor that every rank has whole, or several, as a DTensor of its own memory."""
+    places = [Replicate()] * like.device_mesh.ndim
+    return tree_map(lambda part: DTensor.from_local(part, like.device_mesh, places, run_check=False), found)
+
+
+@torch.no_grad()
+def _run_whole(func: Any, source: ShardedParameter, args: Any, kwargs: Any) -> Any:
+    """Run an operator on the whole parameter: one that DTensor refuses, or that draws as many numbers (all ranks draw
+    all of them, as in plain PyTorch: DTensor has each draw the same ones for its own shard)."""
+    view, whole = getattr(source, "stretto_view", None), gather(_parameter_of(source))
+    return _replicate(func(*_put(whole if view is None else view.make(whole), source, args), **kwargs), source)
+
+
+def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwargs: Any) -> None:
+    """Note on a view how it is made of the whole parameter."""
+    view = getattr(source, "stretto_view", None)
+
+    def make(whole: Tensor) -> Any:
+        whole = whole if view is None else view.make(whole)
+        return func(*_put(whole, source, args), **kwargs)
+
+    storage = source._local_tensor.untyped_storage()._cdata
+    for number, part in enumerate(found if isinstance(found, list | tuple) else (found,)):
+        if type(part) is DTensor:
+            is_shared = part._local_tensor.untyped_storage()._cdata == storage
+            part.__class__ = type(source) if is_shared else _Copy
+            of_number = make if part is found else lambda whole, number=number: make(whole)[number]
+            part.stretto_view = _View(_parameter_of(source), of_number)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _edit_whole(func: Any, written: Sequence[ShardedParameter], args: Any, kwargs: Any) -> Any:
+    """Run an operator that writes a parameter, or a view of it, on the whole parameter."""
+    target = written[0]
+    if any(each is not target for each in written):
+        raise ValueError(
+            f"{func} writes several tensors of which ranks hold shards, or copies of parts: write one at a time, or "
+            "inside of `with stretto.full_parameters(model): ...`"
+        )
+    view, parameter = getattr(target, "stretto_view", None), _parameter_of(target)
+    whole = gather(parameter).contiguous()
+    plain = whole if view is None else view.make(whole)
+
+    def find(value: Any) -> Any:
+        if value is target:
+            return plain
+        return gather(value) if isinstance(value, DTensor) else value
+
+    func(*tree_map(find, args), **tree_map(find, kwargs))
+    if whole.shape != parameter.shape or plain.shape != target.shape:
+        raise ValueError(
+            f"{func} would change the shape of a parameter that is on a grid: parallelize it in that shape"
+        )
+    write_whole(parameter, whole, from_first=True)
+    if isinstance(target, _Copy):
+        target._local_tensor.copy_(_replicate(plain, target).redistribute(placements=target.placements).to_local())
+    return target
+
+
+@torch.no_grad()
+def write_whole(parameter: Tensor, whole: Tensor, *, from_first: bool) -> None:
+    """Have each rank keep its shard of a whole tensor. from_first: of the one that the grid's first rank has."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    if from_first:
+        whole = whole.to(parameter.device).contiguous()
+        for axis in mesh.mesh_dim_names or ():
+            dist.broadcast(whole, group=mesh.get_group(axis), group_src=0)
+    shard = parameter._local_tensor
+    shard.copy_(shard_like(whole, parameter)._local_tensor)
+    if not shard.is_inference():
+        torch.autograd.graph.increment_version(shard)
+
+
+def _takes_no_plain_operand(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator has no operand that may be a rank's own: plain numbers that were computed of its rows."""
+    if func.overloadpacket in _ASSIGNMENTS:
+        return True
+    values = chain.from_iterable(
+        each if isinstance(each, list | tuple) else (each,) for each in (*args, *kwargs.values())
+    )
+    return not any(
+        isinstance(each, Tensor) and not isinstance(each, DTensor) and each.is_floating_point() and each.dim()
+        for each in values
+    )
+
+
+def _explain(error: Exception) -> None:
+    """Add the cause to an error about DTensors: code that reads a parameter where it is a shard."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "outside of the forward pass of the submodule that holds it, a parameter of a model on a grid is this "
+            "rank's shard. Where a method other than forward reads it, "
+            "stretto.parallel.register_forward_method(module, name) has the method gather it. Code that reads a "
+            "parameter of another submodule (a sum over model.parameters(), a weight of another block) needs both in "
+            "one block: name a larger one in parallelize(..., blocks=[...]), or pass blocks=[], which gathers all "
+            "parameters for the whole forward pass. To read or edit one elsewhere: "
+            "`with stretto.full_parameters(model): ...`"
+        )

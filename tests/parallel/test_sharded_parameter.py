@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits of a parameter that is on a grid: as of a plain one, however they are written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, gather, parallelize
+
+
+def step_of_adamw(p: Tensor) -> None:
+    p.grad = p.detach() * 2
+    torch.optim.AdamW([p], lr=0.1).step()
+    p.grad = None
+
+
+def write_twice_to_a_view(p: Tensor) -> None:
+    view = p[1:]
+    view.zero_()
+    p.add_(1)
+    view[0].add_(2)
+
+
+def write_what_a_view_shows(p: Tensor) -> None:
+    view = p[0]
+    view.mul_(3)
+    p[1].copy_(view)
+
+
+def initialize_again(p: Tensor) -> None:
+    torch.manual_seed(1)
+    linear = nn.Linear(p.shape[1], p.shape[0], bias=False, device="meta")
+    linear._parameters["weight"] = p
+    linear.reset_parameters()
+
+
+def seeded(initialize: Callable[..., Any], *arguments: Any) -> Callable[[Tensor], None]:
+    def edit(p: Tensor) -> None:
+        torch.manual_seed(2)
+        initialize(p, *arguments)
+
+    return edit
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "p.data = 2p": lambda p: setattr(p, "data", p.data * 2),
+    "p.data = plain": lambda p: setattr(p, "data", torch.arange(p.numel(), dtype=p.dtype).view(p.shape)),
+    "p.data.fill_": lambda p: p.data.fill_(3),
+    "p.data.copy_(plain)": lambda p: p.data.copy_(torch.arange(p.numel(), dtype=p.dtype).view(p.shape)),
+    "p[-1].zero_": lambda p: p[-1].zero_(),
+    "p[1] = 0": lambda p: p.__setitem__(1, 0.0),
+    "p[rows] = 0": lambda p: p.__setitem__(torch.tensor([0, 2]), 0.0),
+    "p[mask] = 0": lambda p: p.__setitem__(p > 0, 0.0),
+    "p[:, 1] = plain": lambda p: p.__setitem__((slice(None), 1), torch.ones(p.shape[0], dtype=p.dtype)),
+    "p[:2].mul_": lambda p: p[:2].mul_(0),
+    "p[:, :2].mul_": lambda p: p[:, :2].mul_(0),
+    "p[1:][0][1].fill_": lambda p: p[1:][0][1].fill_(5),
+    "p.T[1].fill_": lambda p: p.T[1].fill_(5),
+    "p.data[0].fill_": lambda p: p.data[0].fill_(3),
+    "p.detach()[0].fill_": lambda p: p.detach()[0].fill_(3),
+    "p.view(-1)[3] = 9": lambda p: p.view(-1).__setitem__(3, 9.0),
+    "p.chunk(2)[1].zero_": lambda p: p.chunk(2)[1].zero_(),
+    "p.unbind()[1].zero_": lambda p: p.unbind()[1].zero_(),
+    "torch.split(p)": lambda p: torch.split(p, 2)[0].zero_(),
+    "p.narrow.zero_": lambda p: p.narrow(0, 1, 2).zero_(),
+    "p.diagonal().fill_": lambda p: p.diagonal().fill_(7),
+    "fill_diagonal_": lambda p: p.fill_diagonal_(7),
+    "tril_": lambda p: p.tril_(),
+    "add out=": lambda p: torch.add(p, 1, out=p),
+    "eye_": lambda p: init.eye_(p),
+    "constant_": lambda p: init.constant_(p, 5),
+    "normal_": seeded(init.normal_),
+    "view.normal_": seeded(lambda p: p.data[1:].normal_()),
+    "randn_like": seeded(lambda p: p.add_(torch.randn_like(p))),
+    "kaiming_uniform_": seeded(init.kaiming_uniform_),
+    "xavier_normal_": seeded(init.xavier_normal_),
+    "orthogonal_": seeded(init.orthogonal_),
+    "sparse_": seeded(init.sparse_, 0.5),
+    "reset_parameters": initialize_again,
+    "vector_to_parameters": lambda p: vector_to_parameters(torch.arange(p.numel(), dtype=p.dtype), [p]),
+    "vector of parameters": lambda p: vector_to_parameters(parameters_to_vector([p]) * 2, [p]),
+    "p *= 2": lambda p: p.mul_(2),
+    "_foreach_add_": lambda p: torch._foreach_add_([p, p], 1.0),
+    "AdamW": step_of_adamw,
+    "two writes to a view": write_twice_to_a_view,
+    "a view that is read after a write": write_what_a_view_shows,
+}
+
+
+def differences(sizes: dict[str, int], options: dict[str, Any], make: Callable[[], nn.Module], name: str) -> list[str]:
+    """The edits that leave another weight than that of a plain model, and those that no version shows."""
+    grid, wrong = Grid(**sizes), []
+    for edit in EDITS:
+        torch.manual_seed(0)
+        plain = make()
+        torch.manual_seed(0)
+        model = parallelize(make(), grid, **options)
+        right, found = plain.get_parameter(name), model.get_parameter(name)
+        shard = found.to_local()
+        before = shard._version, found._version
+        with torch.no_grad():
+            EDITS[edit](right)
+            try:
+                EDITS[edit](found)
+            except Exception as error:  # noqa: BLE001
+                wrong.append(f"{edit}: {error!r:.150}")
+                continue
+        if not torch.allclose(gather(found), right, atol=1e-6):
+            wrong.append(edit)
+        if (shard._version, found._version) == before and edit != "AdamW":
+            wrong.append(f"{edit} counts no version")
+    return wrong
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5, bias=False))
+
+
+def tied_gpt() -> nn.Module:
+    return GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=13, max_seq_len=8))
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "options", "make", "name"),
+    [
+        (2, {"z": 2}, {}, linear, "0.weight"),
+        (2, {"data": 2}, {"dtype": torch.bfloat16}, linear, "0.weight"),
+        (4, {"data": 2, "z": 2}, {}, linear, "0.weight"),
+        (4, {"x": 2, "z": 2}, {}, tied_gpt, "blocks.0.attention.qkv.weight"),
+        (4, {"x": 2, "y": 2}, {}, tied_gpt, "embedding.weight"),
+    ],
+    ids=str,
+)
+def test_every_edit_of_a_weight_is_made_as_in_plain_pytorch(ranks, count, sizes, options, make, name):
+    assert ranks(count).run(differences, sizes, options, make, name) == [[]] * count
