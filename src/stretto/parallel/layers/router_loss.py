@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stretto.axes import LOSS
-from stretto.parallel.comm.collectives import gather_rows
+from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.grid import Grid
 from stretto.parallel.roles import huggingface
 
@@ -38,9 +38,9 @@ class _GatherTokensOfRanks(torch.autograd.Function):
 def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) -> None:
     """Have the load-balancing loss that the model's own code computes be that of the global batch.
 
-    Every rank must have equally many tokens. Calls that ask for it with an attention mask, which would be of a rank's
-    own rows, raise ValueError; so do those of a pipeline stage, which has the routers of its own blocks alone, and
-    those of models that compute it in another way than transformers' `load_balancing_loss_func`. averages: gradients
+    Every rank must have equally many tokens, or an attention mask [batch, seq]: it is gathered too, and ranks with
+    shorter sequences are padded. Raises ValueError for a pipeline stage, which has the routers of its own blocks alone,
+    and for models that compute it in another way than transformers' `load_balancing_loss_func`. averages: gradients
     are averaged over ranks, each of which has a loss of its own tokens; then stages alone are refused.
     """
     base = huggingface.base_of(model)
@@ -50,27 +50,47 @@ def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) 
     gathers = huggingface.balances_load(model) and group.size() > 1 and not averages
     places = {"stages": grid.size("pipe"), "summed_ranks": 1 if averages else group.size()}
     own: list[tuple[Tensor, ...]] = []
+    own_mask: list[Tensor] = []  # while the model has the mask of all ranks, for its loss; its layers need this one
+    padded: list[int] = []  # the most rows, and the most tokens of a row, of any rank
 
-    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own.clear()
+        own_mask.clear()
         given = signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         asks: Any = given.get("output_router_logits")
         asks = model.config.output_router_logits if asks is None else asks  # type: ignore[union-attr]
         if not asks or given.get("labels") is None:
-            return
+            return None
         if refusal := huggingface.refusal_of_router_loss(model, **places):
             raise ValueError(refusal)
-        if gathers and given.get("attention_mask") is not None:
+        mask = given.get("attention_mask")
+        if not gathers or mask is None:
+            return None
+        if mask.dim() != 2 or "attention_mask" not in kwargs:
             raise ValueError(
-                "output_router_logits is set, and attention_mask is of this rank's rows, where the load-balancing loss "
-                "is of the global batch's: leave the mask out, or set output_router_logits=False"
+                f"output_router_logits is set, and attention_mask has {mask.dim()} dims: the load-balancing loss takes "
+                "a mask [batch, seq], passed by its name"
             )
+        own_mask.append(mask)
+        padded[:] = all_reduce(torch.tensor(mask.shape, device=mask.device), group, dist.ReduceOp.MAX).tolist()
+        whole = pad(mask)
+        return args, {**kwargs, "attention_mask": gather_rows(whole, whole.shape[0] * group.size(), group)}
+
+    def pad(tensor: Tensor) -> Tensor:
+        """[rows, tokens, ...] with as many rows and tokens as the rank with the most has."""
+        rows, tokens = (most - here for most, here in zip(padded, tensor.shape, strict=False))
+        return nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, tokens, 0, rows)).contiguous()
+
+    def use_own_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (args, {**kwargs, "attention_mask": own_mask[0]}) if own_mask else None
 
     def gather(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         logits = getattr(output, "router_logits", None)
         if gathers and isinstance(logits, tuple):
             own.append(logits)
+            if own_mask:
+                logits = tuple(pad(each.unflatten(0, own_mask[0].shape)).flatten(0, 1) for each in logits)
             output.router_logits = tuple(_GatherTokensOfRanks.apply(each, group) for each in logits)
         return output
 
@@ -80,5 +100,6 @@ def balance_over_batch(model: nn.Module, grid: Grid, *, averages: bool = False) 
         return output
 
     model.register_forward_pre_hook(before, with_kwargs=True)
+    base.register_forward_pre_hook(use_own_mask, with_kwargs=True)
     base.register_forward_hook(gather)
     model.register_forward_hook(restore)
