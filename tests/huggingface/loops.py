@@ -81,7 +81,7 @@ def make_arguments(out: Path, ranks_of_batch: int, kind: type[TrainingArguments]
         "gradient_accumulation_steps": 2,
         "max_steps": STEPS,
         "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,  # else the first steps are the signs of gradients, also of those that are 0 but for rounding
+        "adam_epsilon": 1e-3,  # else a first step is a gradient's sign, also where it is rounding
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
         "logging_steps": 1,
