@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stretto import cluster as cluster
     from stretto import collectives as collectives
     from stretto import execution as execution
+    from stretto import huggingface as huggingface
     from stretto import memory as memory
     from stretto import models as models
     from stretto import ops as ops
@@ -47,6 +48,7 @@ _SUBMODULES = (
     "cluster",
     "collectives",
     "execution",
+    "huggingface",
     "memory",
     "models",
     "ops",

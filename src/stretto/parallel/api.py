@@ -340,12 +340,14 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
     from stretto.parallel.layers.sharded_module import refuse_copies
     from stretto.parallel.roles import huggingface
+    from stretto.parallel.wrapping import refuse_wrapping
 
     if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
         huggingface.generate_in_step(model)
     huggingface.refuse_saving(model)
     huggingface.refuse_resizing(model)
     refuse_copies(model)
+    refuse_wrapping(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
     model.weight_gatherer = builder.gatherer  # type: ignore[assignment]
     builder.gradient_reducer.name(model.named_parameters())

@@ -245,10 +245,12 @@ def refuse_saving(model: nn.Module) -> None:
 
     @functools.wraps(save)
     def save_whole(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        given = kwargs.get("state_dict")
+        held = model.parameters() if given is None else given.values()
+        if any(isinstance(tensor, DTensor) for tensor in held):
             raise ValueError(
                 "save_pretrained does not know that parameters are cut over ranks: call stretto.parallel.gather on "
-                "each, on every rank, or `stretto export` a checkpoint"
+                "each, on every rank, and pass them as state_dict=, or `stretto export` a checkpoint"
             )
         return save(*args, **kwargs)
 

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer and SFTTrainer train a parallelized model as they train the plain one in one process."""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+from safetensors.torch import load_file
+from transformers import default_data_collator
+
+from stretto.axes import BATCH
+from stretto.huggingface import trainer_plugin
+from stretto.parallel import Grid, gather, parallelize
+from tests.conftest import Ranks
+from tests.huggingface import loops
+
+MakeRanks = Callable[[int], Ranks]
+
+
+def train(
+    grid: Grid | None, name: str, kind: str, out: Path, *, resume: bool | str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Train as `name` does; returns what was logged, and the weights."""
+    torch.manual_seed(0)
+    model = loops.make_model(kind)
+    base: Any = {"Trainer": transformers.Trainer, "SFTTrainer": trl.SFTTrainer}[name]
+    if grid is not None:
+        model, base = parallelize(model, grid), trainer_plugin(base)
+    parts = 1 if grid is None else grid.size(BATCH)
+    is_sft = name == "SFTTrainer"
+    arguments = loops.make_arguments(out, parts, trl.SFTConfig if is_sft else transformers.TrainingArguments, **options)
+    data: dict[str, Any] = {
+        "train_dataset": loops.make_rows(),
+        "eval_dataset": loops.make_rows(12, seed=6),
+    }  # 12 rows are a batch and a half
+    data |= {"data_collator": default_data_collator}
+    if is_sft:
+        texts = loops.make_texts()
+        data = {"train_dataset": texts, "eval_dataset": texts.select(range(16))}
+        data |= {"processing_class": loops.make_tokenizer()}
+    trainer = base(model=model, args=arguments, **data)
+    trainer.train(resume_from_checkpoint=resume)
+    evaluated = trainer.evaluate()
+    return {
+        "loss": [each["loss"] for each in trainer.state.log_history if "loss" in each],
+        "grad_norm": [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each],
+        "eval_loss": evaluated["eval_loss"],
+        "tokens": [each["num_tokens"] for each in trainer.state.log_history if "num_tokens" in each],
+        "flops": trainer.state.total_flos,
+        "weights": {name: gather(value).detach() for name, value in model.state_dict(keep_vars=True).items()},
+    }
+
+
+def train_on_grid(sizes: dict[str, int], *args: Any, **options: Any) -> dict[str, Any]:
+    with loops.launched():
+        return train(Grid(**sizes), *args, **options)
+
+
+def train_alone(*args: Any, **options: Any) -> dict[str, Any]:
+    with loops.launched():
+        return train(None, *args, **options)
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert len(expected["loss"]) == loops.STEPS
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+    for name, value in expected["weights"].items():  # Adam divides small differences by small gradients
+        torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-4)
+
+
+def check_folder(folder: Path, expected: Path) -> None:
+    """The folder has the files and tensors that transformers has written in one process."""
+    found = {name: load_file(each / "model.safetensors") for name, each in (("own", folder), ("theirs", expected))}
+    assert list(found["own"]) == list(found["theirs"])
+    for name, value in found["theirs"].items():
+        torch.testing.assert_close(found["own"][name], value, rtol=1e-4, atol=1e-4)
+    assert (folder / "config.json").read_text() == (expected / "config.json").read_text()
+    own, theirs = ({file.name for file in each.iterdir()} for each in (folder, expected))
+    assert own - {"optimizer"} == theirs - {"optimizer.pt"}
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_trainer_equals_one_process_and_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Path) -> None:
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    expected = train_alone("Trainer", "llama", tmp_path / "alone", **saves)
+    for found in ranks(2).run(train_on_grid, {"z": 2}, "Trainer", "llama", tmp_path / "z", **saves):
+        check_same(found, expected)
+    assert found["flops"] == pytest.approx(expected["flops"])
+    check_folder(tmp_path / "z" / "checkpoint-3", tmp_path / "alone" / "checkpoint-3")
+    assert sorted(path.name for path in (tmp_path / "z").iterdir()) == ["checkpoint-3", "checkpoint-5"]
+    for found in ranks(2).run(
+        train_on_grid,
+        {"x": 2},
+        "Trainer",
+        "llama",
+        tmp_path / "x",
+        resume=str(tmp_path / "z" / "checkpoint-3"),
+        **saves,
+    ):
+        check_same(found, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["Trainer qwen3_moe", "SFTTrainer llama", "SFTTrainer qwen3_moe"])
+def test_each_trainer_equals_one_process_on_each_grid(case: str, ranks: MakeRanks, tmp_path: Path) -> None:
+    name, kind = case.split()
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    expected = train_alone(name, kind, tmp_path / "alone", **saves)
+    resume = None
+    for number, sizes in enumerate(({"x": 2}, {"z": 2}, {"data": 2, "z": 2}, {"x": 2, "z": 2}, {"z": 4})):
+        out = tmp_path / str(number)
+        for found in ranks(prod(sizes.values())).run(train_on_grid, sizes, name, kind, out, resume=resume, **saves):
+            check_same(found, expected)
+        assert resume or found["tokens"] == expected["tokens"]  # SFTTrainer counts from a resumed step on
+        check_folder(out / "checkpoint-5", tmp_path / "alone" / "checkpoint-5")
+        resume = str(tmp_path / "0" / "checkpoint-3")  # of the first grid, on all others
