@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, gather, make_shard, shard_like
 
+_DETACH = torch.ops.aten.detach.default
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 
@@ -80,7 +81,8 @@ class ShardedParameter(DTensor):
             return _edit_whole(func, written, args, kwargs)
         if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
             return _run_whole(func, own[0], args, kwargs)
-        is_noted = operator.is_view and own != [] and not (torch.is_grad_enabled() and own[0].requires_grad)
+        has_graph = own != [] and own[0].requires_grad and torch.is_grad_enabled() and func is not _DETACH
+        is_noted = operator.is_view and own != [] and not has_graph
         kinds = [type(tensor) for tensor in own]
         for tensor in own:
             tensor.__class__ = DTensor  # type: ignore[assignment]
