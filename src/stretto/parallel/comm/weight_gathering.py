@@ -168,6 +168,11 @@ class WeightPrefetcher(WeightGatherer):
         if not in_backward():
             self._forward.restart()
 
+    def end_forward(self) -> None:
+        """Drop what was gathered ahead: it may be changed before its use, by fused optimizers without a new version."""
+        if not in_backward():
+            self._forward.drop()
+
     def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """Wait for the prefetched rows, or gather them now; then start to gather the next weight in the order."""
         weight = self._weights[key]
