@@ -51,12 +51,13 @@ def stand_in_for(output: Any) -> Any:
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: type(output).__name__)
-def test_a_later_stage_gets_zeros_in_the_structure_of_the_output(output):
+def test_a_later_stage_gets_nan_or_zeros_in_the_structure_of_the_output(output):
     found = stand_in_for(output)
     assert type(found) is type(output)
     for given, made in zip(tree_leaves(output), tree_leaves(found), strict=True):
         if isinstance(given, Tensor):
-            assert (made.shape, made.dtype, made.count_nonzero()) == (given.shape, given.dtype, 0)
+            assert (made.shape, made.dtype) == (given.shape, given.dtype)
+            assert made.isnan().all() if made.is_floating_point() else not made.any()
         else:
             assert made == given
     if isinstance(output, dict):

@@ -224,6 +224,53 @@ def test_a_connection_that_skips_a_cut_is_found_before_it_does_harm(ranks, way, 
         assert re.search(SKIPS.get(way, "skips the cut.*use pipe=1"), text)
 
 
+class Given(nn.Module):
+    """Its third block, the first of stage 1, is given the output of the first one, detached, or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.classify = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.layers = nn.ModuleList(Taking() for _ in range(4))
+        self.gives = False
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        x, given = self.stem(features), None
+        for number, layer in enumerate(self.layers):
+            x = layer(x, given)
+            given = x.detach() if number == 0 and self.gives else given if number < 2 else None
+        return nn.functional.cross_entropy(self.classify(x), labels)
+
+
+class Taking(Block):
+    def forward(self, x: Tensor, given: Tensor | None) -> Tensor:
+        return super().forward(x if given is None else x + given)
+
+
+def later_connections() -> None:
+    """Steps in which tensors take another way over the cut than in the first, in which stages learn what to send."""
+    torch.manual_seed(0)
+    plain = Given().double()
+    torch.manual_seed(0)
+    grid = Grid(pipe=2, timeout=LIMIT)
+    model = parallelize(Given().double(), grid, blocks=["layers.*"])
+    with Pipeline(model, grid, micro_batch_size=2) as pipeline:
+        for gives in (False, True, False, True):
+            model.gives = plain.gives = gives
+            assert float(pipeline.step(**examples(4))) == pytest.approx(float(plain(**examples(4))), rel=1e-9)
+    torch.manual_seed(0)
+    skipping = parallelize(Skipping("").double(), grid, blocks=["layers.*"])
+    with Pipeline(skipping, grid, micro_batch_size=2) as pipeline:
+        pipeline.step(**examples(4))
+        skipping.way = "the stem"
+        assert pipeline.evaluate(**examples(4)).isnan()
+        text = refusal_of(lambda: pipeline.step(**examples(4)), (ValueError, PeerError))
+        assert re.search(r"stage 1 uses tensors of an earlier stage.*skips the cut before that block", text)
+
+
+def test_a_connection_of_a_later_step_is_sent_or_refused(ranks):
+    ranks(2).run(later_connections, timeout=60)
+
+
 # Ranks that do otherwise than the others.
 
 

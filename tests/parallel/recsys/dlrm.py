@@ -147,7 +147,7 @@ def exchange_bad_index(index: int) -> tuple[str, int]:
 
 
 def fail_and_go_on() -> tuple[Tensor, Tensor]:
-    """A pass that an exception ends half-way, then one that does not: the gradients that should be, and that are."""
+    """A pass that an exception ends half-way, then two that do not: the gradients that should be, and that are."""
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     sums = ReplicatedGradients([[first], [second]], torch.distributed.group.WORLD)
     scale = torch.distributed.get_rank() + 1.0
@@ -160,8 +160,9 @@ def fail_and_go_on() -> tuple[Tensor, Tensor]:
         (scale * first * second.detach() + second).sum().backward()
     hook.remove()
     first.grad = second.grad = None
-    (scale * first + 2 * second).sum().backward()
+    for _ in range(2):
+        (scale * first + 2 * second).sum().backward()
     assert sums is not None
     assert first.grad is not None
     assert second.grad is not None
-    return torch.tensor([3.0, 3.0, 4.0, 4.0]), torch.cat((first.grad, second.grad))
+    return torch.tensor([6.0, 6.0, 8.0, 8.0]), torch.cat((first.grad, second.grad))

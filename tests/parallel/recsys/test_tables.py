@@ -116,7 +116,7 @@ def test_a_rank_without_samples_is_refused_on_every_rank(ranks: MakeRanks) -> No
     assert batch == 6
 
 
-def test_a_backward_pass_after_one_that_failed_sums_all_gradients(ranks: MakeRanks) -> None:
+def test_backward_passes_after_one_that_failed_sum_all_gradients_and_add_up(ranks: MakeRanks) -> None:
     for expected, found in ranks(2).run(dlrm.fail_and_go_on):
         torch.testing.assert_close(found, expected)
 

@@ -175,8 +175,10 @@ class WeightPrefetcher(WeightGatherer):
             self._forward.restart()
 
     def end_forward(self) -> None:
-        """Compare that all ranks end here."""
+        """Compare that all ranks end here, and drop what was gathered ahead: it may be changed before its use, by fused
+        optimizers without a new version."""
         if not in_backward():
+            self._forward.drop()
             self.ranks.end()
 
     def gather(self, key: object, parameter: Any) -> GatheredWeight:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one pipeline stage sends to the next: activations, and the layouts of what modules before have returned.
 
-A stage runs the model's whole code, and modules that earlier stages have return stand-ins there: zeros of the shapes
-and dtypes that the modules have returned on their own stages. The model's code reads sizes off them, as for a padding
-or a mask. `OutputLayouts` records these, and is sent with each micro-batch.
+A stage runs the model's whole code, and modules that earlier stages have return stand-ins there: tensors of NaN (or
+of zeros, of integers) of the shapes and dtypes that the modules have returned on their own stages. The model's code
+reads sizes off them, as for a padding or a mask. `OutputLayouts` records these, and is sent with each micro-batch.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -157,11 +158,13 @@ class StandIns:
     """Makes what modules of earlier stages return in one forward pass of a later one.
 
     device: of the stand-ins. leaves: where the pass looks for connections across the cut, the tensors that stand-ins
-    are made from; a result that depends on one shows a connection.
+    are made from; a result that depends on one shows a connection. refusal: the error of a backward pass of any other
+    pass that reaches a stand-in. Without gradients what depends on one is NaN.
     """
 
     layouts: OutputLayouts
     device: torch.device
+    refusal: str = ""
     leaves: list[Tensor] | None = None
     _made: dict[_StandInLayout, Tensor] = field(default_factory=dict)
     _calls: dict[int | str, int] = field(default_factory=dict)
@@ -178,10 +181,13 @@ class StandIns:
         if not isinstance(layout, _StandInLayout):
             return layout
         if layout not in self._made:
-            made = torch.zeros(layout.shape, dtype=layout.dtype, device=self.device)
+            value = math.nan if layout.dtype.is_floating_point else 0
+            made = torch.full(layout.shape, value, dtype=layout.dtype, device=self.device)
             if self.leaves is not None and made.is_floating_point():
                 self.leaves.append(made.requires_grad_())
                 made = made.clone()  # the model's code may write to it in place
+            elif made.is_floating_point():
+                made = _StandIn.apply(torch.zeros((), requires_grad=True), [made], self.refusal)
             self._made[layout] = made
         return self._made[layout]
 
@@ -232,6 +238,19 @@ class Activations:
             for number, tensor in enumerate(self.tensors)
         ]
         return gradients
+
+
+class _StandIn(torch.autograd.Function):
+    """Refuses a backward pass that reaches a stand-in."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, made: list[Tensor], refusal: str) -> Tensor:
+        ctx.refusal = refusal
+        return made.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> NoReturn:
+        raise ValueError(ctx.refusal)
 
 
 class _Enter(torch.autograd.Function):

@@ -84,9 +84,9 @@ class ModelStages:
 
     cuts: stage s has the blocks cuts[s]:cuts[s + 1]. stage_ranks: the pipe rank of each stage. rank: this one's.
     block_names: of all blocks. current: the pass that runs now. is_tied: whether this rank holds parameters that
-    another stage's rank has too. checked: stages that were found to have no connections across their cuts. carried:
-    which arguments of the next block a stage sends. tokens: of a model with sequence sharding.
-    skeleton: the whole model on the meta device, for names and shapes.
+    another stage's rank has too. checked: stages that were found to have no connections across their cuts. unsent: of a
+    stage that has learned what to send, the arguments of the next block that every stage makes by itself. tokens: of a
+    model with sequence sharding. skeleton: the whole model on the meta device, for names and shapes.
     """
 
     cuts: tuple[int, ...]
@@ -101,7 +101,7 @@ class ModelStages:
     skeleton: nn.Module | None = None
     current: StagePass | None = None
     checked: set[int] = field(default_factory=set)
-    carried: dict[int, list[int]] = field(default_factory=dict)
+    unsent: dict[int, set[int]] = field(default_factory=dict)
 
     @classmethod
     def whole(cls, name: str) -> "ModelStages":
@@ -125,7 +125,7 @@ class ModelStages:
 
     def must_learn(self, stage: int) -> bool:
         """Whether a forward pass must record gradients to find the stage's outputs, or skips of the previous cut."""
-        return (stage < self.count - 1 and stage not in self.carried) or (stage > 0 and stage not in self.checked)
+        return (stage < self.count - 1 and stage not in self.unsent) or (stage > 0 and stage not in self.checked)
 
     def has_block(self, index: int) -> bool:
         """Whether one of this rank's stages has this block."""
@@ -153,12 +153,13 @@ class ModelStages:
         begun = StagePass(stage, self.cuts[stage], self.cuts[stage + 1], self.needs_random_state, received)
         if received is not None:
             begun.batch_shape, begun.layouts = received.batch_shape, received.layouts
-            begun.stand_ins = StandIns(received.layouts, received.tensors[0].device)
+            refusal = self._refusal_of_skip(stage)
+            begun.stand_ins = StandIns(received.layouts, received.tensors[0].device, refusal)
             if torch.is_grad_enabled():
                 begun.gradients = received.record()
                 if stage not in self.checked:
                     begun.stand_ins.leaves = []
-        if torch.is_grad_enabled() and stage < self.count - 1 and stage not in self.carried:
+        if torch.is_grad_enabled() and stage < self.count - 1 and stage not in self.unsent:
             begun.made = [] if received is None else list(received.tensors)
         return begun
 
@@ -175,14 +176,17 @@ class ModelStages:
         if stage_pass.stand_ins is not None and stage_pass.stand_ins.leaves is not None:
             ends = output.tensors if isinstance(output, Activations) else tensors_of(output)
             if depend_on(ends, stage_pass.stand_ins.leaves):
-                raise ValueError(
-                    f"stage {stage} of {type(model).__name__} uses tensors of an earlier stage other than the "
-                    f"arguments of {self.block_names[stage_pass.first]}: a connection skips the cut before that block. "
-                    "Cut elsewhere, with parallelize(..., stages=StageOptions(cuts=...)), or use pipe=1"
-                )
+                raise ValueError(stage_pass.stand_ins.refusal)
             self.checked.add(stage)
         stage_pass.stand_ins = stage_pass.made = None
         return output
+
+    def _refusal_of_skip(self, stage: int) -> str:
+        return (
+            f"stage {stage} uses tensors of an earlier stage other than the arguments of "
+            f"{self.block_names[self.cuts[stage]]}: a connection skips the cut before that block. Cut elsewhere, with "
+            "parallelize(..., stages=StageOptions(cuts=...)), or use pipe=1"
+        )
 
     def _out_of_order(self) -> ValueError:
         return ValueError(
@@ -268,8 +272,9 @@ class ModelStages:
         """
         given = signature.bind(*args, **kwargs).arguments
         names = list(signature.parameters)
-        known = self.carried.get(now.stage)
+        unsent = self.unsent.get(now.stage)
         places: list[int] = []
+        left: set[int] = set()
         for name, value in given.items():
             place = names.index(name)
             if signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
@@ -279,9 +284,12 @@ class ModelStages:
                         "send: name it among the parameters of the block's forward"
                     )
                 continue
-            is_carried = place in known if known is not None else any(value is each for each in now.made or ())
-            if isinstance(value, Tensor) and (not places or is_carried or value.requires_grad):
+            # An argument that was no tensor in the pass in which the stage has learned may be of any block.
+            is_sent = place not in unsent if unsent is not None else any(value is each for each in now.made or ())
+            if isinstance(value, Tensor) and (not places or is_sent or value.requires_grad):
                 places.append(place)
+            elif isinstance(value, Tensor):
+                left.add(place)
             elif any(tensor.requires_grad for tensor in tensors_of(value)):
                 raise ValueError(
                     f"{self.block_names[index]} gets several tensors that need gradients in {name}, which no stage can "
@@ -289,8 +297,7 @@ class ModelStages:
                 )
         if not places:
             raise ValueError(f"{self.block_names[index]} gets no tensor, so there is nothing for a stage to send")
-        if torch.is_grad_enabled():
-            self.carried[now.stage] = places
+        self.unsent[now.stage] = left if unsent is None else unsent - set(places)
         tensors = [given[names[place]] for place in places]
         state = None
         if now.sends_random_state:

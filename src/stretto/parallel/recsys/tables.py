@@ -186,8 +186,8 @@ def _materialize(module: nn.Module, real: Any) -> None:
 class ReplicatedGradients:
     """Sums gradients over `group`, bucket by bucket: a bucket is sent once the last of its gradients is there.
 
-    When `backward()` returns, each `.grad` holds the sum of all ranks', the same bits on each. Gradients must have been
-    dropped before (`zero_grad`), and every parameter must get one. Ranks must make them in the same order.
+    When `backward()` returns, the sum of all ranks' is added to each `.grad`, the same bits on each. Every parameter
+    must get a gradient. Ranks must make them in the same order.
     """
 
     def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
@@ -195,6 +195,7 @@ class ReplicatedGradients:
         self._buckets = [tuple(bucket) for bucket in buckets]
         self._missing = [len(bucket) for bucket in self._buckets]
         self._pending: list[tuple[int, Pending]] = []
+        self._earlier: dict[nn.Parameter, Tensor] = {}  # of earlier passes, summed already
         self._task = -1  # autograd's number of the pass that is running: one that has failed is not taken up again
         if group.size() == 1:
             return
@@ -202,13 +203,23 @@ class ReplicatedGradients:
         this = ref(self)
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
+                parameter.register_hook(lambda _, parameter=parameter: _alive(this)._set_aside(parameter))
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: _alive(this)._arrive(number))
 
-    def _arrive(self, number: int) -> None:
+    def _set_aside(self, parameter: nn.Parameter) -> None:
+        """Take what `.grad` holds, so that autograd does not add to it before the sum over ranks."""
+        self._begin()
+        if parameter.grad is not None:
+            self._earlier[parameter], parameter.grad = parameter.grad, None
+
+    def _begin(self) -> None:
         if self._task != (task := torch._C._current_graph_task_id()):
             self._task = task
             self._missing, self._pending = [len(bucket) for bucket in self._buckets], []
+            self._earlier = {}
             at_end_of_backward(self._finish)
+
+    def _arrive(self, number: int) -> None:
         self._missing[number] -= 1
         if not self._missing[number]:
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self._buckets[number]])
@@ -221,7 +232,9 @@ class ReplicatedGradients:
         for number, pending in self._pending:
             sums = pending.wait().split([parameter.numel() for parameter in self._buckets[number]])
             for parameter, total in zip(self._buckets[number], sums, strict=True):
-                parameter.grad = total.view_as(parameter)
+                earlier = self._earlier.get(parameter)
+                parameter.grad = total.view_as(parameter) if earlier is None else earlier + total.view_as(parameter)
+        self._earlier = {}
 
 
 def _alive(this: "ref[ReplicatedGradients]") -> ReplicatedGradients:
