@@ -4,11 +4,13 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stretto.axes import GridSizes
@@ -47,22 +49,18 @@ def theirs(model_type: str, kv_heads: int, **options: Any) -> Case:
 
 
 LLAMA = {"positions": "rotary", "activation": "swiglu", "norm": "rmsnorm", "bias": False}
-FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": True, "hidden_dropout": 0.0}
 ON_FOUR: list[tuple[Sizes, Case]] = [
     ((1, 4, 1, 1), gpt(2)),  # of fused queries, keys and values, with biases
+    ((1, 4, 1, 1), theirs("qwen3", 2)),  # norms of heads
+    ((1, 2, 1, 2), theirs("qwen2", 1)),  # biases
+]
+MORE_ON_FOUR: list[tuple[Sizes, Case]] = [
     ((1, 4, 1, 1), replace(gpt(1, **LLAMA), shards_sequence=True)),
     ((1, 2, 1, 2), replace(gpt(1, **LLAMA), micro_batches=2, checkpoints_activations=True, keep_gathered=False)),
     ((1, 2, 2, 1), gpt(1)),
-    ((1, 4, 1, 1), theirs("qwen3", 2)),  # norms of heads
-    ((1, 2, 1, 2), theirs("qwen2", 1)),  # biases
-    ((1, 2, 2, 1), theirs("olmo2", 1)),  # norms of all heads
-]
-MORE_ON_FOUR: list[tuple[Sizes, Case]] = [
     ((2, 2, 1, 1), gpt(1, positions="rotary")),
+    ((1, 2, 2, 1), theirs("olmo2", 1)),  # norms of all heads
     ((1, 4, 1, 1), theirs("llama", 1)),
-    ((1, 4, 1, 1), theirs("stablelm", 2)),
-    ((1, 4, 1, 1), theirs("falcon", 2, **FALCON)),
-    ((1, 4, 1, 1), theirs("gpt_oss", 2, num_local_experts=4, num_experts_per_tok=2, sliding_window=4)),
     ((1, 4, 1, 1), theirs("qwen3_moe", 2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
 ]
 ON_EIGHT: list[tuple[Sizes, Case]] = [
@@ -91,9 +89,16 @@ def test_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> N
 
 
 @pytest.mark.long
-def test_more_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> None:
-    check(ranks, 4, MORE_ON_FOUR)
-    check(ranks, 8, ON_EIGHT)
+@pytest.mark.parametrize(("count", "cases"), [(4, MORE_ON_FOUR), (8, ON_EIGHT)], ids=["four", "eight"])
+def test_more_models_train_with_copied_kv_heads_as_on_one_rank(
+    ranks: MakeRanks, count: int, cases: list[tuple[Sizes, Case]]
+) -> None:
+    check(ranks, count, cases)
+
+
+@pytest.mark.long
+def test_pipeline_stages_train_with_copied_kv_heads_as_one_rank(ranks: MakeRanks) -> None:
+    print(f"seed {SEED}")
     case, run = gpt(1, **LLAMA), pipelines.Run({"pipe": 2, "x": 2})
     expected = train_plainly(case, pipelines.EXACT)
     assert ranks(4).run(pipelines.disagreements, run, case, expected) == [{}] * 4
@@ -103,21 +108,24 @@ def make_gpt() -> GPT:
     return GPT(replace(runs.GPT_CONFIG, kv_heads=2))
 
 
+@pytest.mark.long
 def test_checkpoints_and_exported_files_are_those_of_one_rank(ranks: MakeRanks, tmp_path: Path) -> None:
     """A copy is written once, and read by every grid; so are moments."""
     weights = ranks(4).run(runs.save_trained, make_gpt, {"x": 4}, tmp_path / "x4")[0]
     first = checkpoint_path(tmp_path / "x4", 2)
     for name, entry in read_metadata(first).tensors.items():
-        if "qkv.weight" in name:
-            assert sum(chunk.sizes[0] for chunk in entry.chunks) == entry.shape[0], name
+        assert sum(prod(chunk.sizes) for chunk in entry.chunks) == prod(entry.shape), name
     export_safetensors(first, tmp_path / "x4.safetensors")
-    for number, grid in enumerate(({}, {"x": 2, "z": 2}, {"x": 4})):
+    exported = load_file(tmp_path / "x4.safetensors")
+    for number, grid in enumerate(({}, {"x": 2, "z": 2})):
         out = tmp_path / f"again-{number}"
         count = 1 if not grid else 4
         loaded = ranks(count).run(runs.load_and_save, make_gpt, grid, first, out)[0]
         assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
         export_safetensors(checkpoint_path(out, 2), out.with_suffix(".safetensors"))
-        assert out.with_suffix(".safetensors").read_bytes() == (tmp_path / "x4.safetensors").read_bytes()
+        found = load_file(out.with_suffix(".safetensors"))
+        assert found.keys() == exported.keys()
+        assert all(torch.equal(found[name], exported[name]) for name in exported)
 
 
 def what_ranks_hold() -> dict[str, Any]:
@@ -141,11 +149,11 @@ def what_ranks_hold() -> dict[str, Any]:
 
 
 def test_copies_are_known_to_the_planner_and_to_the_check_of_replicas(ranks: MakeRanks) -> None:
-    model, grid = read_architecture(make_gpt().config), GridSizes(x=4)
+    model, grid = read_architecture(make_gpt().config, 16), GridSizes(x=4)
     found = ranks(4).run(what_ranks_hold)
     assert [each["place"] for each in found] == ["x=0", "x=0", "x=1", "x=1"]
+    assert found[0]["parameters"] == local_parameters(model, grid)
     for each in found:
-        assert each["parameters"] == local_parameters(model, grid)
         assert each["sent"] == each["copied"] * 4
     qkv = model.linears[0]
     assert linear_traffic(qkv, grid, 1.0).copies == qkv.local_weights(grid) == 2 * qkv.weights / 4

@@ -164,7 +164,8 @@ def load_and_save(make: Any, grid: dict[str, int], source: Path, out: Path) -> d
 
 
 def save(model: nn.Module, optimizer: ShardOptimizer, out: Path, step: int, keep: int = 5) -> None:
-    save_checkpoint(out, step, model, optimizer, model_config=GPT_CONFIG, run={}, data={}, keep=keep)
+    config = model.config if isinstance(model, GPT) else GPT_CONFIG
+    save_checkpoint(out, step, model, optimizer, model_config=config, run={}, data={}, keep=keep)
 
 
 def save_steps(out: Path, steps: list[int], keep: int) -> None:

@@ -48,7 +48,7 @@ _T5 = {
 }
 
 X2, X2_Z2, DATA2_X2, Y2, X2_Y2 = (1, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1)
-DATA2_Z2 = (2, 1, 1, 2)
+DATA2_Z2, X4 = (2, 1, 1, 2), (1, 4, 1, 1)  # x=4: KV heads that are fewer are copied
 GRIDS_WITHOUT_Y = (X2, X2_Z2, DATA2_X2)
 
 
@@ -68,13 +68,13 @@ UNLESS_BOTH = (*GRIDS_WITHOUT_Y, Y2)  # attention is replicated on x > 1, which 
 CASES = {
     "gemma 2": Family("gemma2", _GEMMA | {"final_logit_softcapping": 30.0}, ALL, options={"sharded_loss": False}),
     "gemma 3": Family("gemma3_text", _GEMMA, ALL),
-    "olmo 2": Family("olmo2", _GROUPED, ALL),
+    "olmo 2": Family("olmo2", _GROUPED, (*ALL, X4)),
     "phi 3": Family("phi3", _GROUPED, UNLESS_BOTH),
     "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, GRIDS_WITHOUT_Y),
     "bloom": Family("bloom", _BLOOM, UNLESS_BOTH),
     "falcon": Family("falcon", _FALCON | {"multi_query": False}, ALL),
     "falcon, one key": Family("falcon", _FALCON | {"multi_query": True}, UNLESS_BOTH),
-    "falcon, grouped": Family("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, ALL),
+    "falcon, grouped": Family("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, (*ALL, X4)),
     "falcon, alibi": Family("falcon", _FALCON | {"alibi": True, "multi_query": False}, UNLESS_BOTH),
     "t5": Family("t5", _T5, GRIDS_WITHOUT_Y, "AutoModelForSeq2SeqLM"),
     "t5, gated": Family("t5", _T5 | {"feed_forward_proj": "gated-gelu"}, GRIDS_WITHOUT_Y, "AutoModelForSeq2SeqLM"),
@@ -83,9 +83,9 @@ CASES = {
     "vit": Family(
         "vit", {"image_size": 8, "patch_size": 4, "num_labels": 5}, GRIDS_WITHOUT_Y, "AutoModelForImageClassification"
     ),
-    "stablelm": Family("stablelm", _GROUPED, ALL),
+    "stablelm": Family("stablelm", _GROUPED, (*ALL, X4)),
     "stablelm, norms of heads": Family("stablelm", _GROUPED | {"qk_layernorm": True}, GRIDS_WITHOUT_Y),
-    "gpt-oss": Family("gpt_oss", _GPT_OSS, (X2_Z2, X2_Y2, DATA2_X2, DATA2_Z2, Y2)),
+    "gpt-oss": Family("gpt_oss", _GPT_OSS, (X2_Z2, X2_Y2, DATA2_X2, DATA2_Z2, Y2, X4)),
     "gpt-j": Family("gptj", {"rotary_dim": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, ALL),
 }
 
