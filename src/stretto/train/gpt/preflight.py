@@ -121,7 +121,7 @@ def _check_router_loss(config: TrainConfig, folder: HuggingFaceSource, model: "n
     if config.is_pipelined or config.train.micro_batch not in (None, rows):
         what = "pipeline stages" if config.is_pipelined else f"train.micro_batch={config.train.micro_batch}"
         raise ValueError(
-            f"output_router_logits of {folder.folder / 'config.json'} adds a load-balancing loss in each micro-batch, "
+            f"output_router_logits in the configuration of {folder.origin} adds a load-balancing loss in each micro-batch, "
             f"as large as that of the batch, and the run has {what}: set it to false there, or take "
             f"train.micro_batch={rows} and no pipeline"
         )
@@ -177,7 +177,7 @@ def _open(config: TrainConfig, path: str | list[str]) -> SequenceDataset:
         _paths(config, path),
         format=config.data.format,
         tokenizer=config.data.tokenizer,
-        model_folder=None if folder is None else folder.folder,
+        model_folder=folder.folder if isinstance(folder, FolderSource) else None,
         token_dtype=config.data.token_dtype,
         seq_len=config.train.seq_len,
         vocab=config.model.known_vocab() if folder is None else folder.vocab,
