@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import stretto
 from stretto.cli import app
 from stretto.cli.console import print_any_text
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.train.config import TrainConfig, load_config
 from stretto.train.config.reference import reference
 from stretto.train.launch.run_lock import command_lock
@@ -292,10 +293,15 @@ def test_init_writes_a_configuration_with_its_comments(tmp_path: Path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.toml", "moe.toml"]
     assert (tmp_path / "moe.toml").read_bytes() == (CONFIGS / "moe.toml").read_bytes()
     assert load_config(tmp_path / "mine.toml") == load_config(CONFIGS / "llama.toml")
+    assert stretto_command("init", "qwen3-8b")[0] == 0
+    config = load_config(tmp_path / "qwen3-8b.toml")
+    assert (config.model.name, config.out) == ("qwen3-8b", Path("runs/qwen3-8b"))
+    status, text = stretto_command("plan", "qwen3-8b.toml", "--cluster", "dgx-h200", "--gpus", 8, "--json")
+    assert (status, json.loads(text)[0]["fits"]) == (0, True)
 
 
 def test_init_lists_the_configurations() -> None:
-    names = [path.stem for path in sorted(CONFIGS.glob("*.toml"))]
+    names = sorted({path.stem for path in CONFIGS.glob("*.toml")} - {"public"} | set(PUBLIC_MODELS))
     listed = json.loads(stretto_command("init", "--json")[1])["configurations"]
     assert list(listed) == names
     status, text = stretto_command("init", "lama")

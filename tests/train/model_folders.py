@@ -81,8 +81,8 @@ def write_chat(path: Path, conversations: Sequence[Sequence[str]]) -> str:
     return str(path)
 
 
-def configure(out: Path, folder: Path, *overrides: str) -> TrainConfig:
-    """A run on `runs.TEXT` that starts from the folder."""
+def configure(out: Path, folder: Path, *overrides: str, **model: Any) -> TrainConfig:
+    """A run on `runs.TEXT` that starts from the folder; or of the `model` that is given in its place."""
     text = out.parent / "text.txt"
     if not text.exists():
         text.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def configure(out: Path, folder: Path, *overrides: str) -> TrainConfig:
         "out": str(out),
         "device": "cpu",
         "data": {"path": str(text)},
-        "model": {"path": str(folder)},
+        "model": model or {"path": str(folder)},
         "train": {"steps": 10, "batch": 8, "seq_len": 16, "lr": 1e-3, "warmup_steps": 2},
     }
     return make_config(values, list(overrides))

@@ -9,6 +9,7 @@ import typer
 
 from stretto.atomic_files import create_atomically
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.suggestions import name_known
 
 
@@ -28,15 +29,18 @@ def init(
     - stretto init
     - stretto init demo
     - stretto init llama runs/mine.toml
+    - stretto init qwen3-8b
     """
     with refusing_bad_input(as_json=as_json):
         known = {each.name.removesuffix(".toml"): each.read_text() for each in (files("stretto") / "configs").iterdir()}
+        known |= {each: known["public"].replace("{name}", each) for each in PUBLIC_MODELS}
+        del known["public"]
         if name is None:
             summaries = {each: known[each].partition("\n")[0].removeprefix("# ") for each in sorted(known)}
             if as_json:
                 print_json({"configurations": summaries})
             else:
-                print("\n".join(f"{each:12}{summary}" for each, summary in summaries.items()))
+                print("\n".join(f"{each:15}{summary}" for each, summary in summaries.items()))
             return
         if name not in known:
             raise ValueError(f"there is no configuration {name!r}{name_known(name, sorted(known))}")

@@ -24,7 +24,10 @@ ConfigFile = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="gpt2-small, gpt-5b to gpt-640b, a .toml with [model], or a Hugging Face config.json."),
+    typer.Option(
+        help="A name (llama-3-8b, qwen3-30b-a3b, gpt-20b; any other lists all), a .toml with [model], or a Hugging "
+        "Face config.json."
+    ),
 ]
 ClusterName = Annotated[
     str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
@@ -275,6 +278,7 @@ def require_all(asked: dict[str, Any]) -> None:
 
 def read_workload(path: Path) -> dict[str, Any]:
     """The planner's inputs from a training configuration. The data is not opened: it may not exist yet."""
+    from stretto.models.public_models import PUBLIC_MODELS
     from stretto.train.config import TrainConfig, load_config
 
     config = load_config(path)
@@ -283,6 +287,8 @@ def read_workload(path: Path) -> dict[str, Any]:
     run = config.train
     is_bytes = config.data.tokenizer in (None, "bytes") and config.data.format in ("auto", "text")
     folder = None if config.model.path is None else str(Path(config.model.path).expanduser())
+    if folder is None and config.model.name in PUBLIC_MODELS:
+        folder = config.model.name
     if folder is None and config.model.known_vocab() is None and not is_bytes:
         raise ValueError(f"{path}: model.vocab is left to the data; say it for a plan")
     recompute = (

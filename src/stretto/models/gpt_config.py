@@ -4,6 +4,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.suggestions import did_you_mean
 
 
@@ -227,8 +228,9 @@ class GPTConfig:
     def preset(cls, name: str, **overrides: Any) -> "GPTConfig":
         """Make a named shape: gpt2-small, or gpt-5b to gpt-640b of Table 5.1; `overrides` replace single fields."""
         if name not in PRESETS:
-            near = did_you_mean(name, PRESETS) or "."
-            raise ValueError(f"no model is named {name!r}{near} Known: {', '.join(PRESETS)}")
+            known_names = (*PRESETS, *PUBLIC_MODELS)
+            near = did_you_mean(name, known_names) or "."
+            raise ValueError(f"no model is named {name!r}{near} Known: {', '.join(known_names)}")
         known = {field.name for field in fields(cls)}
         for option in overrides:
             if option not in known:

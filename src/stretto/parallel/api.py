@@ -131,9 +131,10 @@ def parallelize(
         return _shard_by_roles(
             model, grid, precision, options, initializer, plan, gradients, cut, sharded_loss=sharded_loss
         )
-    except Exception:
+    except Exception as error:
         if cut is not None:
             cut.undo()
+            cut.refusal.meet(error)
         raise
 
 
@@ -195,6 +196,9 @@ def _shard_by_roles(
     plain = builder.build_plain(plan)
     buffers = builder.buffers()
     attributes = _local_attributes(model, plan, grid)
+    if cut is not None:
+        cut.refusal.meet()
+        cut.stages.has_roles = True
     for name, module in built.items():
         replace_module(model, name, module)
     for owner, key, parameter in shared:
@@ -319,6 +323,8 @@ def _shard_by_blocks(
     builder.gradient_reducer.averages = builder.gradient_reducer.loss_covers_own_rows = gradients == "mean"
     sharded = BlockBuilder(model, builder, blocks.names)
     buffers = builder.buffers()
+    if cut is not None:
+        cut.refusal.meet()
     grid.gradients.add(gradients)
     sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from stretto.cluster import check_depth, read_bounded
 from stretto.models.gpt_config import PRESETS, GPTConfig
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.planner.architecture import Architecture, check_count
 from stretto.planner.experts.layers import MoeShape
 from stretto.planner.hugging_face import from_hugging_face
@@ -23,9 +24,9 @@ MAX_FILE_BYTES = 1 << 20
 def read_architecture(model: Any, seq_len: int) -> Architecture:
     """The architecture of what `stretto.plan` is given.
 
-    A name (`gpt-20b`), a GPTConfig, a path (a TOML with [model] or its keys, a Hugging Face config.json or the folder
-    of one), a transformers config, or a model that has a `config`. Raises ValueError for what is none of these, or is
-    unsupported.
+    A name (`gpt-20b`, `llama-3-8b`), a GPTConfig, a path (a TOML with [model] or its keys, a Hugging Face config.json
+    or the folder of one), a transformers config, or a model that has a `config`. Raises ValueError for what is none of
+    these, or is unsupported.
     """
     match model:
         case Architecture():
@@ -36,14 +37,17 @@ def read_architecture(model: Any, seq_len: int) -> Architecture:
             return _from_file(model, seq_len)
         case str() if model in PRESETS:
             return from_gpt(model, PRESETS[model])
+        case str() if model in PUBLIC_MODELS:
+            return from_hugging_face(model, PUBLIC_MODELS[model])
         case str() if Path(model).suffix in (".toml", ".json") or (Path(model).exists() and not Path(model).is_dir()):
             return _from_file(Path(model), seq_len)
         case str() if (Path(model) / "config.json").is_file():  # a folder of Hugging Face's
             return _from_file(Path(model) / "config.json", seq_len)
         case str():
-            near = did_you_mean(model, PRESETS) or "."
+            names = (*PRESETS, *PUBLIC_MODELS)
+            near = did_you_mean(model, names) or "."
             raise ValueError(
-                f"no model is named {model!r}{near} Known: {', '.join(PRESETS)}; or give the path of a .toml or of a "
+                f"no model is named {model!r}{near} Known: {', '.join(names)}; or give the path of a .toml or of a "
                 "Hugging Face config.json"
             )
         case Mapping():
@@ -134,6 +138,10 @@ def _from_table(where: str, table: dict[str, Any], seq_len: int) -> Architecture
             raise ValueError(f"{where}: a model has no option {key!r}{near}")
         _check_option(f"{where}: model.{key}", value, types[key])
     try:
+        if name in PUBLIC_MODELS:
+            if given:
+                raise ValueError(f"{where}: model.name is {name!r}, a public model, which takes no other options")
+            return from_hugging_face(str(name), PUBLIC_MODELS[name])
         if name is not None:
             config = GPTConfig.preset(str(name), **given)
         else:

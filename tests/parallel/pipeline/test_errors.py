@@ -290,6 +290,38 @@ def test_ranks_with_different_numbers_of_rows_raise(ranks, axis, schedule):
     assert any("micro-batches in this step" in text for text in messages), messages
 
 
+def refusals_of_one_rank() -> dict[str, str]:
+    """What each rank is told where one of them refuses: the model, the pipeline, a step."""
+    grid = Grid(pipe=2, timeout=LIMIT)
+    is_other = grid.coordinate("pipe") == 1
+    hooked = Classifier(4)
+    hooked.layers[3].up.weight.register_hook(lambda gradient: gradient)  # of the second stage
+    before = {name: id(parameter) for name, parameter in hooked.named_parameters()}
+    model = refusal_of(lambda: parallelize(hooked, grid, blocks=["layers.*"]))
+    assert {name: id(parameter) for name, parameter in hooked.named_parameters()} == before
+    split = parallelize(gpt(), grid)
+    schedule = "1f2b" if is_other else "1f1b"
+    options = refusal_of(lambda: Pipeline(split, grid, schedule=schedule, micro_batch_size=2))
+    with Pipeline(split, grid, micro_batch_size=2) as pipeline:
+        refusal_of(lambda: pipeline.step(**tokens(3)))  # all ranks refuse this one, and take the next
+        assert pipeline.step(**tokens(4)).isfinite()
+        step = refusal_of(lambda: pipeline.step(**tokens(3 if is_other else 4)), (ValueError, PeerError))
+    return {"model": model, "options": options, "step": step}
+
+
+def test_what_one_rank_refuses_all_refuse_before_their_limit(ranks):
+    reasons = {
+        "model": "layers.3.up.weight has a hook",
+        "options": "schedule is '1f2b'",
+        "step": "micro-batches of 2 rows do not divide the 3 rows",
+    }
+    told, own = ranks(2).run(refusals_of_one_rank, timeout=60)
+    for name, reason in reasons.items():
+        assert reason in own[name]
+        assert re.search(rf"pipe rank 1 \(global rank 1\).*refuse.*{reason}", told[name]), told
+        assert "within" not in told[name]
+
+
 class Stumbling(Classifier):
     """A model of which one block raises on one rank, in the forward or in the backward pass."""
 

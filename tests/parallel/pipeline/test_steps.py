@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stretto.execution import StageOptions
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, gather, mean_over_batch, parallelize
 from tests.parallel.pipeline.training import STAGES
@@ -173,6 +174,48 @@ def test_a_model_without_roles_may_sum_the_gradients_of_a_loss_of_all_ranks(rank
     batch["labels"][[0, 1, 2, 9]] = IGNORED
     setup = Setup(grid, options={"blocks": ["layers.*"], "gradients": "sum"}, rows=4)
     check(ranks, setup, step_with_a_loss_of_all_ranks, batch)
+
+
+# Stages that have no roles, and modules that the model's code calls in its own order.
+
+
+class Wave(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+class Nested(nn.Module):
+    """A model whose calls are nested, and in methods; registered from the last module to the first."""
+
+    def __init__(self, blocks: str) -> None:
+        super().__init__()
+        self.to_logits, self.scale = nn.Linear(8, 5), nn.LayerNorm(8)
+        self.layers = nn.ModuleList(Block() if kind == "b" else Wave() for kind in blocks)
+        self.lift = nn.Linear(6, 8)
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(
+            self.to_logits(self.scale(self.run(self.lift(features.to(self.scale.weight.dtype))))), labels
+        )
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def nested(blocks: str) -> nn.Module:
+    return shaken(lambda: Nested(blocks))
+
+
+NESTED = {"lift": "replicated", "scale": "norm", "to_logits": "replicated", "layers.*.norm": "norm"}
+NESTED |= {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+@pytest.mark.parametrize("blocks", ["bbww", "wwbb"])
+def test_a_stage_without_linears_runs_schedules_that_split_the_backward_pass(ranks, blocks):
+    setup = Setup({"pipe": 2}, "zb-h1", 2, {"roles": NESTED, "stages": StageOptions(cuts=(2,))})
+    check(ranks, setup, step_once, partial(nested, blocks), examples(8))
 
 
 # Dropout.

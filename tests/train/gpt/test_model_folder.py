@@ -2,11 +2,14 @@
 """Training that starts from a Hugging Face folder: losses, resumption, and folders that are refused."""
 
 import json
+import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +19,10 @@ from tests.conftest import Ranks
 from tests.train import model_folders, runs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.weights import export_folder, import_safetensors
-from stretto.train.config import ConfigError
+from stretto.train.config import ConfigError, TrainConfig
 from stretto.train.gpt.model_source import FolderSource
 from stretto.train.preflight import preflight
 
@@ -156,6 +160,43 @@ def test_a_run_that_starts_from_a_folder_is_planned_by_its_config(gpt2: Path, tm
     assert status == 0, text
     by_hand = ("--model", gpt2, "--gpus", 4, "--batch", 8, "--seq-len", 16, "--dtype", "fp32")
     assert text == stretto_command("plan", *by_hand, *options)[1]
+
+
+SMALL: dict[str, Any] = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16}
+SMALL |= {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+def train_by_name(config: TrainConfig, cache: str) -> None:
+    """Train a small model in the place of a public one, which has its name."""
+    small = {name: about | SMALL for name, about in PUBLIC_MODELS.items()}
+    with mock.patch.dict(PUBLIC_MODELS, small), mock.patch.dict(os.environ, {"STRETTO_CACHE": cache}):
+        preflight(config)
+        runs.train_quietly(config)
+
+
+@pytest.mark.long
+def test_a_public_model_is_trained_by_its_name_from_one_seed_on_every_grid_and_is_transformers(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    losses = []
+    for number, grid in enumerate([(), X2_Z2]):
+        values = {"name": "qwen3-30b-a3b"}
+        config = model_folders.configure(tmp_path / f"run{number}", Path("unused"), *grid, "train.steps=3", **values)
+        ranks(config.ranks).run(train_by_name, config, os.environ["STRETTO_CACHE"], timeout=120)
+        losses.append([line["loss"] for line in runs.metrics_of(config.out)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][0] == pytest.approx(math.log(256), abs=0.2)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    model_folders.write_tokenizer(folder)
+    (folder / "config.json").write_text("{}")
+    export_folder(tmp_path / "run0", tmp_path / "tuned", pretrained=folder)
+    tuned, about = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", output_loading_info=True)
+    assert type(tuned).__name__ == "Qwen3MoeForCausalLM"
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with pytest.raises(ConfigError, match=r"a public model, and model\.layers=2 would change it"):
+        model_folders.configure(tmp_path / "run", Path("unused"), name="llama-3-8b", layers=2)
 
 
 def test_a_gpt_is_not_exported_as_a_folder(tmp_path: Path, ranks: MakeRanks) -> None:

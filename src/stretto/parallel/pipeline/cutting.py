@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a model into pipeline stages: finds its blocks and other modules, and keeps only the rank's part."""
 
-import dis
+import ast
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from stretto.execution import ExecutionOptions, StageOptions
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.builder import TiedParameter
-from stretto.parallel.comm.agreement import check_ranks_agree
+from stretto.parallel.comm.agreement import JointRefusal, check_ranks_agree
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer, copy_to_meta
 from stretto.parallel.pipeline.stages import ModelPart, ModelStages, PassedOver, make_tie_group
@@ -31,11 +32,15 @@ _CHOSEN_EXPERTS = ("experts_per_token", "top_k", "num_experts_per_tok")
 
 @dataclass(frozen=True)
 class Cut:
-    """A model that was cut into stages, the parameters that both its ends hold, and what puts the rest back."""
+    """A model that was cut into stages, the parameters that both its ends hold, and what puts the rest back.
+
+    refusal: for what is refused from then on.
+    """
 
     stages: ModelStages
     tied: Mapping[int, TiedParameter]
     undo: Callable[[], None]
+    refusal: JointRefusal
 
 
 def cut_into_stages(
@@ -55,7 +60,7 @@ def cut_into_stages(
     stages.is_tied = ends is not None
     stages.skeleton = copy_to_meta(model)
     initializer.remember(stages.skeleton)
-    return Cut(stages, tied, cut_model(model, stages, grid.device))
+    return Cut(stages, tied, cut_model(model, stages, grid.device), JointRefusal(grid, "the model"))
 
 
 class _Described:
@@ -206,13 +211,75 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
 
 
 def _is_called_before(owner: nn.Module, key: str, around: Sequence[str]) -> bool | None:
-    """Whether a module's forward names its child `key` before those that have the blocks; None if it names them not."""
-    forward = inspect.unwrap(type(owner).forward)
-    if not inspect.isfunction(forward):
-        return None
-    named = [each.argval for each in dis.get_instructions(forward) if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
-    blocks = [named.index(other) for other in around if other in named]
-    return named.index(key) < min(blocks) if key in named and blocks else None
+    """Whether a module's code calls its child `key` before those that have the blocks; None if it names them not."""
+    code = _CallOrder(type(owner))
+    code.follow("forward")
+    blocks = [code.read.index(other) for other in around if other in code.read]
+    # What is done with `self.head.weight` counts only where the head is not called.
+    found = next((names for names in (code.called, code.read) if key in names), None)
+    return found.index(key) < min(blocks) if found and blocks else None
+
+
+class _CallOrder(ast.NodeVisitor):
+    """The attributes of itself that a module's forward and the methods that it calls read, in order of evaluation.
+
+    called: the same, with "" in the place of those of which only an attribute is read. Both are empty where the source
+    is not known.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.read: list[str] = []
+        self.called: list[str] = []
+        self._kind = kind
+        self._running: list[str] = []
+
+    def follow(self, method: str) -> None:
+        """Visit the code of a method."""
+        function = inspect.unwrap(getattr(self._kind, method))
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            return
+        self._running.append(method)
+        self.visit(tree)
+        self._running.pop()
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Arguments come first: in head(norm(x)), the norm is called before the head."""
+        for argument in (*node.args, *node.keywords):
+            self.visit(argument)
+        match node.func:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if inspect.isfunction(
+                getattr(self._kind, name, None)
+            ):
+                if name not in self._running:
+                    self.follow(name)
+            case ast.Attribute() as chain:
+                self._note(chain, is_called=True)
+            case other:
+                self.visit(other)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """An attribute that is read, not called."""
+        self._note(node, is_called=False)
+
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
+        """What a comprehension goes through comes before what it does with it."""
+        for part in (*node.generators, node.elt):
+            self.visit(part)
+
+    visit_GeneratorExp = visit_ListComp
+
+    def _note(self, chain: ast.Attribute, *, is_called: bool) -> None:
+        names, first = [chain.attr], chain.value
+        while isinstance(first, ast.Attribute):
+            names.append(first.attr)
+            first = first.value
+        if not isinstance(first, ast.Name):
+            self.visit(first)
+        elif first.id == "self":
+            self.read += reversed(names)
+            self.called += reversed(names if is_called else [names[0], *("" for _ in names[1:])])
 
 
 def _is_named_before(name: str, module: nn.Module, otherwise: bool) -> bool:

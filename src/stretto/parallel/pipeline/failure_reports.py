@@ -63,6 +63,12 @@ class FailureReports:
 
         _within(GRACE, write)
 
+    def has_any(self) -> bool:
+        """Whether a rank has written a report. False where the store does not answer."""
+        found: list[str | None] = []
+        _within(GRACE, lambda: found.append(self._text("order 1", 0.0)))
+        return bool(found and found[0])
+
     def explain(self, own: Report) -> str:
         """The error's text: what this rank noticed, and where it began. It takes GRACE at the first call."""
         if self._explanation is None:

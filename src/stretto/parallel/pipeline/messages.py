@@ -42,6 +42,10 @@ from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey, 
 __all__ = ["Carrier", "MessageKey"]
 
 
+_FIRST_QUESTION = 1.0
+"""Seconds of a wait after which the store is asked for failures, and again whenever the wait has doubled."""
+
+
 class _Counts(NamedTuple):
     """The carriers that each group has made; by group, since a later group may get the name of a destroyed one."""
 
@@ -104,7 +108,8 @@ class Carrier(ABC):
         self._awaited: tuple[Collection[int], str, float] | None = None  # ranks, what of them, since when
         self._returned = time.monotonic()  # from the last wait, or since the step began
         self._failure: Report | None = None
-        self._reports = FailureReports(self._store, self._topic, self.rank, self._name_rank)
+        self._refused = 0  # steps
+        self._reports = self._make_reports()
         self._failure_text = text = [""]
         self._record = register(self, lambda words: text[0], self.device)  # it may not refer to the carrier itself
 
@@ -220,6 +225,16 @@ class Carrier(ABC):
         """
         if self._in_step:
             self._fail([], text)
+
+    def refuse_step(self, text: str) -> None:
+        """Tell the ranks that begin the next step that this rank does not. If all refuse it, they can begin another.
+
+        text: as of `fail`.
+        """
+        self._require_usable(in_step=False)
+        self._reports.write(Report(blamed=[], text=text, waits_for=[], awaited=""))
+        self._refused += 1
+        self._reports = self._make_reports()
 
     def close(self) -> None:
         """Give everything back. After a clean step all ranks call it; in the middle of one it fails the others."""
@@ -348,6 +363,7 @@ class Carrier(ABC):
         self._awaited = (list(ranks), what, since)
         try:
             with waiting_for([self._global_ranks[rank] for rank in ranks], what):
+                asks = _FIRST_QUESTION
                 while not is_there():
                     if self._failure is not None:
                         break
@@ -355,12 +371,22 @@ class Carrier(ABC):
                     if waited > self.limit:
                         self._time_out(ranks, what, taking)
                         break
-                    self._pause(self.limit - waited + 0.001)
+                    if waited > asks:
+                        asks = 2 * waited
+                        if self._reports.has_any():  # of a rank that refuses the step: it does not close its channels
+                            self._fail([], "noticed that another rank has refused the step or failed")
+                            break
+                    self._pause(min(self.limit, asks) - waited + 0.001)
         finally:
             self._awaited = None
             self._returned = time.monotonic()
         if self._failure is not None:
             self._raise_failure()
+
+    def _make_reports(self) -> FailureReports:
+        """The reports of the steps from now on, up to one that is refused."""
+        topic = self._topic if not self._refused else f"{self._topic} after {self._refused} refusals"
+        return FailureReports(self._store, topic, self.rank, self._name_rank)
 
     def _time_out(self, ranks: Collection[int], what: str, taking: bool) -> None:
         names = " or ".join(self._name_rank(rank) for rank in sorted(ranks))

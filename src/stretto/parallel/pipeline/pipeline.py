@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import EXPERT, LOSS, STAGE, STAGE_AXES, WEIGHT_AXES, check_sizes
+from stretto.parallel.comm.agreement import JointRefusal
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_buckets import accumulate
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -32,7 +33,7 @@ from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.failure_reports import StepFailures
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.micro_batches import BatchCutter
-from stretto.parallel.pipeline.stages import ModelStages
+from stretto.parallel.pipeline.stages import ModelStages, whole_model
 from stretto.parallel.roles.huggingface import is_pretrained_model
 from stretto.schedules import (
     SCHEDULES,
@@ -93,8 +94,6 @@ class Pipeline:
         reducer = getattr(model, "gradient_reducer", None)
         if not isinstance(reducer, GradientReducer):
             raise ValueError("Pipeline takes a model that stretto.parallelize has returned")
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {micro_batch_size}, but must be at least 1")
         self.model = model
         self.grid = grid
         self.micro_batch_size = micro_batch_size
@@ -109,16 +108,24 @@ class Pipeline:
         self._limit = self.stages.count if limit is None else limit
         self._serve_first: ServeFirst = serve_first or "backward"
         self._schedules: dict[int, PipelineSchedule] = {}
-        self._check_options(limit, serve_first)
+        refusal = JointRefusal(grid, "the pipeline")
+        try:
+            self._check_options(limit, serve_first)
+        except Exception as error:
+            refusal.meet(error)
+            raise
+        refusal.meet()
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.size(STAGE) > 1:
             # Experts exchange tokens over data, too, and routers sum their choices.
-            over_data = grid.size(EXPERT) > 1 or any(hasattr(module, "sum_over_ranks") for module in model.modules())
+            modules = whole_model(model).modules()  # of all stages: ranks make one group
+            over_data = grid.size(EXPERT) > 1 or any(hasattr(module, "sum_over_ranks") for module in modules)
             over = STAGE_AXES if over_data else WEIGHT_AXES
             if check_sizes(grid.sizes).over(over) > 1:
                 self._leaders = grid.shared_group(grid.partition(over), "leaders", backend="gloo")
-        number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
-        self._failures = StepFailures(f"stretto pipeline {number}")
+        self._number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
+        self._refused = 0  # steps
+        self._failures = StepFailures(f"stretto pipeline {self._number}")
         self._carrier = (
             carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
         )
@@ -217,6 +224,8 @@ class Pipeline:
 
     def _check_options(self, limit: int | None, serve_first: ServeFirst | None) -> None:
         schedule, stages = self._schedule, self.stages
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {self.micro_batch_size}, but must be at least 1")
         if isinstance(schedule, PipelineSchedule):
             verify(schedule)
             if schedule.stage_ranks != stages.stage_ranks:
@@ -251,7 +260,8 @@ class Pipeline:
         splits = isinstance(schedule, PipelineSchedule) and schedule.splits_backward
         if isinstance(schedule, str) and schedule != MESSAGE_DRIVEN:
             splits = self._sample_schedule(schedule).splits_backward
-        if splits and not any(isinstance(module, ParallelLinear) for module in self.model.modules()):
+        has_roles = stages.has_roles or any(isinstance(module, ParallelLinear) for module in self.model.modules())
+        if splits and not has_roles:
             raise ValueError(
                 "this schedule computes weights' gradients by themselves, which needs a model with roles: one that is "
                 "sharded block by block takes 'gpipe', '1f1b', 'interleaved' or 'message-driven'"
@@ -279,11 +289,15 @@ class Pipeline:
             )
         if self._failure is not None:
             raise RuntimeError(f"an earlier step of this pipeline has failed here ({self._failure}): make another one")
-        step = self._batches.cut(args, kwargs)
         trains = torch.is_grad_enabled()
         schedule = None
-        if not (self.is_message_driven and trains):
-            schedule = self.schedule_of(step.micro_batches, with_backward=trains)
+        try:
+            step = self._batches.cut(args, kwargs)
+            if not (self.is_message_driven and trains):
+                schedule = self.schedule_of(step.micro_batches, with_backward=trains)
+        except Exception as error:
+            self._refuse_step(error)
+            raise
         runner = ActionRunner(self._rank, step, seed, scale_loss)
         self.computed = runner.computed
         if trains and self._with_losses:
@@ -323,6 +337,15 @@ class Pipeline:
                 assert isinstance(made, DTensor)
                 accumulate(parameter, made.to_local())
         return loss
+
+    def _refuse_step(self, error: Exception) -> None:
+        """Tell ranks that began the step that this one does not. If all refuse it, they may take another."""
+        if self.grid.size("pipe") == 1:
+            return
+        self._carrier.refuse_step(f"refused the step: {str(error).partition(chr(10))[0][:300]}")
+        self._failures.explain(error, self.grid.timeout.total_seconds())
+        self._refused += 1
+        self._failures = StepFailures(f"stretto pipeline {self._number} after {self._refused} refusals")
 
     def _set_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take the gradients that are there: the first micro-batch's are not yet summed over ranks, and these are."""

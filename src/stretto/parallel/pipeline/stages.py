@@ -86,7 +86,8 @@ class ModelStages:
     block_names: of all blocks. current: the pass that runs now. is_tied: whether this rank holds parameters that
     another stage's rank has too. checked: stages that were found to have no connections across their cuts. unsent: of a
     stage that has learned what to send, the arguments of the next block that every stage makes by itself. tokens: of a
-    model with sequence sharding. skeleton: the whole model on the meta device, for names and shapes.
+    model with sequence sharding. has_roles: whether the model is sharded by roles, of which this rank's stages may have
+    none. skeleton: the whole model on the meta device, for names and shapes.
     """
 
     cuts: tuple[int, ...]
@@ -98,6 +99,7 @@ class ModelStages:
     is_tied: bool = False
     needs_random_state: bool = False
     tokens: TokenShards | None = None
+    has_roles: bool = False
     skeleton: nn.Module | None = None
     current: StagePass | None = None
     checked: set[int] = field(default_factory=set)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import model_validator
 
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_LAYERS,
@@ -24,14 +25,18 @@ MAX_EXPERTS = 1 << 14
 
 
 class ModelConfig(Section):
-    """The model to train: a GPT, given by a preset, by its sizes, or by both; or the folder of a Hugging Face model."""
+    """The model to train: a GPT, given by a preset, by its sizes, or by both; a public model, by its name; or the folder
+    of a Hugging Face model."""
 
     path: Annotated[str | None, CanBeNone] = option(
         None, "a Hugging Face folder in place of a GPT's shape: config.json, weights (safetensors), tokenizer; of the "
         "options below it takes only `model.dropout = 0`",
     )  # fmt: skip
     name: Annotated[str | None, CanBeNone] = option(
-        None, "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b"
+        None,
+        "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, "
+        "gpt-640b; or a public model, which is transformers' with random weights, and takes no other option but "
+        "`model.dropout = 0`: llama-3-8b, llama-3-70b, qwen3-8b, qwen3-30b-a3b, mixtral-8x7b",
     )
     layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1, le=MAX_LAYERS)
     hidden: Annotated[int | None, CanBeNone] = option(
@@ -141,6 +146,8 @@ class ModelConfig(Section):
         """The vocabulary size that the file or the preset sets; None leaves it to the data."""
         if self.vocab is not None or self.name is None:
             return self.vocab
+        if self.name in PUBLIC_MODELS:
+            return int(PUBLIC_MODELS[self.name]["vocab_size"])
         from stretto.models import GPTConfig
 
         return GPTConfig.preset(self.name).vocab
@@ -160,6 +167,15 @@ class ModelConfig(Section):
                 raise ValueError(
                     f"model.path is {self.path!r}, whose config.json describes the model, and {others} would change "
                     "it: leave out one of the two (of dropout, model.dropout=0 would do)"
+                )
+            return self
+        if self.name in PUBLIC_MODELS:
+            shape = {name: value for name, value in self._shape().items() if (name, value) != ("dropout", 0)}
+            if shape:
+                others = ", ".join(f"model.{name}={value!r}" for name, value in shape.items())
+                raise ValueError(
+                    f"model.name is {self.name!r}, a public model, and {others} would change it: leave out one of the "
+                    "two (of dropout, model.dropout=0 would do)"
                 )
             return self
         missing = [f"model.{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's language model comes from: the shape of a GPT, or a Hugging Face folder.
+"""Where a run's language model comes from: the shape of a GPT, the name of a public model, or a Hugging Face folder.
 
 The preflight and the task ask a source for all that differs between the two. Nothing here imports torch or
 transformers before a model is built, so that a wrong folder raises an error immediately.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
 from stretto.models import GPTConfig
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.planner import read_architecture
 from stretto.planner.hugging_face import FAMILIES
 from stretto.pretrained import refusal_of_attention_dropout, refusal_of_quantization
@@ -108,32 +109,20 @@ class GPTSource(ModelSource):
         return {"tokens": tokens, "targets": targets, "num_targets": num_targets}
 
 
-class FolderSource(ModelSource):
-    """A causal language model in a Hugging Face folder: config.json and weights as safetensors.
+class HuggingFaceSource(ModelSource):
+    """A causal language model of transformers, of a public model's configuration: it starts from random weights.
 
-    Raises ValueError for a folder that lacks one of them, for a configuration that `parallelize` refuses whatever the
-    grid, and without the package transformers. Nothing is ever downloaded, and no code of the folder is run.
+    Raises ValueError without the package transformers. Nothing is ever downloaded.
+
+    Attributes: `config`, the entries of its config.json; `origin`, what error messages call it.
     """
 
-    starts_from_seed = False
-
-    def __init__(self, folder: str, *, without_dropout: bool = False) -> None:
-        """without_dropout: set all dropout probabilities of the configuration to 0."""
-        self.folder = Path(os.path.expanduser(folder))
-        if importlib.util.find_spec("transformers") is None:
-            raise ValueError(
-                f"model.path is {folder!r}, but the package transformers is not installed: "
-                "pip install 'stretto[huggingface]'"
-            )
-        if not self.folder.is_dir():
-            raise ValueError(f"model.path is {folder!r}, but there is no such folder{did_you_mean_file(self.folder)}")
-        self.config = _read_config(self.folder)
-        self.weights_file: Path = _find_weights(self.folder)
+    def __init__(self, name: str, *, without_dropout: bool = False) -> None:
+        """name: in PUBLIC_MODELS. without_dropout: set all dropout probabilities of the configuration to 0."""
+        _require_transformers("name", name)
+        self.origin = name
+        self.config = PUBLIC_MODELS[name]
         self._without_dropout = without_dropout
-        if refusal := refusal_of_attention_dropout({} if without_dropout else self.config):
-            raise ValueError(f"{self.folder}: {refusal}, or set model.dropout=0")
-        if refusal := refusal_of_quantization(self.config):
-            raise ValueError(f"{self.folder}: {refusal}")
 
     @property
     def vocab(self) -> int | None:
@@ -159,16 +148,19 @@ class FolderSource(ModelSource):
         return None
 
     def description(self) -> dict[str, Any]:
-        return {"kind": "huggingface", "path": str(self.folder.absolute()), "config": self.config}
+        return {"kind": "huggingface", "path": self.origin, "config": self.config}
+
+    def _read_with_transformers(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.config)
 
     def build(self) -> "nn.Module":
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        from stretto.train.checkpoint.weights import untie_as_in
+        from transformers import AutoModelForCausalLM
 
         try:
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            config = self._read_with_transformers()
             if hasattr(config, "quantization_config"):  # weights are dequantized as they are read
                 del config.quantization_config
             if self._without_dropout:
@@ -179,15 +171,9 @@ class FolderSource(ModelSource):
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         except (ValueError, KeyError, OSError, ImportError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"{self.folder}: transformers builds no causal language model of it: {reason}") from error
+            raise ValueError(f"{self.origin}: transformers builds no causal language model of it: {reason}") from error
         _require_given_targets(model)
-        untie_as_in(model, self.weights_file)
         return model.train()
-
-    def load_weights(self, model: "nn.Module") -> None:
-        from stretto.train.checkpoint.weights import import_safetensors
-
-        import_safetensors(model, self.weights_file)
 
     def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
         # Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are.
@@ -198,6 +184,59 @@ class FolderSource(ModelSource):
             "num_items_in_batch": num_targets,
             "use_cache": False,
         }
+
+
+class FolderSource(HuggingFaceSource):
+    """A causal language model in a Hugging Face folder: config.json and weights as safetensors.
+
+    Raises ValueError for a folder that lacks one of them, for a configuration that `parallelize` refuses whatever the
+    grid, and without the package transformers. Nothing is ever downloaded, and no code of the folder is run.
+    """
+
+    starts_from_seed = False
+
+    def __init__(self, folder: str, *, without_dropout: bool = False) -> None:
+        """without_dropout: as of `HuggingFaceSource`."""
+        self.folder = Path(os.path.expanduser(folder))
+        _require_transformers("path", folder)
+        if not self.folder.is_dir():
+            raise ValueError(f"model.path is {folder!r}, but there is no such folder{did_you_mean_file(self.folder)}")
+        self.origin = str(self.folder)
+        self.config = _read_config(self.folder)
+        self.weights_file: Path = _find_weights(self.folder)
+        self._without_dropout = without_dropout
+        if refusal := refusal_of_attention_dropout({} if without_dropout else self.config):
+            raise ValueError(f"{self.folder}: {refusal}, or set model.dropout=0")
+        if refusal := refusal_of_quantization(self.config):
+            raise ValueError(f"{self.folder}: {refusal}")
+
+    def description(self) -> dict[str, Any]:
+        return super().description() | {"path": str(self.folder.absolute())}
+
+    def _read_with_transformers(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+
+    def build(self) -> "nn.Module":
+        from stretto.train.checkpoint.weights import untie_as_in
+
+        model = super().build()
+        untie_as_in(model, self.weights_file)
+        return model
+
+    def load_weights(self, model: "nn.Module") -> None:
+        from stretto.train.checkpoint.weights import import_safetensors
+
+        import_safetensors(model, self.weights_file)
+
+
+def _require_transformers(option: str, value: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"model.{option} is {value!r}, but the package transformers is not installed: "
+            "pip install 'stretto[huggingface]'"
+        )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from stretto.cluster import Cluster
 from stretto.cluster.host_memory import check_room, host_memory_limit
 from stretto.cluster.local_ranks import count_ranks_here
 from stretto.models import GPTConfig
+from stretto.models.public_models import PUBLIC_MODELS
 from stretto.planner import predict
 from stretto.planner.architecture import Architecture
 from stretto.planner.grid_plan import GridPlan
@@ -32,7 +33,7 @@ from stretto.train.config import TrainConfig
 from stretto.train.config.rules import nearest_grid
 from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
 from stretto.train.data.files import find_files
-from stretto.train.gpt.model_source import FolderSource, GPTSource, ModelSource
+from stretto.train.gpt.model_source import FolderSource, GPTSource, HuggingFaceSource, ModelSource
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
 
 if TYPE_CHECKING:
@@ -57,9 +58,10 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
     model = source.build()
     check_built(config, source, model)
     if folder is not None:
+        _check_router_loss(config, folder, model)
+    if isinstance(folder, FolderSource):
         from stretto.train.checkpoint.weights import check_safetensors
 
-        _check_router_loss(config, folder, model)
         check_safetensors(model, folder.weights_file)
     if checkpoint is not None and metadata is not None:
         from stretto.train.checkpoint.state import check_shapes
@@ -89,11 +91,18 @@ def check_built(config: TrainConfig, source: ModelSource, model: "nn.Module") ->
         check_state_fits(config, count, gpu_memory_of_cluster(config))
 
 
-def open_folder(config: TrainConfig) -> FolderSource | None:
-    """Open the Hugging Face folder that a run names, if it does. Raises ValueError for one that cannot be trained."""
-    if config.model.path is None:
+def open_folder(config: TrainConfig) -> HuggingFaceSource | None:
+    """Open the Hugging Face folder, or the public model, that a run names; None if it names a GPT.
+
+    Raises ValueError for one that cannot be trained.
+    """
+    without_dropout = config.model.dropout == 0
+    if config.model.path is not None:
+        folder: HuggingFaceSource = FolderSource(config.model.path, without_dropout=without_dropout)
+    elif config.model.name in PUBLIC_MODELS:
+        folder = HuggingFaceSource(config.model.name, without_dropout=without_dropout)
+    else:
         return None
-    folder = FolderSource(config.model.path, without_dropout=config.model.dropout == 0)
     if config.train.shard_sequence:
         raise ValueError(
             "train.shard_sequence is on, which Hugging Face's models do not take; train.shard_sequence=false would do"
@@ -101,7 +110,7 @@ def open_folder(config: TrainConfig) -> FolderSource | None:
     return folder
 
 
-def _check_router_loss(config: TrainConfig, folder: FolderSource, model: "nn.Module") -> None:
+def _check_router_loss(config: TrainConfig, folder: HuggingFaceSource, model: "nn.Module") -> None:
     """Raise ValueError for a load-balancing loss of the model's own code that would be added once a micro-batch."""
     from stretto.parallel.roles.huggingface import balances_load
 
@@ -112,7 +121,7 @@ def _check_router_loss(config: TrainConfig, folder: FolderSource, model: "nn.Mod
     if config.is_pipelined or config.train.micro_batch not in (None, rows):
         what = "pipeline stages" if config.is_pipelined else f"train.micro_batch={config.train.micro_batch}"
         raise ValueError(
-            f"output_router_logits of {folder.folder / 'config.json'} adds a load-balancing loss in each micro-batch, "
+            f"output_router_logits in the configuration of {folder.origin} adds a load-balancing loss in each micro-batch, "
             f"as large as that of the batch, and the run has {what}: set it to false there, or take "
             f"train.micro_batch={rows} and no pipeline"
         )
@@ -168,7 +177,7 @@ def _open(config: TrainConfig, path: str | list[str]) -> SequenceDataset:
         _paths(config, path),
         format=config.data.format,
         tokenizer=config.data.tokenizer,
-        model_folder=None if folder is None else folder.folder,
+        model_folder=folder.folder if isinstance(folder, FolderSource) else None,
         token_dtype=config.data.token_dtype,
         seq_len=config.train.seq_len,
         vocab=config.model.known_vocab() if folder is None else folder.vocab,
@@ -180,13 +189,13 @@ def _paths(config: TrainConfig, path: str | list[str]) -> list[str]:
     return [str(_python_docs(config.out)) if each == PYTHON_DOCS else each for each in paths]
 
 
-def build_source(config: TrainConfig, dataset: SequenceDataset, folder: FolderSource | None) -> ModelSource:
+def build_source(config: TrainConfig, dataset: SequenceDataset, folder: HuggingFaceSource | None) -> ModelSource:
     """Make the source of a run's model, given its data. Raises ValueError where the two do not fit."""
     if folder is None:
         return GPTSource(build_model_config(config, dataset))
     if folder.max_seq_len is not None and config.train.seq_len > folder.max_seq_len:
         raise ValueError(
-            f"train.seq_len is {config.train.seq_len}, but the model in {folder.folder} is made for at most "
+            f"train.seq_len is {config.train.seq_len}, but the model {folder.origin} is made for at most "
             f"{folder.max_seq_len} tokens; train.seq_len={folder.max_seq_len} would do"
         )
     return folder
@@ -312,7 +321,7 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
     def name_largest(needed: Callable[[float], float], room: float) -> str:
         count = most_parameters(needed, room)
         largest = f"at most {round(count * whole / parameters):,} parameters"
-        if known is None or config.model.path is not None:
+        if known is None or config.model.path is not None or config.model.name in PUBLIC_MODELS:
             return f"{largest} would fit"
         layers = range(1, known.layers + 1)
         blocks = bisect_right(
