@@ -103,7 +103,13 @@ def launched() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "TORCHELASTIC_RUN_ID": 0,
+    }
     found = {name: str(value) for name, value in variables.items()} if world > 1 else {}
     try:
         with mock.patch.dict(os.environ, {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):

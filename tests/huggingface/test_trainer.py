@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import default_data_collator
 
 from stretto.axes import BATCH
+from stretto.huggingface import trainer as plugin
 from stretto.huggingface import trainer_plugin
 from stretto.parallel import Grid, gather, parallelize
 from tests.conftest import Ranks
@@ -120,3 +121,89 @@ def test_each_trainer_equals_one_process_on_each_grid(case: str, ranks: MakeRank
         assert resume or found["tokens"] == expected["tokens"]  # SFTTrainer counts from a resumed step on
         check_folder(out / "checkpoint-5", tmp_path / "alone" / "checkpoint-5")
         resume = str(tmp_path / "0" / "checkpoint-3")  # of the first grid, on all others
+
+
+def own_loss(base: Any) -> Any:
+    """A Trainer whose loss is the mean over each rank's own rows."""
+
+    class OwnLoss(base):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss
+
+
+def fail() -> None:
+    raise OSError("no space left")
+
+
+def refuse(out: Path) -> dict[str, str]:
+    """What is said of arguments without support, and of a checkpoint that one rank cannot write."""
+    grid, messages = Grid(z=2), {}
+    rows, base = loops.make_rows(), transformers.Trainer
+
+    def make(model: Any, base: Any = base, folder: str = "", **options: Any) -> Any:
+        arguments = loops.make_arguments(out / folder, 2, transformers.TrainingArguments, **options)
+        return trainer_plugin(base)(
+            model=model, args=arguments, train_dataset=rows, data_collator=default_data_collator
+        )
+
+    def note(name: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        messages[name] = str(caught.value)
+
+    with loops.launched():
+        model = parallelize(loops.make_model("llama"), grid)
+        note("not on a grid", lambda: make(loops.make_model("llama")))
+        note("fp16", lambda: make(model, fp16=True))
+        note("own loss", lambda: make(model, own_loss(base)).train())
+        note(
+            "a stock checkpoint", lambda: make(model).train(resume_from_checkpoint=str(out / "alone" / "checkpoint-3"))
+        )
+        trainer = make(model, folder="kept", save_strategy="steps", save_steps=3)
+        trainer.train()
+        trainer.state.global_step = 9
+        if trainer.args.should_save:
+            trainer.lr_scheduler.state_dict = fail
+        note("a failed save", lambda: trainer._save_checkpoint(model, None), OSError)
+        gpt2 = loops.make_model("gpt2")
+        expected = set(trainer.get_decay_parameter_names(gpt2))
+        assert set(trainer.get_decay_parameter_names(parallelize(gpt2, grid))) == expected
+    return messages
+
+
+def test_what_the_plugin_does_not_support_is_refused_and_a_failed_save_leaves_nothing(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    train_alone("Trainer", "llama", tmp_path / "alone", save_strategy="steps", save_steps=3)
+    for messages in ranks(2).run(refuse, tmp_path):
+        assert "LlamaForCausalLM is not on a grid: pass stretto.parallelize" in messages["not on a grid"]
+        assert "does not support fp16" in messages["fp16"]
+        assert "from this rank's rows alone" in messages["own loss"]
+        assert "optimizer state of a Trainer without trainer_plugin" in messages["a stock checkpoint"]
+        assert "no space left" in messages["a failed save"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["checkpoint-3", "checkpoint-5"]
+
+
+def test_other_versions_and_other_trainers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"transformers.Trainer or a subclass of it, but was given <class 'dict'>"):
+        trainer_plugin(dict)
+    with pytest.raises(ValueError, match="supports SFTTrainer of trl, but not DPOTrainer"):
+        trainer_plugin(trl.DPOTrainer)
+    with pytest.raises(ValueError, match="OwnLoss overrides SFTTrainer's compute_loss"):
+        trainer_plugin(own_loss(trl.SFTTrainer))
+    for package, base in (
+        ("transformers", transformers.Trainer),
+        ("accelerate", transformers.Trainer),
+        ("trl", trl.SFTTrainer),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(plugin.KNOWN_VERSIONS, package, ("0.3",))
+            with pytest.raises(
+                ValueError, match=rf"tried with {package} 0.3, .* installed: pip install '{package}==0.3"
+            ):
+                trainer_plugin(base)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.parallel import Grid, parallelize
@@ -22,8 +23,9 @@ def wrap(sizes: dict[str, int], by_blocks: bool) -> list[str]:
     model = parallelize(llama(tied=True), Grid(**sizes), blocks=["model.layers.*"] if by_blocks else None)
     part = model.get_submodule("model.layers.0")
     tokens, messages = torch.zeros(2, 4, dtype=torch.long), []
-    for wrapper in (DistributedDataParallel, FullyShardedDataParallel, fully_shard, replicate):
-        for module in (model, nn.Sequential(model), part):  # a LightningModule holds its model
+    for wrapper in (DistributedDataParallel, replicate, fully_shard):
+        outer = [] if wrapper is fully_shard else [nn.Sequential(model)]  # as a LightningModule holds its model
+        for module in (model, part, *outer):
             try:
                 wrapper(module)(tokens)  # replicate may wait for the first forward pass
             except ValueError as error:
@@ -32,6 +34,7 @@ def wrap(sizes: dict[str, int], by_blocks: bool) -> list[str]:
                 messages.append("")
     assert type(DistributedDataParallel(nn.Linear(2, 2))(torch.ones(2))) is torch.Tensor  # other modules as ever
     model(input_ids=tokens, labels=tokens).loss.backward()
+    assert set(get_model_state_dict(model)) == set(model.state_dict())  # it looks for wrappers
     return messages
 
 
@@ -42,5 +45,5 @@ def test_a_wrapper_around_a_parallelized_model_is_refused(
     for messages in ranks(2).run(wrap, sizes, by_blocks):
         for message in messages:
             name, _, rest = message.partition(" around a model that stretto.parallelize has returned")
-            assert name in ("DistributedDataParallel", "FSDP, fully_shard or replicate"), message
+            assert name in ("DistributedDataParallel", "fully_shard or replicate"), message
             assert "prepare(optimizer, loader)" in rest

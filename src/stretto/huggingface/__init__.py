@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from stretto.lazy import attach
 
 if TYPE_CHECKING:
-    from stretto.huggingface.trainer import trainer_plugin
+    from stretto.huggingface.trainer import follow_grid, trainer_plugin
 
-__all__ = ["trainer_plugin"]
+__all__ = ["follow_grid", "trainer_plugin"]
 
-__getattr__, __dir__ = attach(__name__, {"trainer_plugin": "stretto.huggingface.trainer"})
+__getattr__, __dir__ = attach(__name__, dict.fromkeys(__all__, "stretto.huggingface.trainer"))

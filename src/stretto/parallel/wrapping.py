@@ -9,23 +9,22 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.modules.module import register_module_module_registration_hook
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel")
-_COMPOSABLE = ("fully_shard", "replicate")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
 class _Applied(OrderedDict[str, Any]):
-    """The names of the composable APIs that a module has: torch, FSDP included, looks there before it applies one."""
+    """The names of the composable APIs that a module has, among which torch looks before it applies one."""
 
     def __contains__(self, name: object) -> bool:
-        if name in _COMPOSABLE:
-            raise ValueError(_refusal("FSDP, fully_shard or replicate"))
+        if name == "fully_shard":
+            raise ValueError(_refusal("fully_shard or replicate"))
         return super().__contains__(name)
 
 
 def refuse_wrapping(model: nn.Module) -> None:
     """Have DDP, FSDP, DataParallel, fully_shard and replicate raise ValueError for the model.
 
-    Also for a part of it, and for a module that contains it.
+    Also for a part of it, and (but for fully_shard, which fails in torch then) for a module that contains it.
     """
     _watch_registrations()
     for module in model.modules():

@@ -238,6 +238,30 @@ def test_a_load_balancing_loss_that_stays_each_ranks_own_is_said_once(ranks):
     assert second == []
 
 
+def masked(model: nn.Module, rows: slice = slice(None)) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a batch whose last rows are shorter, without columns that none of `rows` needs."""
+    mask = torch.arange(SEQ_LEN) < torch.tensor([[SEQ_LEN], [7], [4], [5]])
+    tokens, labels = batch()
+    used = slice(0, int(mask[rows].sum(1).max()))
+    tokens, labels, mask = (each[rows, used] for each in (tokens, labels.where(mask, IGNORED), mask.long()))
+    loss = model(input_ids=tokens, labels=labels, attention_mask=mask).loss
+    loss.backward()
+    return loss.item(), {name: gather(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+
+
+def masked_on_grid(sizes: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    grid = Grid(**sizes)
+    return masked(parallelize(balanced("mixtral"), grid), my_rows(grid, BATCH))
+
+
+def test_a_load_balancing_loss_leaves_masked_tokens_out_on_all_ranks(ranks):
+    loss, gradients = masked(balanced("mixtral"))
+    for found, own in ranks(2).run(masked_on_grid, {"z": 2}):
+        assert found == pytest.approx(loss, rel=TOLERANCE)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(own[name], gradient, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def refused_steps() -> list[str]:
     """The errors for models that are split by roles and by blocks, whose stages have some of the routers."""
     grid, messages = Grid(pipe=2), []
