@@ -57,6 +57,7 @@ def run(which: Run, patterns: list[str]) -> bool:
     }
     environment.pop("STRETTO_SCHEDULES", None)
     with tempfile.TemporaryDirectory() as folder:
+        environment["INIT_METHOD"] = f"file://{folder}/init"
         if which.schedules:
             write_schedules(Path(folder), which.ranks)
             environment["STRETTO_SCHEDULES"] = folder

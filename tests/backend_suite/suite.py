@@ -44,9 +44,17 @@ def take_the_place() -> None:
         return make_group(*args, backend=named(backend), **options)
 
     def get_profiling_event(name: str, *args: Any, **options: Any) -> list[Any]:
-        """Each call has one range: of stretto, or of the backend that it was left to."""
-        names = [name.replace("stretto:", f"{by}:") for by in ("stretto", "gloo", "nccl")]
-        return [event for each in dict.fromkeys(names) for event in find_events(each, *args, **options)]
+        """Each call has one range: of stretto, or of the backend that it was left to. Here all have stretto's name.
+
+        Before a group's first call its schedules are installed, for which stretto makes calls of gloo.
+        """
+        for by in ("stretto", "gloo", "nccl"):
+            inner = name.replace("stretto:", f"{by}:")
+            if found := find_events(inner, *args, **options):
+                for event in found:
+                    event.name = event.name.replace(inner, name)
+                return found
+        return []
 
     def destroy_process_group(*args: Any) -> None:
         """Write down what has run the calls."""

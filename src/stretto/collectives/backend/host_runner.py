@@ -86,7 +86,7 @@ class HostRunner:
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """Submit the call to the worker thread, and return its Work."""
-        work = make_work(self._member.rank, call.title, call.outputs)
+        work = make_work(self._member.rank, call.title, call.outputs, call.inputs)
         prepared = self._prepared[id(schedule)]
 
         def job() -> None:

@@ -78,14 +78,17 @@ def make_fast_calls() -> Any:
     return None if module is None else module.FastCalls()
 
 
-def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
-    """Make a Work, to be ended by `succeed()` or `fail(error)`; operation: its name in profiles."""
+def make_work(rank: int, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> Any:
+    """Make a Work, to be ended by `succeed()` or `fail(error)`.
+
+    operation: its name in profiles, which show it with the shapes of its inputs if it has any.
+    """
     module = find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonWork
 
         return PythonWork(outputs)
-    return module.ScheduledWork(rank, operation, list(outputs))
+    return module.ScheduledWork(rank, operation, list(outputs), list(inputs))
 
 
 def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor] = ()) -> Any:

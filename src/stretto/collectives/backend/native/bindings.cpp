@@ -25,10 +25,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("memo"));
   py::class_<stretto::ScheduledWork, c10d::Work, c10::intrusive_ptr<stretto::ScheduledWork>>(module, "ScheduledWork")
       .def(
-          py::init<int, const std::string&, std::vector<at::Tensor>>(),
+          py::init<int, const std::string&, std::vector<at::Tensor>, const std::vector<at::Tensor>&>(),
           py::arg("rank"),
           py::arg("operation"),
-          py::arg("outputs"))
+          py::arg("outputs"),
+          py::arg("inputs"))
       .def("succeed", &stretto::ScheduledWork::succeed, py::call_guard<py::gil_scoped_release>())
       .def("fail", &stretto::ScheduledWork::fail, py::arg("error"));
   py::class_<stretto::CallEnd, std::shared_ptr<stretto::CallEnd>>(module, "CallEnd")

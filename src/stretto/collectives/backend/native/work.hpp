@@ -70,13 +70,14 @@ inline FailureCheck raise_failure;
 
 class ScheduledWork : public c10d::Work {
  public:
-  // outputs: none for a barrier, of which the inner backend's barrier has a range in profiles already.
-  ScheduledWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
+  // inputs: those of its range in profiles. None for a barrier, of which the inner backend's barrier has a range already.
+  ScheduledWork(
+      int rank, const std::string& operation, std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs)
       : c10d::Work(
             rank,
             c10d::OpType::UNKNOWN,
-            outputs.empty() ? nullptr : ("stretto:" + operation).c_str(),
-            std::optional(outputs)),
+            inputs.empty() ? nullptr : ("stretto:" + operation).c_str(),
+            std::optional(inputs)),
         operation_(operation),
         outputs_(std::move(outputs)) {}
 
