@@ -19,7 +19,7 @@ from stretto.parallel.comm.autograd import with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check
+from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check, wrap_forward
 from stretto.parallel.layers.sharded_module import (
     check_features,
     cut_features,
@@ -79,7 +79,7 @@ def read_as_tensors(
     flows to the parameter.
     """
     reader = _reader_of(model, part.whose)
-    reader.forward = _reading(reader, part.whose, places, precision, grid, casts=part.is_module)
+    wrap_forward(reader, lambda forward: _reading(forward, part.whose, places, precision, grid, casts=part.is_module))
 
 
 def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, grid: Grid) -> None:
@@ -125,7 +125,7 @@ def _reader_of(model: nn.Module, name: str) -> nn.Module:
 
 
 def _reading(
-    reader: nn.Module,
+    forward: Callable[..., Any],
     name: str,
     places: Sequence[tuple[nn.Module, str]],
     precision: Precision,
@@ -134,7 +134,6 @@ def _reading(
     casts: bool,
 ) -> Callable[..., Any]:
     """The module's forward, with plain tensors in place of its parameters."""
-    forward = reader.forward
     checks = grid.size("x") > 1
 
     @functools.wraps(forward)
