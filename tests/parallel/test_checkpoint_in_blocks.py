@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.utils.checkpoint inside of a block that is gathered by itself: what is computed again finds whole parameters."""
+"""torch.utils.checkpoint inside of a block: what is computed again finds whole parameters."""
 
 from collections.abc import Callable
 from functools import partial

@@ -74,10 +74,10 @@ def _gather(module: nn.Module) -> list[_Edited]:
                     found[id(parameter)] = _Edited(parameter, name, whole, _groups(module, parameter))
                 each = found[id(parameter)]
                 each.places.append(ParameterPlace(owner, key, [*found].index(id(parameter))))
-    if not found:
+    if not found and next(module.parameters(), None) is not None:
         raise ValueError(
             f"full_parameters takes a model that stretto.parallelize has returned, or a part of it, and this "
-            f"{type(module).__name__} has no parameters on a grid"
+            f"{type(module).__name__} is not on a grid"
         )
     return list(found.values())
 
@@ -99,14 +99,13 @@ def _groups(module: nn.Module, parameter: ShardedParameter) -> list[dist.Process
 
 def _find_edited(each: _Edited) -> Tensor:
     """What stands in a parameter's places at the end: the tensor that was put there, or one that has replaced it."""
-    current = [place.owner._parameters.get(place.key) for place in each.places]
-    others = {id(tensor): tensor for tensor in current if tensor is not each.whole}
-    found = next(iter(others.values()), each.whole)
-    if len(others) > 1 or found is None or found.shape != each.whole.shape:
-        shown = "removed" if found is None else f"replaced by {len(others)} tensors, the first {list(found.shape)}"
+    current = {id(tensor): tensor for tensor in (place.owner._parameters.get(place.key) for place in each.places)}
+    found = next(iter(current.values()))
+    if len(current) > 1 or found is None or found.shape != each.whole.shape:
+        shown = "removed" if found is None else f"replaced by {list(found.shape)}"
         raise ValueError(
-            f"{each.name} was {shown} inside of full_parameters: it must stay one tensor {list(each.whole.shape)} "
-            "(remove, add and tie parameters before parallelize)"
+            f"{each.name} was {'untied' if len(current) > 1 else shown} inside of full_parameters: it must stay one "
+            f"tensor {list(each.whole.shape)} (remove, resize, tie and untie parameters before parallelize)"
         )
     each.whole.requires_grad_(found.requires_grad)
     return found.to(each.whole)
