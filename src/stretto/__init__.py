@@ -2,10 +2,10 @@
 """Stretto overlaps communication with computation in distributed deep learning.
 
 The main functions and classes are `Cluster` (describes a machine), `plan` (predicts the fastest grid), `Grid` (arranges
-ranks along axes), `parallelize` (shards a model over a grid) and the command `stretto`. These names and subpackages
-such as `stretto.ops` are imported on first use, so that `import stretto` is cheap and modules that need no GPU library
-do not import one. `import stretto` registers the backend "stretto" with torch.distributed
-(stretto.collectives.backend).
+ranks along axes), `parallelize` (shards a model over a grid), `full_parameters` (edits its weights) and the command
+`stretto`. These names and subpackages such as `stretto.ops` are imported on first use, so that `import stretto` is
+cheap and modules that need no GPU library do not import one. `import stretto` registers the backend "stretto" with
+torch.distributed (stretto.collectives.backend).
 """
 
 from typing import TYPE_CHECKING
@@ -31,15 +31,17 @@ if TYPE_CHECKING:
     from stretto import tuning as tuning
     from stretto.cluster import Cluster
     from stretto.parallel.api import parallelize
+    from stretto.parallel.full_parameters import full_parameters
     from stretto.parallel.grid import Grid
     from stretto.planner import plan
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Grid", "__version__", "parallelize", "plan"]
+__all__ = ["Cluster", "Grid", "__version__", "full_parameters", "parallelize", "plan"]
 
 _HOMES = {
     "Cluster": "stretto.cluster",
     "Grid": "stretto.parallel",
+    "full_parameters": "stretto.parallel",
     "parallelize": "stretto.parallel",
     "plan": "stretto.planner",
 }

@@ -135,7 +135,6 @@ def tied_gpt() -> nn.Module:
         (4, {"x": 2, "z": 2}, {}, tied_gpt, "blocks.0.attention.qkv.weight"),
         (4, {"x": 2, "y": 2}, {}, tied_gpt, "embedding.weight"),
     ],
-    ids=str,
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_every_edit_of_a_weight_is_made_as_in_plain_pytorch(ranks, count, sizes, options, make, name):

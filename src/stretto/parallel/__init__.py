@@ -14,13 +14,14 @@ from stretto.lazy import attach
 
 if TYPE_CHECKING:
     from stretto.execution import Overlap, StageOptions
-    from stretto.parallel.api import parallelize, validate
+    from stretto.parallel.api import parallelize, register_forward_method, validate
     from stretto.parallel.capture import CapturedStep
     from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
     from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
     from stretto.parallel.comm.gradient_reducer import no_sync
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.comm.weight_gathering import gather_once
+    from stretto.parallel.full_parameters import full_parameters
     from stretto.parallel.grid import Grid
     from stretto.parallel.layers.dropout import micro_batch_of
     from stretto.parallel.layers.loss import mean_over_batch
@@ -54,6 +55,7 @@ __all__ = [
     "clip_scale",
     "count_collectives",
     "distribute_tables",
+    "full_parameters",
     "gather",
     "gather_once",
     "gradient_norm",
@@ -64,6 +66,7 @@ __all__ = [
     "parallelize",
     "place_tables",
     "recomputation_contexts",
+    "register_forward_method",
     "run_once",
     "validate",
 ]
@@ -72,6 +75,7 @@ _HOMES = {
     "Overlap": "stretto.execution",
     "StageOptions": "stretto.execution",
     "parallelize": "stretto.parallel.api",
+    "register_forward_method": "stretto.parallel.api",
     "validate": "stretto.parallel.api",
     "CapturedStep": "stretto.parallel.capture",
     "CollectiveCall": "stretto.parallel.comm.counting",
@@ -84,6 +88,7 @@ _HOMES = {
     "no_sync": "stretto.parallel.comm.gradient_reducer",
     "recomputation_contexts": "stretto.parallel.comm.kept_outputs",
     "run_once": "stretto.parallel.comm.kept_outputs",
+    "full_parameters": "stretto.parallel.full_parameters",
     "Grid": "stretto.parallel.grid",
     "micro_batch_of": "stretto.parallel.layers.dropout",
     "mean_over_batch": "stretto.parallel.layers.loss",

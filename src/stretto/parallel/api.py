@@ -7,6 +7,7 @@ What it needs is imported when it is called, so that importing it imports neithe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import nn
 from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.grid import GradientReduction, Grid
+from stretto.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from stretto.parallel.builder import Builder
@@ -100,8 +102,7 @@ def parallelize(
     not listed, if an axis does not divide a size that it splits, and if ranks hold different weights; the model is then
     unchanged.
     """
-    if hasattr(model, "gradient_reducer"):
-        raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
+    _refuse_sharded(model)
 
     from stretto.parallel.meta import MetaInitializer
     from stretto.parallel.pipeline.cutting import cut_into_stages
@@ -121,7 +122,7 @@ def parallelize(
     if options.shard_sequence and isinstance(plan, ShardingPlan):
         check_takes_sharded_sequence(model, plan)
     if options.recomputation.is_on:
-        check_blocks(model, options.recompute)
+        check_blocks(model, options.recompute, () if isinstance(plan, ShardingPlan) else plan.names)
     initializer = MetaInitializer(model, grid.device, seed)
     cut = cut_into_stages(model, grid, options, initializer)
     gradients = gradients or "mean"
@@ -136,6 +137,23 @@ def parallelize(
             cut.undo()
             cut.refusal.meet(error)
         raise
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Raise ValueError for a model on a grid, or with a part that is on one or that others have sharded."""
+    from torch.distributed.tensor import DTensor
+
+    kind = type(model).__name__
+    if hasattr(model, "gradient_reducer"):
+        raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "stretto_layout"):
+            raise ValueError(
+                f"{name} of this {kind} is on a grid already: parallelize the whole model once, and not its parts "
+                "(blocks= names those that are gathered one at a time)"
+            )
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} of this {kind} is a DTensor (of fully_shard, perhaps): pass a plain model")
 
 
 def _shard_by_roles(
@@ -223,16 +241,14 @@ def _shard_by_roles(
     return model
 
 
-def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: Cut | None) -> None:
+def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: Cut | None, blocks: Sequence[str] = ()) -> None:
     """Have blocks be computed again, and follow the pipeline stage that runs."""
     from stretto.parallel.pipeline.cutting import wrap_forwards
     from stretto.parallel.recomputation import checkpoint_activations
-    from stretto.parallel.transformers_checkpointing import follow_checkpointing
 
     if cut is not None:
         model.pipeline_stages = cut.stages  # type: ignore[assignment]
-    checkpoint_activations(model, options.recompute)
-    follow_checkpointing(model)
+    checkpoint_activations(model, options.recompute, blocks)
     if cut is not None:
         wrap_forwards(model, cut.stages)
 
@@ -338,7 +354,7 @@ def _shard_by_blocks(
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         take_means_over_batch(model, means, only_with_labels=True)
     _finish(model, builder)
-    _finish_blocks(model, options, cut)
+    _finish_blocks(model, options, cut, blocks.names)
     return model
 
 
@@ -362,7 +378,6 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     begin, end = torch.compiler.disable(_begin_forward), torch.compiler.disable(_end_forward)
     model.register_forward_pre_hook(lambda model, _: begin(model, gatherer, gradient_reducer))
     model.register_forward_hook(lambda *_: end(gatherer), always_call=True)
-    model.register_forward_hook(torch.compiler.disable(_explain_shards), always_call=True)
 
 
 def validate(
@@ -411,13 +426,53 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
             check_is_sharded(name, parameter)
         gradient_reducer.defer_hooks(parameter, name)
 
+    gatherer.is_in_forward = True
     if not in_backward():
         gatherer.begin_forward()
         gradient_reducer.drop_failed_passes()
 
 
 def _end_forward(gatherer: WeightGatherer) -> None:
+    gatherer.is_in_forward = False
     gatherer.end_forward()
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Have a method other than forward read whole parameters, as forward does (FSDP2: register_fsdp_forward_method).
+
+        register_forward_method(model, "encode")
+        model.encode(images).square().mean().backward()
+
+    module: what `parallelize` has returned, or a submodule that it gathers by itself: a block, or one with the role
+    "replicated" or "gathered". Its inputs are cast as forward's are. Submodules that the method calls need no such
+    registration. Every rank must call the method.
+
+    Raises ValueError for another module, and if it has no such method.
+    """
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {name!r}{did_you_mean(name, dir(type(module)))}")
+    wrappers = vars(module).get("stretto_wrappers", [])
+    gatherer, gradient_reducer = (getattr(module, key, None) for key in ("weight_gatherer", "gradient_reducer"))
+    if not wrappers and gatherer is None:
+        raise ValueError(
+            f"this {type(module).__name__} is neither a model that stretto.parallelize has returned nor a block of "
+            "one: register a method of the block that it is in, or name it in parallelize(..., blocks=[...])"
+        )
+    for wrap in wrappers:
+        method = wrap(method)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if gatherer is None or gatherer.is_in_forward:
+            return method(*args, **kwargs)
+        _begin_forward(module, gatherer, gradient_reducer)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _end_forward(gatherer)
+
+    setattr(module, name, torch.compiler.disable(run, recursive=False))
 
 
 def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -428,16 +483,4 @@ def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None
             f"{type(model).__name__} is on a grid: a rank has 1/x of heads and inner features and 1/y of hidden ones. "
             "Code that views or splits by the whole model's numbers needs -1 there, or their attributes' names in "
             "parallelize(..., local_attributes=); what is passed in (inputs_embeds, say) must be this rank's part"
-        )
-
-
-def _explain_shards(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Add the cause to a forward's error about DTensors: code that reads another submodule's parameter."""
-    error = sys.exception()
-    if output is None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
-        error.add_note(
-            f"{type(model).__name__} is on a grid: outside of the forward pass of the submodule that holds it, a "
-            "parameter is this rank's shard. Code that reads a parameter of another submodule (a sum over "
-            "model.parameters(), a weight of another block) needs both in one block: name a larger one in "
-            "parallelize(..., blocks=[...]), or pass blocks=[], which gathers all parameters for the whole forward pass"
         )

@@ -13,11 +13,13 @@ from collections.abc import Collection, Iterator, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from stretto.execution import LEAST_COPIED_BYTES
 from stretto.parallel.builder import Builder
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
+from stretto.parallel.layers.held_tensors import wrap_forward
 from stretto.parallel.layers.plain_parts import keep_through_conversions
-from stretto.parallel.layers.sharded_module import place_shared
+from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.roles.plan import Role
 from stretto.suggestions import did_you_mean
 
@@ -28,8 +30,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> list
     """Find the names of a model's blocks, in order: those that match the patterns, or else those that are repeated.
 
     Repeated blocks are the children of each outermost nn.ModuleList, nn.Sequential or nn.ModuleDict in which at least
-    two have parameters. A module under several names is found by its first. Raises ValueError for a pattern that
-    matches no submodule, and for a block within another.
+    two have parameters; of a child without a forward, which nothing calls, the children. A module under several names
+    is found by its first. Raises ValueError for a pattern that matches no submodule, for a block without a forward, and
+    for a block within another.
     """
     if patterns is None:
         return list(_repeated(model, ""))
@@ -47,22 +50,41 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> list
         outer = next((other for other in found if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise ValueError(f"blocks: {name} is within {outer}: a block's parameters are gathered together")
+        if not _has_forward(modules[name]):
+            raise ValueError(
+                f"blocks: {name} ({type(modules[name]).__name__}) has no forward, for which its parameters would be "
+                f"gathered: name the modules in it that have one ({name}.*)"
+            )
     return [name for name in modules if name in found]
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
     children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_parameters(child)]
-    if isinstance(module, _CONTAINERS) and len(children) > 1:
-        for name, child in children:
-            # A list within a list has no forward.
-            if type(child).forward is nn.Module.forward or isinstance(child, nn.Sequential):
-                inner = list(_repeated(child, f"{name}."))
-                yield from inner if inner or isinstance(child, nn.ModuleList | nn.ModuleDict) else [name]
-            else:
-                yield name
-        return
+    is_list = isinstance(module, _CONTAINERS) and len(children) > 1
     for name, child in children:
-        yield from _repeated(child, f"{name}.")
+        yield from _blocks_of_item(name, child) if is_list else _repeated(child, f"{name}.")
+
+
+def _blocks_of_item(name: str, item: nn.Module) -> Iterator[str]:
+    """The blocks of one item of a list: itself, or what is in it if it is a list, too, or has no forward."""
+    if isinstance(item, nn.Sequential):
+        yield from list(_repeated(item, f"{name}.")) or [name]
+    elif _has_forward(item):
+        yield name
+    else:
+        for key, child in item.named_children():
+            if _has_parameters(child):
+                yield from _blocks_of_item(f"{name}.{key}", child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_large_embedding(module: nn.Module) -> bool:
+    """Whether this is an embedding, whose weight autograd does not save, of many bytes."""
+    is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return is_embedding and module.weight.numel() * module.weight.itemsize > LEAST_COPIED_BYTES
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -153,19 +175,21 @@ class BlockBuilder:
             name = block or type(self.model).__name__
             # The model's own are needed first in the backward pass.
             shard = self.builder.block_shard(name, [*of_block.values()], frees=frees and bool(block))
-            module.forward = shard.wrap(module.forward)
+            wrap_forward(module, shard.wrap, shard.wrap_submodule)
             if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
                 module._call_impl = shard.wrap(module._call_impl)  # type: ignore[method-assign]
             if not block:
                 self._gather_outside_of_forward(shard)
+                shard.not_held = frozenset(place.number for place in shard.places if _is_large_embedding(place.owner))
+            refuse_copies(module)
 
     def _gather_outside_of_forward(self, shard: BlockShard) -> None:
         """Have submodules find the model's own parameters where they run outside of its forward.
 
-        The user may call one directly, and activation checkpointing computes one again in the backward pass.
+        The user may call one directly, and activation checkpointing computes an embedding again in the backward pass.
         """
         own = {id(parameter) for parameter in shard.parameters}
         for name, module in self.model.named_modules():
             has_own = any(id(parameter) in own for parameter in module.parameters())
-            if name and has_own and type(module).forward is not nn.Module.forward:
+            if name and has_own and _has_forward(module):
                 module.forward = shard.wrap_submodule(module.forward)

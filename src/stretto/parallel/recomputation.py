@@ -2,7 +2,8 @@
 """Recomputation (activation checkpointing): which activations of its blocks a model keeps for the backward pass.
 
 `checkpoint_activations` has each block, a child of the model's longest nn.ModuleList, run by a function in the place of
-torch's `checkpoint`. The modes differ in that function:
+torch's `checkpoint`; in a model without such a list, each block that is gathered by itself. The modes differ in that
+function:
 
     full                     torch's checkpoint: the block's input is kept
     products, communication  torch's checkpoint, in contexts that keep outputs (`stretto.parallel.comm.kept_outputs`)
@@ -27,38 +28,39 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from stretto.execution import Recomputation
+from stretto.parallel.blocks import find_blocks
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
 from stretto.parallel.roles.huggingface import is_pretrained_model
-from stretto.parallel.transformers_checkpointing import ENABLE, gather_in_recomputation
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
 _Runner = Callable[..., Any]
 
 
-def checkpoint_activations(model: nn.Module, recompute: str = "full") -> None:
+def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Sequence[str] = ()) -> None:
     """Recompute every block of the model in the backward pass: each child of its longest nn.ModuleList.
 
-    recompute: a mode of `parallelize(recompute=...)` ("none" leaves the model as it is). Names do not change. Weights
-    gathered over z are freed after use, and gathered again when a block is recomputed. Raises ValueError for an unknown
-    mode, if there are no blocks, or if they cannot be computed again together.
+    recompute: a mode of `parallelize(recompute=...)` ("none" leaves the model as it is). names: the blocks of a model
+    without an nn.ModuleList, by default the repeated ones (`stretto.parallel.blocks.find_blocks`). Names do not change.
+    Weights gathered over z are freed after use, and gathered again when a block is recomputed. Raises ValueError for an
+    unknown mode, if there are no blocks, or if they cannot be computed again together.
     """
     mode = Recomputation.parse(recompute)
     if not mode.is_on:
         return
-    blocks = check_blocks(model, recompute)
+    blocks = check_blocks(model, recompute, names)
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.is_traceable = False  # a graph would have no outputs for a mode to keep
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
-    enable = next((getattr(model, name) for name in ENABLE if hasattr(model, name)), None)
+    enables = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5
+    enable = next((getattr(model, name) for name in enables if hasattr(model, name)), None)
     if is_pretrained_model(model) and enable is not None:
         enable({"use_reentrant": False})
         _run_layers_by(model, recompute)
-        gather_in_recomputation(model)
         return
     for together in _computed_together(model, blocks):
         for block, run in zip(together, _make_runners(recompute, len(together)), strict=True):
@@ -76,15 +78,22 @@ def _computed_together(model: nn.Module, blocks: Sequence[nn.Module]) -> list[li
     return [[here[index] for index in run if index in here] for run in stages.local_runs()]
 
 
-def check_blocks(model: nn.Module, recompute: str) -> list[nn.Module]:
+def check_blocks(model: nn.Module, recompute: str, names: Sequence[str] = ()) -> list[nn.Module]:
     """Find the blocks that are recomputed in this mode. Raises ValueError as `checkpoint_activations` does.
 
     Of transformers' layers, every:k takes those that checkpoint themselves one by one.
     """
     mode, name = Recomputation.parse(recompute), type(model).__name__
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{name} has no nn.ModuleList, so its blocks are not known")
+    # The forward of what has none, a list or a holder of modules, is never called.
+    lists = [blocks for blocks in lists if all(type(block).forward is not nn.Module.forward for block in blocks)]
+    if not any(lists):
+        lists = [[model.get_submodule(block) for block in names or find_blocks(model)]]
+    if not any(lists):
+        raise ValueError(
+            f"recompute is {recompute!r}, but {name} has no nn.ModuleList or nn.Sequential of blocks, so its blocks "
+            "are not known: name them, parallelize(..., blocks=[...]); recompute='none' would do"
+        )
     if is_pretrained_model(model) and not getattr(model, "supports_gradient_checkpointing", True):
         raise ValueError(
             f"recompute is {recompute!r}, but {name} does not support activation checkpointing, as transformers says "

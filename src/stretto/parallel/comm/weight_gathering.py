@@ -81,10 +81,12 @@ class GatheredWeight(NamedTuple):
 class WeightGatherer(ABC):
     """Gathers the weights of one model over z, and may start before they are asked for.
 
-    Attribute: `keeps_rows`, whether it gathers weights that may be kept into its own memory, one by one.
+    Attributes: `keeps_rows`, whether it gathers weights that may be kept into its own memory, one by one;
+    `is_in_forward`, whether the whole model's forward runs.
     """
 
     keeps_rows = False
+    is_in_forward = False
 
     @abstractmethod
     def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:

@@ -14,10 +14,11 @@ If copy engines gather, and blocks are kept for the backward pass, they gather e
 the message has the small ones.
 """
 
+import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -26,14 +27,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from stretto.execution import LEAST_COPIED_BYTES
-from stretto.parallel.comm.autograd import at_end_of_backward, is_asked_for, scale_gradient, with_gradient_of_its_own
+from stretto.parallel.comm.autograd import (
+    at_end_of_backward,
+    in_backward,
+    is_asked_for,
+    scale_gradient,
+    with_gradient_of_its_own,
+)
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
-from stretto.parallel.layers.held_tensors import ParameterPlace, hold_and_check
+from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
 from stretto.parallel.layout import Version, layout_of, local, version_of
 from stretto.parallel.precision import Precision
 
@@ -122,6 +130,10 @@ class BlockShard:
     places: where the block's modules hold its parameters, owners and names, in one order on all ranks. Parameters are
     sharded over z by dim 0, or whole on every rank (`gathered_sharding`). frees: gather (and cast) the parameters
     again for the backward pass, in place of keeping them (FSDP2's reshard_after_forward).
+
+    From where a backward pass enters the block to where its gradients are reduced, its modules hold whole tensors
+    again, for code that computes parts of the block again (torch.utils.checkpoint in its forward). The attribute
+    `not_held`: numbers of parameters that such code finds in another way, and that nothing else would keep so long.
     """
 
     def __init__(
@@ -150,6 +162,11 @@ class BlockShard:
         self._is_running = False
         self._was_run = False
         self._again: list[Tensor] | None = None
+        self.not_held: frozenset[int] = frozenset()
+        self._held: ExitStack | None = None
+        self._held_in = -1  # the backward pass
+        self._holds_all = True
+        self._holds_next = False  # what is gathered next, to compute the block again
         self._copied: dict[int, WeightToGather] = {}
         self._kept: list[_KeptRows] = []
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -184,6 +201,8 @@ class BlockShard:
 
     def gather(self) -> list[Tensor]:
         """Gather the sharded parameters, in order."""
+        if self._again is not None:
+            return [whole.detach() for whole in self._again]
         found: dict[int, Tensor] = {}
         self._kept = []
         for message, indices in self._gathered:
@@ -211,11 +230,15 @@ class BlockShard:
         return self._again[index]
 
     def _free(self) -> None:
-        self._again = None
+        self._again, self._holds_next, self._held_in = None, False, -1
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.close()
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to reduce the gradients of the sharded parameters; those of parameters without one are not changed."""
-        self._free()
+        if self._held_in in (-1, torch._C._current_graph_task_id()):  # else this is a backward pass within another one
+            self._free()
         for message, indices in self._scattered:
             chosen = [place for place, index in enumerate(indices) if gradients[index] is not None]
             if not chosen:
@@ -233,13 +256,8 @@ class BlockShard:
         rows = max(min(padded, gradient.shape[0] - place * padded), 0)
         return start_scatter_rows(gradient.to(self.precision.wire(gradient)), rows, self.group)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """While the block's forward runs: its modules hold whole tensors in place of parameters."""
-        if self._is_running:  # a module that calls itself
-            yield
-            return
-        self._free()  # a backward pass that raised has left it
+    def _make_whole(self) -> list[Tensor]:
+        """Whole tensors of the parameters, through which gradients flow to these."""
         sharded = self.parameters[: self._sharded]
         wholes = list(_GatherBlock.apply(self, *sharded)) if sharded else []
         for parameter in self.parameters[self._sharded :]:
@@ -247,6 +265,23 @@ class BlockShard:
             if parameter.shape[:1] == (1,):
                 mine = with_gradient_of_its_own(mine)
             wholes.append(self.precision.cast(scale_gradient(mine, self.gradients.forward_scale(parameter))))
+        return wholes
+
+    @contextmanager
+    def running(self) -> Iterator[list[Tensor] | None]:
+        """While the block's forward runs: its modules hold whole tensors in place of parameters.
+
+        Gives these tensors, or None where the block holds them already.
+        """
+        if self._held is not None and in_backward() and not self._holds_all:
+            self._hold(self.places, self._make_whole())
+        if self._is_running or (self._held is not None and in_backward()):  # a module that calls itself
+            yield None
+            return
+        if not in_backward():
+            self._free()  # a backward pass that raised has left it
+        check_places(self.name, self.places, self.parameters)
+        wholes = self._make_whole()
         frees = self.frees and torch.is_grad_enabled() and not _are_saved_tensors_packed()
         copies = [
             index
@@ -260,9 +295,49 @@ class BlockShard:
                 hold_and_check(self.name, self.places, wholes, copies, sums=sums),
                 self._freeing(wholes) if frees else self._checking_kept(),
             ):
-                yield
-        finally:
+                yield wholes
+        finally:  # also where torch's checkpoint ends a recomputation that has saved all, by an exception
             self._is_running = False
+            if self._holds_next and in_backward():
+                self._hold(self.places, wholes)
+
+    def _hold(self, places: Sequence[ParameterPlace], wholes: Sequence[Tensor]) -> None:
+        if self._held is not None:
+            self._held.close()
+        self._held, self._holds_all = ExitStack(), len(places) == len(self.places)
+        self._held.enter_context(hold(places, wholes))
+
+    def _hold_in_backward(self, found: Any, wholes: Sequence[Tensor]) -> None:
+        """Hold whole tensors from where a backward pass comes to what the block has returned.
+
+        Those of the forward pass, if they are kept; else they are gathered then, or with the block's recomputation.
+        """
+        is_recomputed = _are_saved_tensors_packed()
+        kept = None if self.frees or is_recomputed else wholes
+
+        def begin(_: Tensor) -> None:
+            if self._held is not None or self._holds_next:
+                return
+            at_end_of_backward(self._free)
+            self._held_in = torch._C._current_graph_task_id()
+            if is_recomputed:
+                self._holds_next = True
+                return
+            if kept is not None:
+                self._hold([place for place in self.places if place.number not in self.not_held], kept)
+                return
+            with torch.no_grad():
+                self._again = self.gather()
+            with torch.enable_grad():
+                self._hold(self.places, self._make_whole())
+
+        def watch(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                value.register_hook(begin)
+            return value
+
+        if torch.is_grad_enabled():
+            _map_leaves(watch, found)
 
     def _freeing(self, wholes: Sequence[Tensor]) -> saved_tensors_hooks:
         """Have autograd save which parameter it needs, and not the whole tensor.
@@ -320,9 +395,12 @@ class BlockShard:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.precision.compute is not None:
-                args, kwargs = tree_map(self._cast, (args, kwargs))
-            with self.running():
-                return forward(*args, **kwargs)
+                args, kwargs = _map_leaves(self._cast, (args, kwargs))
+            with self.running() as wholes:
+                found = forward(*args, **kwargs)
+            if wholes is not None:
+                self._hold_in_backward(found, wholes)
+            return found
 
         run.block_shard = self  # type: ignore[attr-defined]
         return torch.compiler.disable(run, recursive=False)
@@ -340,6 +418,22 @@ class BlockShard:
     def _cast(self, value: Any) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         return self.precision.cast(value) if is_number else value
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to what lists, dicts, (named) tuples and dataclasses hold."""
+
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(data=function(leaf.data))
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return function(leaf)
+        copied = copy.copy(leaf)
+        for each in fields(leaf):
+            object.__setattr__(copied, each.name, _map_leaves(function, getattr(leaf, each.name)))  # frozen ones, too
+        return copied
+
+    return tree_map(apply, value)
 
 
 def _are_saved_tensors_packed() -> bool:

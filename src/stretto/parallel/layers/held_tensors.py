@@ -5,12 +5,14 @@ A forward that writes to its own parameters (an average of other weights, a code
 the first batch) would write to a copy: the parameter is a shard, and the tensor in its place was gathered or cast.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class ParameterPlace(NamedTuple):
@@ -32,6 +34,29 @@ def hold(places: Sequence[ParameterPlace], tensors: Sequence[Tensor]) -> Iterato
     finally:
         for place, parameter in zip(places, kept, strict=True):
             _put(place, parameter)
+
+
+def wrap_forward(module: nn.Module, wrap: _Wrapper, wrap_method: _Wrapper | None = None) -> None:
+    """Replace a module's forward by `wrap(forward)`; `register_forward_method` does so with its other methods."""
+    module.forward = wrap(module.forward)
+    vars(module).setdefault("stretto_wrappers", []).append(wrap_method or wrap)
+
+
+def check_places(name: str, places: Sequence[ParameterPlace], parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError if something else stands in a place than its parameter, which the code would not read.
+
+    name: of the module, for errors.
+    """
+    for place in places:
+        found = place.owner._parameters.get(place.key)
+        if found is not parameters[place.number]:
+            raise ValueError(
+                f"the parameter {place.key!r} of a {type(place.owner).__name__} in {name} was "
+                f"{'removed' if found is None else 'replaced'} after stretto.parallelize, or is inside of "
+                "full_parameters or functional_call. A rank holds a shard of it, which the model would still use: copy "
+                "new values into it (load_state_dict, or `with stretto.full_parameters(model): ...`), and remove, tie "
+                "or parametrize parameters before parallelize; functional_call takes a plain model"
+            )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from stretto.parallel.comm.autograd import scale_gradient, with_gradient_of_its_
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check
+from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check, wrap_forward
 from stretto.parallel.layers.sharded_module import (
     check_features,
     cut_features,
@@ -94,8 +94,11 @@ def read_as_tensors(
     While the submodule's forward runs, each is replaced by a tensor in the compute dtype, through which its gradient
     flows to the parameter.
     """
-    reader = _reader_of(model, part.whose)
-    reader.forward = _reading(reader, part.whose, places, precision, gradients, casts=part.is_module)
+
+    def read(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return _reading(forward, part.whose, places, precision, gradients, casts=part.is_module)
+
+    wrap_forward(_reader_of(model, part.whose), read)
 
 
 def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, grid: Grid) -> None:
@@ -141,7 +144,7 @@ def _reader_of(model: nn.Module, name: str) -> nn.Module:
 
 
 def _reading(
-    reader: nn.Module,
+    forward: Callable[..., Any],
     name: str,
     places: Sequence[tuple[nn.Module, str]],
     precision: Precision,
@@ -150,7 +153,6 @@ def _reading(
     casts: bool,
 ) -> Callable[..., Any]:
     """The module's forward, with plain tensors in place of its parameters."""
-    forward = reader.forward
     checks = gradients.grid.size("x") > 1
     scales = forward_scales(places, gradients)
 
