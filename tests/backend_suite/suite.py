@@ -95,7 +95,7 @@ class BackendTest(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
 
 
 HAS_SCHEDULES = "STRETTO_SCHEDULES" in os.environ
-EXPECTED = expected_failures(suite.BACKEND, int(os.environ["WORLD_SIZE"]), HAS_SCHEDULES)
+EXPECTED = expected_failures(suite.BACKEND, int(os.environ["WORLD_SIZE"]))
 suite.default_pg_timeout = PATIENCE
 common_distributed.TIMEOUT_DEFAULT = PATIENCE
 common_distributed.TIMEOUT_OVERRIDE.clear()
