@@ -66,7 +66,6 @@ class NcclWarmup:
         # A group that was made for one device has been connected by torch.
         if self.is_warm or self._member.size < 2 or self._nccl.bound_device_id is not None:
             return
-        self.is_warm = True
         if missing := find_missing(self._group(), "stretto first messages", timeout):
             raise PeerError(
                 f"rank {self._member.rank} of {self._member.size} sends or receives a batch of messages, and rank "
@@ -74,6 +73,7 @@ class NcclWarmup:
                 "call, in which all ranks take part: call torch.distributed.barrier(), or a collective on CUDA "
                 "tensors, on all ranks before some of them exchange messages"
             )
+        self.is_warm = True
 
     def _group(self) -> dist.ProcessGroup:
         return c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
