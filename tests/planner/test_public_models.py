@@ -54,5 +54,5 @@ def test_a_plan_by_name_is_that_of_its_configuration_and_its_state_takes_the_byt
     assert state == pytest.approx(12 * PARAMETERS["llama-3-8b"] / 8, rel=1e-3)
     with pytest.raises(ValueError, match="no model is named 'qwen-3-8b'; did you mean 'qwen3-8b'"):
         read_architecture("qwen-3-8b", SEQ_LEN)
-    with pytest.raises(ValueError, match="no model is named 'nosuch'.*llama-3-8b"):
+    with pytest.raises(ValueError, match=r"no model is named 'nosuch'.*llama-3-8b"):
         read_architecture("nosuch", SEQ_LEN)
