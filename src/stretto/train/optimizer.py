@@ -24,8 +24,9 @@ class ShardOptimizer:
 
     On DTensors every operation would be dispatched through their placements, which slows each step of a small model and
     the first step of any. `make` takes the parameter groups and returns an elementwise optimizer (AdamW, SGD, not
-    Muon), so that each rank can update its own shards. `weight_decay` applies to matrices, and not to vectors (norms
-    and biases). Frozen parameters are in it, too: they are updated once they have gradients, and have no state before.
+    Muon), so that each rank can update its own shards: a pipeline stage may have none. `weight_decay` applies to
+    matrices, and not to vectors (norms and biases). Frozen parameters are in it, too: they are updated once they have
+    gradients, and have no state before.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class ShardOptimizer:
             {"params": [s for s in self._shards.values() if s.dim() >= 2], "weight_decay": weight_decay},
             {"params": [s for s in self._shards.values() if s.dim() < 2], "weight_decay": 0.0},
         ]
-        self.inner = make([group for group in groups if group["params"]])
+        nothing = {"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}  # torch refuses an empty list
+        self.inner = make([group for group in groups if group["params"]] or [nothing])
 
     @property
     def name(self) -> str:

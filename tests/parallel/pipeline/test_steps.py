@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from stretto.execution import StageOptions
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, Pipeline, gather, mean_over_batch, parallelize
+from stretto.parallel import Grid, Pipeline, clip_grad_norm_, gather, mean_over_batch, parallelize
+from stretto.train.checkpoint.state import training_state
+from stretto.train.optimizer import ShardOptimizer
 from tests.parallel.pipeline.training import STAGES
 from tests.parallel.training import IGNORED, SEED, distance
 
@@ -216,6 +218,39 @@ NESTED |= {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 def test_a_stage_without_linears_runs_schedules_that_split_the_backward_pass(ranks, blocks):
     setup = Setup({"pipe": 2}, "zb-h1", 2, {"roles": NESTED, "stages": StageOptions(cuts=(2,))})
     check(ranks, setup, step_once, partial(nested, blocks), examples(8))
+
+
+def train_without_parameters(what: str) -> tuple[bool, float, list[str]]:
+    """Two steps of a model whose second stage has no parameters, or none that are trained.
+
+    Returns whether this rank is in a group that decides in message-driven order, the last loss, and what it trains.
+    """
+    grid = Grid(pipe=2, data=1 if what == "no parameters" else 2, timeout=20)
+    start = nested("bbww") if what == "no parameters" else gpt(num_experts=4, moe_layers="from:2", tie_embeddings=False)
+    frozen = ("to_logits", "scale") if what == "no parameters" else ("blocks.2", "blocks.3", "norm", "head")
+    for name, parameter in start.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    roles = NESTED if what == "no parameters" else None
+    model = parallelize(start, grid, roles=roles, stages=StageOptions(cuts=(2,)))
+    batch = of_rank(examples(8) if what == "no parameters" else text(8), grid)
+    optimizer = ShardOptimizer(model, lambda groups: torch.optim.SGD(groups, momentum=0.9), weight_decay=0.1)
+    with Pipeline(model, grid, schedule="message-driven", micro_batch_size=1) as pipeline:
+        decides = pipeline._leaders is not None
+        for _ in range(2):
+            loss = pipeline.step(**batch).item()
+            clip_grad_norm_(model.parameters(), 1.0, grid)
+            optimizer.step(0.1)
+    assert training_state(model, optimizer).keys() >= {f"model.{name}" for name in dict(model.named_parameters())}
+    return decides, loss, list(optimizer.parameters)
+
+
+@pytest.mark.parametrize("what", ["no parameters", "frozen experts"])
+def test_ranks_without_trained_parameters_take_part_in_a_step_and_its_update(ranks, what):
+    count = 2 if what == "no parameters" else 4
+    found = ranks(count).run(train_without_parameters, what)
+    assert len({decides for decides, _, _ in found}) == 1
+    assert len({loss for _, loss, _ in found}) == 1
+    assert [bool(names) for _, _, names in found] == [rank < count // 2 for rank in range(count)]
 
 
 # Dropout.

@@ -25,8 +25,8 @@ MAX_EXPERTS = 1 << 14
 
 
 class ModelConfig(Section):
-    """The model to train: a GPT, given by a preset, by its sizes, or by both; a public model, by its name; or the
-    folder of a Hugging Face model."""
+    """The model to train: a GPT, given by a preset, by its sizes, or by both; a public model, by its name; or a Hugging
+    Face model, by its folder."""
 
     path: Annotated[str | None, CanBeNone] = option(
         None, "a Hugging Face folder in place of a GPT's shape: config.json, weights (safetensors), tokenizer; of the "

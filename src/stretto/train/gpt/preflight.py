@@ -121,7 +121,7 @@ def _check_router_loss(config: TrainConfig, folder: HuggingFaceSource, model: "n
     if config.is_pipelined or config.train.micro_batch not in (None, rows):
         what = "pipeline stages" if config.is_pipelined else f"train.micro_batch={config.train.micro_batch}"
         raise ValueError(
-            f"output_router_logits in the configuration of {folder.origin} adds a load-balancing loss in each "
+            f"output_router_logits of {folder.origin} adds a load-balancing loss in each "
             f"micro-batch, as large as that of the batch, and the run has {what}: set it to false there, or take "
             f"train.micro_batch={rows} and no pipeline"
         )
