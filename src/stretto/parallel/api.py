@@ -410,6 +410,7 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 
 def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
+    from stretto.parallel.capture import note_forward
     from stretto.parallel.comm.autograd import in_backward
     from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 
@@ -421,6 +422,7 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
         )
     if torch.is_anomaly_enabled():
         allow_anomaly_checks()
+    note_forward(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             check_is_sharded(name, parameter)

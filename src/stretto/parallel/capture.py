@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.memory import failures
 from stretto.parallel.low_precision_weights import CapturedWeights, capturing_weights
@@ -28,6 +28,9 @@ class CapturedStep:
     often. warm_up: number of calls before the capture. Raises ValueError without a GPU, and RuntimeError if the
     allocator uses expandable segments without `NCCL_GRAPH_REGISTER=0`, because replays would hang.
 
+    Which parameters of a parallelized model are frozen, `no_sync` and `eval` around the call are captured, too: a call
+    with others raises ValueError.
+
     The next call does not change the results of earlier calls. Call `close`, or drop the object, before the process
     group is destroyed: NCCL waits for graphs that contain its collectives.
     """
@@ -43,6 +46,7 @@ class CapturedStep:
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: tuple[Tensor, ...] = ()
         self._weights = CapturedWeights()
+        self._models: list[_CapturedModel] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's.
@@ -71,7 +75,7 @@ class CapturedStep:
             self._graph.reset()
         self._graph = self._step = None
         self._inputs = self._outputs = ()
-        self._weights = CapturedWeights()
+        self._weights, self._models = CapturedWeights(), []
 
     def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._remaining:
@@ -87,6 +91,8 @@ class CapturedStep:
                     f"the step was captured with {_describe(self._inputs)} and cannot run with {_describe(tensors)}"
                 )
             kept.copy_(given)
+        for model in self._models:
+            model.check()
         self._weights.refresh()
         self._graph.replay()
         self._weights.note_replay()
@@ -101,11 +107,54 @@ class CapturedStep:
         # thread_local: other threads (NCCL's watchdog) may call CUDA during capture.
         with (
             _keeping_garbage(),
+            _noting_models() as models,
             capturing_weights() as weights,
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             self._outputs = self._step(*self._inputs)
-        self._graph, self._weights = graph, weights
+        self._graph, self._weights, self._models = graph, weights, [_CapturedModel(model) for model in models]
+
+
+class _CapturedModel:
+    """What a captured step depends on in a parallelized model that is no tensor, as it is when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._mode = _mode_of(model)
+        self._trainable = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
+
+    def check(self) -> None:
+        """Raise ValueError if the step would not do now what it did."""
+        now = _mode_of(self._model)
+        changed = [name for name, was in self._mode.items() if now[name] is not was]
+        changed += [name for name, parameter, was in self._trainable if parameter.requires_grad is not was]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} was changed after the step was captured, whose graph would run as before: make another "
+                "CapturedStep once parameters are frozen or thawed, and outside of no_sync and eval()"
+            )
+
+
+def _mode_of(model: nn.Module) -> dict[str, bool]:
+    return {"training": model.training, "no_sync": not model.gradient_reducer.is_syncing}  # type: ignore[union-attr]
+
+
+_noted: list[dict[nn.Module, None]] = []  # the models of the captures that are running
+
+
+def note_forward(model: nn.Module) -> None:
+    """Let the running captures, if there are any, know of a parallelized model's forward pass."""
+    for models in _noted:
+        models[model] = None
+
+
+@contextmanager
+def _noting_models() -> Iterator[dict[nn.Module, None]]:
+    _noted.append({})
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
 
 
 @contextmanager

@@ -658,7 +658,9 @@ def _alive(reducer: "ref[GradientReducer]") -> GradientReducer:
 
 def _check_zero(gradient: Tensor) -> None:
     """Raise RuntimeError (on CUDA: fail the kernel that asserts it, later) unless a gradient is zero."""
-    message = "no_sync: zero the gradients before the first micro-batch of a step"
+    message = (
+        "no_sync: zero the gradients before the first micro-batch of a step, and run those under no_sync before others"
+    )
     if gradient.device.type == "cuda":
         torch._assert_async(~gradient.any(), message)  # no .item() here: the host would wait for the device
     elif gradient.any():
