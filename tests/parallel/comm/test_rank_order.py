@@ -82,9 +82,8 @@ def test_ranks_of_data_may_run_other_submodules_in_each_step(ranks):
 def refusal_over_z(sizes: dict[str, int], how: str, towers: tuple[str, ...], trick: str = "") -> str:
     """The error of a step, after three that were alike, in which ranks of z do different things."""
     collectives.LOOKS_EVERY = 0.05
-    grid = Grid(**sizes, timeout=300)
-    options = {"recompute": "full"} if trick == "recompute" else {}
-    model = parallelize(Towers(), grid, roles=ROLES if how == "roles" else None, **options)
+    grid = Grid(**sizes, timeout=60)
+    model = parallelize(Towers(), grid, roles=ROLES if how == "roles" else None)
     place = grid.coordinate("z")
     x = torch.randn(2, WIDTH)
 
@@ -111,18 +110,15 @@ def refusal_over_z(sizes: dict[str, int], how: str, towers: tuple[str, ...], tri
 SKIPPED = ("01", "0")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "towers", "trick"),
     [
         ("blocks", SKIPPED, ""),
         ("blocks", ("01", "1"), ""),
-        ("blocks", ("01", "10"), ""),
         ("blocks", ("01", "011"), ""),
         ("blocks", SKIPPED, "no_sync"),
-        ("blocks", SKIPPED, "recompute"),
-        ("blocks", ("01", "01"), "frozen"),
         ("blocks", ("01", "01"), "detached"),
-        ("roles", SKIPPED, ""),
         ("roles", ("02", "01"), ""),
         ("roles", ("01", "01"), "frozen"),
     ],
