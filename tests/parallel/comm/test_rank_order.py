@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from stretto.parallel import Grid, gather, layout_of, no_sync, parallelize
 from stretto.parallel.comm import collectives
+from stretto.train.observe.metrics import CorruptionError
+from stretto.train.replicas import ModelWeights, ReplicaCheck
 
 WIDTH = 8
 
@@ -131,3 +133,39 @@ def test_ranks_of_z_that_run_other_submodules_raise_an_error_that_names_them(ran
         assert f"rank {1 - rank} " in message
         assert "towers." in message
         assert "call it on zeros" in message
+
+
+def reset_in_place() -> tuple[list[bool], str, str]:
+    """Whether weights that are reset by blocks are those of one rank; the refusal with roles; a difference that is
+    found in a loop of one's own."""
+    equal = []
+    for sizes in ({"z": 2}, {"data": 2}):
+        grid = Grid(**sizes)
+        model, plain = parallelize(Towers(), grid), Towers()
+        torch.manual_seed(7)
+        for layer in (plain.trunk, *plain.towers):
+            layer.reset_parameters()
+        torch.manual_seed(7)
+        torch.rand(grid.coordinate("batch"))  # one number more on one rank
+        for layer in (model.trunk, *model.towers):
+            layer.reset_parameters()
+        equal.append(
+            all(torch.equal(gather(p), q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        )
+    check = ReplicaCheck(ModelWeights(model, grid))
+    check.check(0)
+    with torch.no_grad():
+        model.trunk.weight.to_local()[0, 0] += grid.coordinate("batch")
+    with pytest.raises(CorruptionError) as difference:
+        check.check(1)
+    with_roles = parallelize(Towers(), Grid(x=2), roles=ROLES)
+    with pytest.raises(ValueError, match="reset_parameters") as refusal:
+        with_roles.trunk.reset_parameters()
+    return equal, str(refusal.value), str(difference.value)
+
+
+def test_weights_that_are_reset_are_those_of_one_rank_and_replicas_are_compared_in_any_loop(ranks):
+    for equal, refusal, difference in ranks(2).run(reset_in_place):
+        assert equal == [True, True]
+        assert "load_state_dict" in refusal
+        assert "trunk.weight after step 1, which were equal at step 0" in difference
