@@ -76,9 +76,10 @@ def errors_over_data(sizes: dict[str, int], how: str) -> dict[str, float]:
 
 
 def test_ranks_of_data_may_run_other_submodules_in_each_step(ranks):
-    for how in ("roles", "blocks"):
-        for found in ranks(2).run(errors_over_data, {"data": 2}, how):
-            assert max(found.values()) < 1e-12, (how, found)
+    for sizes in ({"data": 2}, {"data": 2, "z": 2}):
+        for how in ("roles", "blocks"):
+            for found in ranks(2 * sizes.get("z", 1)).run(errors_over_data, sizes, how):
+                assert max(found.values()) < 1e-12, (sizes, how, found)
 
 
 def refusal_over_z(sizes: dict[str, int], how: str, towers: tuple[str, ...], trick: str = "") -> str:

@@ -20,7 +20,8 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
         | no
     ARRIVED  until all of its parts have come (a tied weight has two): `_arrive`, `_put`
         |
-    BUCKETED  in the open bucket of its groups and dtype, until that holds BUCKET_BYTES: `_fill`, `_close`
+    BUCKETED  until all gradients of its bucket have come, or until the pass ends, with zeros for those that this rank
+        |     has none of: `_fill`, `_start_bucket`. Buckets, and the order of their starts, are the plan's
         | starts an all-reduce over data, or over all that saw other tokens   [S]
     REDUCING  until the end of the backward pass: `_finish`
         |
