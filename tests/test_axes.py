@@ -408,5 +408,5 @@ def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_on
         assert {"replicas", "z", "loss"} <= set(found["summed over"])
         assert found["checkpoint"]
         assert "ranks hold different values of" in found["other weights"]
-        assert "ranks have gradients of different parameters" in found["other gradients"]
+        assert "ranks train different parameters" in found["other gradients"]
         assert found["sizes"] == "'leaf' is not an axis of a grid; the axes are pipe, data, sheaf, x, y, z"

@@ -234,7 +234,7 @@ def _shard_by_roles(
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
     install_loss(model, plan, builder.gradient_reducer, sharded_loss)
-    _finish(model, builder)
+    _finish(model, builder, by_blocks=False)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(torch.compiler.disable(_explain_sizes), always_call=True)
     _finish_blocks(model, options, cut)
@@ -353,13 +353,14 @@ def _shard_by_blocks(
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         take_means_over_batch(model, means, only_with_labels=True)
-    _finish(model, builder)
+    _finish(model, builder, by_blocks=True)
     _finish_blocks(model, options, cut, blocks.names)
     return model
 
 
-def _finish(model: nn.Module, builder: Builder) -> None:
+def _finish(model: nn.Module, builder: Builder, *, by_blocks: bool) -> None:
     """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
+    from stretto.parallel.layers.dropout import AgreedRandomState
     from stretto.parallel.layers.sharded_module import refuse_copies
     from stretto.parallel.roles import huggingface
     from stretto.parallel.wrapping import refuse_wrapping
@@ -377,6 +378,9 @@ def _finish(model: nn.Module, builder: Builder) -> None:
     gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
     begin, end = torch.compiler.disable(_begin_forward), torch.compiler.disable(_end_forward)
     model.register_forward_pre_hook(lambda model, _: begin(model, gatherer, gradient_reducer))
+    state = AgreedRandomState(model, builder.grid, always=by_blocks)
+    if state.is_needed:
+        model.register_forward_pre_hook(torch.compiler.disable(state))
     model.register_forward_hook(lambda *_: end(gatherer), always_call=True)
 
 

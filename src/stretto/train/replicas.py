@@ -12,20 +12,21 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import AXES
 from stretto.memory.plain_data import all_gather_data
 from stretto.parallel.comm.collectives import gather_rows
+from stretto.parallel.grid import Grid
 from stretto.parallel.layout import layout_of, place_on
 from stretto.train.bit_hash import hash_bits, multipliers
 from stretto.train.observe.metrics import CorruptionError
 from stretto.train.optimizer import local_shard
-from stretto.train.task import TrainTask
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,32 @@ class _Shards:
     names: tuple[str, ...]
 
 
+class HoldsWeights(Protocol):
+    """What a check reads of a training: see `stretto.train.task.TrainTask`."""
+
+    grid: Grid
+
+    def replicated(self) -> Mapping[str, Tensor]: ...
+
+    def masters(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The weights of a parallelized model, for a check in a loop of one's own: `ReplicaCheck(ModelWeights(...))`."""
+
+    model: nn.Module
+    grid: Grid
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """All parameters, by name."""
+        return dict(self.model.named_parameters())
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """None."""
+        return {}
+
+
 class ReplicaCheck:
     """Compares hashes of the weights that more than one rank holds. Collective, also when it is made.
 
@@ -45,7 +72,7 @@ class ReplicaCheck:
     on rank 0, if no parameter is held twice.
     """
 
-    def __init__(self, task: TrainTask) -> None:
+    def __init__(self, task: HoldsWeights) -> None:
         self._task = task
         self._device = task.grid.device
         self._shards = _group(task.replicated())

@@ -88,19 +88,6 @@ def test_the_factor_is_not_rounded_to_the_first_gradients_dtype(ranks, sizes):
         assert all(abs(error) < (1e-3 if "up" in name else 1e-5) for name, error in errors.items()), errors
 
 
-def refusal_of_branches() -> str:
-    """The error where one rank uses other linears than the other, of the same sizes."""
-    grid = Grid(data=2)
-    model = parallelize(MLP(), grid, roles=ROLES)
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(1, 8), which=grid.coordinate("data")).sum().backward()
-    return str(caught.value)
-
-
-def test_gradients_of_different_layers_are_never_added_up(ranks):
-    assert all("the same submodules in the same order" in message for message in ranks(2).run(refusal_of_branches))
-
-
 def refusal_of_a_second_time() -> str:
     model = parallelize(MLP(), grid := Grid(x=2), roles=ROLES)
     with pytest.raises(ValueError, match="on a grid already") as caught:

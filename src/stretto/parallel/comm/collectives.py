@@ -116,22 +116,30 @@ class _Waiter:
     """A thread that waits for reduce-scatters of gloo."""
 
     def __init__(self) -> None:
-        self._waits: queue.SimpleQueue[tuple[dist.Work, threading.Event]] | None = None
+        self._waits: queue.SimpleQueue[tuple[dist.Work, threading.Event] | None] | None = None
 
-    def wait_for(self, work: dist.Work, ended: threading.Event) -> None:
-        """Set `ended` once the work has ended or failed."""
+    def wait_for(self, work: dist.Work) -> threading.Event:
+        """What is set once the work has ended or failed."""
         if self._waits is None:
             self._waits = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._waits,), name="stretto-waits", daemon=True).start()
+            threading.Thread(target=_wait_for_each, args=(self._waits,), name="stretto-waits", daemon=True).start()
+        ended = threading.Event()
         self._waits.put((work, ended))
+        return ended
 
-    def _run(self, waits: "queue.SimpleQueue[tuple[dist.Work, threading.Event]]") -> None:
-        while True:
-            work, ended = waits.get()
-            with suppress(Exception):  # who waits for it waits again, and raises
-                work.wait()
-            ended.set()
-            del work
+    def leave(self) -> None:
+        """Leave the thread to a wait that may never end; the next wait gets another one."""
+        if self._waits is not None:
+            self._waits.put(None)
+            self._waits = None
+
+
+def _wait_for_each(waits: "queue.SimpleQueue[tuple[dist.Work, threading.Event] | None]") -> None:
+    while (wait := waits.get()) is not None:
+        with suppress(Exception):  # who waits for it waits again, and raises
+            wait[0].wait()
+        wait[1].set()
+        wait = None
 
 
 _waiter = _Waiter()
@@ -163,10 +171,13 @@ class Started:
     def _wait_and_look(self) -> None:
         """Wait until the collective has ended or failed; `slow_waits` look once a second."""
         if self._kind == "reduce_scatter":  # gloo's ends within its `wait` alone, which ignores a limit
-            ended = threading.Event()
-            _waiter.wait_for(self.work, ended)
-            while not ended.wait(LOOKS_EVERY):
-                look_at_others()
+            ended = _waiter.wait_for(self.work)
+            try:
+                while not ended.wait(LOOKS_EVERY):
+                    look_at_others()
+            except RuntimeError:
+                _waiter.leave()
+                raise
             return
         while not self.work.is_completed():
             try:
@@ -214,6 +225,16 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
     if group.size() > 1:
         with collective("all_reduce", group) as issued:
             work = issued.watch(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)
+        if work is not None:
+            work.wait()
+    return tensor
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Overwrite `tensor` with that of the group's first rank, and return it."""
+    if group.size() > 1:
+        with collective("broadcast", group) as issued:
+            work = issued.watch(dist.broadcast(tensor, group=group, group_src=0, async_op=True), tensor)
         if work is not None:
             work.wait()
     return tensor

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.execution import BUCKET_BYTES
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
 from stretto.parallel.layout import local
 
@@ -114,8 +113,9 @@ class BucketPlan:
         order: Sequence[nn.Parameter],
         groups: Mapping[nn.Parameter, tuple[dist.ProcessGroup, ...]],
         wire: Callable[[nn.Parameter], torch.dtype],
+        limit: int,
     ) -> "BucketPlan":
-        """Fill buckets of BUCKET_BYTES with gradients of the same groups and dtype, in the order in which they come."""
+        """Fill buckets of `limit` bytes with gradients of the same groups and dtype, in this order."""
         open_ones: dict[Any, list[nn.Parameter]] = {}
         sizes: dict[Any, int] = {}
         buckets = []
@@ -123,7 +123,7 @@ class BucketPlan:
             key = groups[parameter], parameter.dtype
             open_ones.setdefault(key, []).append(parameter)
             sizes[key] = sizes.get(key, 0) + local(parameter).numel() * wire(parameter).itemsize
-            if sizes[key] >= BUCKET_BYTES:
+            if sizes[key] >= limit:
                 buckets.append((key[0], tuple(open_ones.pop(key))))
                 del sizes[key]
         buckets += [(of, tuple(parameters)) for (of, _), parameters in open_ones.items()]

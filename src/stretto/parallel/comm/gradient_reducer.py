@@ -20,7 +20,8 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
         | no
     ARRIVED  until all of its parts have come (a tied weight has two): `_arrive`, `_put`
         |
-    BUCKETED  in the open bucket of its groups and dtype, until that holds BUCKET_BYTES: `_fill`, `_close`
+    BUCKETED  until all gradients of its bucket have come, or until the pass ends, with zeros for those that this rank
+        |     has none of: `_fill`, `_start_bucket`. Buckets, and the order of their starts, are the plan's
         | starts an all-reduce over data, or over all that saw other tokens   [S]
     REDUCING  until the end of the backward pass: `_finish`
         |
@@ -47,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from stretto.axes import LOSS, STAGE
-from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
+from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
 from stretto.parallel.comm.gradient_buckets import (
@@ -79,10 +80,10 @@ class GradientReducer:
     that each rank keeps its shard alone; while `keeps_unsharded` is True, they are kept whole until a pass that syncs.
     accumulates_unsharded: the default of `no_sync`'s `unsharded`, which sets `keeps_unsharded`.
 
-    A backward pass inside another one (reentrant activation checkpointing) has its gradients summed at its own end.
-
     The first backward pass shows in which order gradients come, and how many parts each has (a tied weight: two).
     Buckets are filled in that order, so they are the same whatever is overlapped, and so are the bits of their sums.
+    Each later pass reduces the gradients of all trained parameters, with zeros for those that this rank has none of:
+    ranks of data may run different submodules (`stretto.parallel.comm.rank_order` compares what must be the same).
 
     `at_end` is called at the end of each backward pass. `ring` reduce-scatters by copy engines, if they are used.
     `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a
@@ -435,7 +436,11 @@ class GradientReducer:
             self._arrive(current, parameter, mine)
 
     def _arrive(self, current: BackwardPass, parameter: nn.Parameter, mine: Tensor) -> None:
-        """Keep one part of a gradient; with the last part, put the gradient into its bucket."""
+        """Keep one part of a gradient; with the last part, put the gradient into its bucket.
+
+        Those of a pass within another one (reentrant activation checkpointing) are put with the outermost one's.
+        """
+        current = next(iter(self._passes.values()))
         parts = current.arrived.pop(parameter, [])  # popped and put in again: the order is that of the last parts
         current.arrived[parameter] = [*parts, mine]
         if len(current.arrived[parameter]) == self._expected.get(parameter):
@@ -485,7 +490,7 @@ class GradientReducer:
             self._reductions.follow(("a pass in which these are frozen:", *frozen))
             if frozen not in self._plans:
                 trained = [parameter for parameter in self._order if parameter.requires_grad]
-                self._plans[frozen] = BucketPlan.of(trained, self._groups, self._wire)
+                self._plans[frozen] = BucketPlan.of(trained, self._groups, self._wire, BUCKET_BYTES)
             current.plan = self._plans[frozen]
             current.left = [len(held) for _, held in current.plan.buckets]
         return current.plan
@@ -519,7 +524,7 @@ class GradientReducer:
             places = map(self._reductions.place, late)
             self._reductions.follow(("further gradients, from a module that runs again, of", *places))
             current.totals = current.late
-            for groups, held in BucketPlan.of(late, self._groups, self._wire).buckets:
+            for groups, held in BucketPlan.of(late, self._groups, self._wire, BUCKET_BYTES).buckets:
                 self._start_bucket(current, groups, held)
 
     def _agree_on_order(self, arrived: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -555,11 +560,7 @@ class GradientReducer:
         current, outermost = self._passes[task], next(iter(self._passes.values()))
         while current.scatters:
             self._settle(current, current.scatters.popleft())
-        if current is not outermost:  # reentrant activation checkpointing: the pass around it has other gradients
-            for parameter, parts in current.arrived.items():
-                for part in parts:
-                    self._arrive(outermost, parameter, part)
-        elif self.is_syncing:
+        if current is outermost and self.is_syncing:
             if self.sink is not None:
                 self._reductions.begin_backward()
                 self._reductions.end(compares=True)

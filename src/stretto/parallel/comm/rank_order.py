@@ -111,7 +111,7 @@ class RankOrder:
             self._group = group
             self._ranks = dist.get_process_group_ranks(group)
             self._own = self._ranks[group.rank()]
-            store = dist.distributed_c10d._get_default_store()
+            store = self._job = dist.distributed_c10d._get_default_store()
             topic = f"{group.group_name}/{self._ranks[0]}"
             made = _made.setdefault(store, Counter())
             made[topic] += 1
@@ -205,6 +205,8 @@ class RankOrder:
 
         A rank that has set an event waits there: if this rank has come further, it did something else.
         """
+        if not dist.is_initialized() or self._job is not dist.distributed_c10d._get_default_store():
+            return  # of a job that has ended
         others = [rank for rank in self._ranks if rank != self._own]
         if self._first:
             self._store.set(f"first/{self._key(self._own)}", json.dumps([*map(self._describe, self._first)]))
@@ -224,17 +226,16 @@ class RankOrder:
         own = reports.pop(self._own)
         rank = min(rank for rank in reports if any(reports[rank][key] != own[key] for key in ("at", "digest")))
         self._compare(rank, own["names"], reports[rank]["names"])
-        raise RuntimeError(
-            f"{self.about}: ranks {self._own} and {rank} have done {own['at']} and {reports[rank]['at']} steps: {RULE}"
-        )
+        self._fail(f"ranks {self._own} and {rank} have done {own['at']} and {reports[rank]['at']} steps")
 
     def _compare(self, rank: int, own: Sequence[str], other: Sequence[str]) -> None:
         """Raise RuntimeError where the names of this rank's events and those of another rank's differ."""
         for mine, theirs in zip(own, other, strict=False):
             if mine != theirs:
-                raise RuntimeError(
-                    f"{self.about}: rank {self._own} has come to {mine}, and rank {rank} to {theirs}: {RULE}"
-                )
+                self._fail(f"rank {self._own} has come to {mine}, and rank {rank} to {theirs}")
+
+    def _fail(self, what: str) -> NoReturn:
+        raise RuntimeError(f"{self.about}: {what}: {RULE}")
 
     def _say(self, events: Sequence[Event]) -> None:
         """Leave in the store what this rank is about to do, or has done."""

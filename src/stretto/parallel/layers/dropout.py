@@ -3,15 +3,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from stretto.axes import LOSS
+from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.collectives import broadcast
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import TokenShards
 
+_MAX_AGREED = 64  # passes whose states differed and that may be recomputed as a whole
 _MASK64 = (1 << 64) - 1
 
 
@@ -32,7 +37,8 @@ class ParallelDropout(ShardedModule):
     """Dropout of activations [batch / (data x Z), ..., features / size of `axis`].
 
     The mask is a hash of a seed and the element's place in the whole activation. The seed is drawn from torch's default
-    CPU generator, which ranks must have seeded alike; recomputation under activation checkpointing restores it. The
+    CPU generator, which ranks must have seeded alike (`AgreedRandomState`); recomputation under activation
+    checkpointing restores it. The
     input's batch is all that the rank has of the global batch, unless `micro_batch_of` says otherwise. With sequence
     sharding the input has this rank's tokens, [1, tokens / X, ...] (`tokens`; None inside attention and MLP,
     where sequences are whole).
@@ -80,6 +86,58 @@ class ParallelDropout(ShardedModule):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+class AgreedRandomState:
+    """Gives ranks of x and y the random state of the first of them at each forward pass of a model that trains.
+
+    They compute the same for their rows: masks that differed would give them other gradients of replicated parameters,
+    which nothing brings together. A rank may have drawn more numbers before, for augmentation or an assertion.
+    always: also where no module of `model` is a dropout (a model's own code may draw). A forward pre-hook of the model.
+    Costs a broadcast of 5 kB a pass, between hosts.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, *, always: bool) -> None:
+        self._groups = [grid.group(axis) for axis in ("y", "x") if grid.size(axis) > 1]
+        self._device = grid.device
+        found = [module for module in model.modules() if isinstance(module, (ParallelDropout, _DropoutNd))]
+        self._dropouts = [ref(module) for module in found if module.p > 0]
+        self._always = always
+        self._agreed: dict[bytes, tuple[Tensor, ...]] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether ranks could draw different numbers for the same."""
+        return bool(self._groups) and (self._always or bool(self._dropouts))
+
+    def __call__(self, model: nn.Module, args: object) -> None:
+        """Take the first rank's state, or, where the whole pass is recomputed, the one that it had."""
+        on_gpu = self._device.type == "cuda"
+        draws = model.training or any(
+            (module := dropout()) is not None and module.training for dropout in self._dropouts
+        )
+        if not draws or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return
+        own = (torch.get_rng_state(), *([torch.cuda.get_rng_state(self._device)] if on_gpu else []))
+        key = b"".join(state.numpy().tobytes() for state in own)
+        if in_backward():
+            agreed = self._agreed.get(key, own)
+        else:
+            agreed = tuple(self._take_first(state.clone()) for state in own)
+            if all(map(torch.equal, agreed, own)):
+                return
+            self._agreed[key] = agreed
+            if len(self._agreed) > _MAX_AGREED:
+                del self._agreed[next(iter(self._agreed))]
+        torch.set_rng_state(agreed[0])
+        if on_gpu:
+            torch.cuda.set_rng_state(agreed[1], self._device)
+
+    def _take_first(self, state: Tensor) -> Tensor:
+        for group in self._groups:
+            has_host = torch.device("cpu") in group._device_types
+            state = broadcast(state if has_host else state.to(self._device), group).cpu()
+        return state
 
 
 @contextmanager

@@ -74,6 +74,13 @@ class ShardedModule(nn.Module):
             if copy is not None:
                 copy.forget()
 
+    def reset_parameters(self) -> NoReturn:
+        """Raise ValueError: this rank has a part of the parameters, and would draw what others draw for their parts."""
+        raise ValueError(
+            "reset_parameters after stretto.parallelize would give the parts of a weight the same numbers: call it "
+            "before, or copy whole tensors into the model by load_state_dict"
+        )
+
     def __getstate__(self) -> Any:
         _refuse_copy()
 
