@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from stretto.lazy import attach
 
 if TYPE_CHECKING:
-    from stretto.huggingface.trainer import follow_grid, trainer_plugin
+    from stretto.huggingface.accelerator import follow_grid
+    from stretto.huggingface.trainer import trainer_plugin
 
 __all__ = ["follow_grid", "trainer_plugin"]
 
-__getattr__, __dir__ = attach(__name__, dict.fromkeys(__all__, "stretto.huggingface.trainer"))
+_HOMES = {"follow_grid": "stretto.huggingface.accelerator", "trainer_plugin": "stretto.huggingface.trainer"}
+__getattr__, __dir__ = attach(__name__, _HOMES)

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import BATCH, LOSS
+from stretto.huggingface.accelerator import follow_grid
 from stretto.huggingface.optimizer_state import load_optimizer, save_optimizer
 from stretto.memory import exchange, group_timeout
-from stretto.parallel import Grid, clip_grad_norm_, gather, no_sync
+from stretto.parallel import Grid, gather
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import is_mean_over_batch
@@ -347,55 +348,6 @@ class _OnGrid:
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (Path(checkpoint) / _RANDOM_STATES).is_file():
             _set_random_states(torch.load(Path(checkpoint) / _RANDOM_STATES, weights_only=True), self._grid.device)
-
-
-def follow_grid(accelerator: Any, model: nn.Module, grid: Grid) -> None:
-    """Have an Accelerator feed, reduce and clip as the grid does, and leave the model unwrapped.
-
-    Sets attributes of this one object. Ranks that share rows get the same ones from its data loaders, and what it
-    gathers has them once.
-    """
-    from accelerate.data_loader import prepare_data_loader
-    from accelerate.utils import recursively_apply
-
-    ranks, gather_all = grid.size("world") // grid.size(BATCH), accelerator.gather
-
-    def prepare_rows(loader: Any, *_: Any, **__: Any) -> Any:
-        prepared = prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=grid.size(BATCH),
-            process_index=grid.coordinate(BATCH),
-            split_batches=accelerator.split_batches,
-            put_on_device=accelerator.device_placement,
-            rng_types=accelerator.rng_types.copy(),
-            dispatch_batches=False,
-            even_batches=accelerator.even_batches,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=accelerator.non_blocking,
-            use_stateful_dataloader=accelerator.use_stateful_dataloader,
-        )
-        accelerator._dataloaders.append(prepared)
-        return prepared
-
-    def gather_once_each(data: Any) -> Any:
-        def drop_copies(tensor: Tensor) -> Tensor:
-            return torch.cat(tensor.chunk(grid.size("world"))[::ranks])  # x and y are the innermost axes
-
-        return recursively_apply(drop_copies, gather_all(data))
-
-    def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        if norm_type != 2:
-            raise ValueError(f"norm_type is {norm_type}, but must be 2: Stretto clips by the 2-norm")
-        return clip_grad_norm_(list(parameters), max_norm, grid).float()
-
-    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP around it
-    accelerator.prepare_data_loader = prepare_rows
-    accelerator.no_sync = lambda *_, **__: no_sync(model)
-    accelerator.clip_grad_norm_ = clip
-    if ranks > 1:
-        accelerator.gather = gather_once_each
 
 
 @contextlib.contextmanager

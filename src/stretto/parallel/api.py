@@ -361,9 +361,8 @@ def _shard_by_blocks(
 def _finish(model: nn.Module, builder: Builder, *, by_blocks: bool) -> None:
     """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
     from stretto.parallel.layers.dropout import AgreedRandomState
-    from stretto.parallel.layers.sharded_module import refuse_copies
+    from stretto.parallel.layers.sharded_module import refuse_copies, refuse_wrapping
     from stretto.parallel.roles import huggingface
-    from stretto.parallel.wrapping import refuse_wrapping
 
     if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
         huggingface.generate_in_step(model)

@@ -6,26 +6,20 @@ forward pass, during which the next one is prefetched; parameters in no block be
 gathered for its whole forward pass. Ranks along x and y all compute the same.
 """
 
-import functools
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.axes import STAGE
 from stretto.execution import LEAST_COPIED_BYTES
 from stretto.parallel.builder import Builder
-from stretto.parallel.comm.collectives import broadcast
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.held_tensors import wrap_forward
 from stretto.parallel.layers.plain_parts import keep_through_conversions
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
-from stretto.parallel.layout import layout_of, shard_like
 from stretto.parallel.roles.plan import Role
 from stretto.suggestions import did_you_mean
 
@@ -176,11 +170,6 @@ class BlockBuilder:
                 keep_through_conversions(owner, key, self.builder.gradient_reducer)
             else:
                 place_shared(owner, key, self._made[first])
-        for module in self.model.modules():
-            if next(module.parameters(recurse=False), None) is not None and callable(
-                getattr(module, "reset_parameters", None)
-            ):
-                _reset_whole(module, self.builder.grid)
         for block, of_block in places.items():
             module = self.model.get_submodule(block)
             name = block or type(self.model).__name__
@@ -204,25 +193,3 @@ class BlockBuilder:
             has_own = any(id(parameter) in own for parameter in module.parameters())
             if name and has_own and _has_forward(module):
                 module.forward = shard.wrap_submodule(module.forward)
-
-
-def _reset_whole(module: nn.Module, grid: Grid) -> None:
-    """Have `reset_parameters` draw whole parameters, of which each rank keeps its part. All ranks call it alike."""
-    reset: Any = module.reset_parameters
-
-    @functools.wraps(reset)
-    def reset_whole() -> None:
-        shards = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-        for key, shard in shards.items():
-            whole = torch.empty(layout_of(shard).shape, dtype=shard.dtype, device=shard.device)
-            module._parameters[key] = nn.Parameter(whole, requires_grad=shard.requires_grad)
-        try:
-            reset()
-            drawn = {key: module.get_parameter(key).detach() for key in shards}
-        finally:
-            module._parameters.update(shards)
-        with torch.no_grad():
-            for key, shard in shards.items():
-                shard.copy_(shard_like(broadcast(drawn[key], grid.communicator(STAGE)), shard))
-
-    module.reset_parameters = reset_whole  # type: ignore[assignment]
