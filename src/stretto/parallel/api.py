@@ -397,7 +397,8 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
         if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
             raise ValueError(
                 f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
-                "together: add it before, or copy the new values into the parameter that was there"
+                "together: add or parametrize it before, or copy the new values into the parameter that was there, "
+                "inside of `with stretto.full_parameters(model): ...`, for one"
             )
         gradient_reducer.refuse_hook(name, parameter)
 

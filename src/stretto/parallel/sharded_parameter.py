@@ -78,7 +78,7 @@ class ShardedParameter(DTensor):
             return _edit_whole(func, written, args, kwargs)
         if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
             return _run_whole(func, own[0], args, kwargs)
-        is_noted = operator.is_view and own != [] and not (torch.is_grad_enabled() and own[0].requires_grad)
+        is_noted = operator.is_view and own != [] and _may_be_edited(func, own[0])
         kinds = [type(tensor) for tensor in own]
         for tensor in own:
             tensor.__class__ = DTensor  # type: ignore[assignment]
@@ -125,10 +125,14 @@ class ShardedParameter(DTensor):
             self.copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            by_torch = partial(DTensor.__deepcopy__, self, memo)
-            memo[id(self)] = self.clone() if _is_view(self) else _as_dtensor(self, by_torch)
-        copied: Tensor = memo[id(self)]
+        if id(self) in memo:
+            found: Tensor = memo[id(self)]
+            return found
+        if _is_view(self):
+            copied = memo[id(self)] = self.clone()
+            return copied
+        copied = _as_dtensor(self, partial(DTensor.__deepcopy__, self, memo))
+        copied.__class__ = ShardedParameter
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -179,6 +183,11 @@ def _as_dtensor(tensor: Tensor, function: Callable[[], Any]) -> Any:
 def _parameter_of(tensor: ShardedParameter) -> ShardedParameter:
     view = getattr(tensor, "stretto_view", None)
     return tensor if view is None else view.parameter
+
+
+def _may_be_edited(func: Any, source: Tensor) -> bool:
+    """Whether autograd lets a program write to a view of this tensor."""
+    return func is torch.ops.aten.detach.default or not (torch.is_grad_enabled() and source.requires_grad)
 
 
 def _find(values: Sequence[Any]) -> Iterator[ShardedParameter]:
