@@ -12,6 +12,7 @@ all ranks of the grid must take part. They keep what the grid's first rank has c
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,11 +25,16 @@ from torch.optim.optimizer import _foreach_supported_types as _foreach_types_of_
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._pytree import tree_map
 
+from stretto.parallel.comm.autograd import SelectiveMode
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, gather, make_shard, shard_like
 
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+
+
+# torch 2.11 and 2.12 dispatch a subclass of DTensor as a DTensor, and ask it about functions alone.
+_DISPATCHES_SUBCLASSES = torch.__version__.split(".")[:2] >= ["2", "13"]
 
 
 class _View(NamedTuple):
@@ -107,6 +113,15 @@ class ShardedParameter(DTensor):
             _note_view(func, own[0], found, args, kwargs)
         return found
 
+    if not _DISPATCHES_SUBCLASSES:
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "data")
+            is_view = attribute in ("data", "T", "mT", "H", "mH")  # or a function
+            with torch._C.DisableTorchFunctionSubclass(), _Dispatch() if is_view else nullcontext():
+                return func(*args, **(kwargs or {}))
+
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The parameter without its graph, as of any tensor. To assign another tensor copies its values."""
@@ -145,6 +160,13 @@ class _Copy(ShardedParameter):
     """A view of a parameter that DTensor has gathered. A write to it is made to the parameter, too."""
 
     __slots__ = ()
+
+
+class _Dispatch(SelectiveMode):
+    """Has `ShardedParameter` see the operators of a function that is called with one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return ShardedParameter.__torch_dispatch__(func, types, args, kwargs)
 
 
 # torch.optim and torch's clip_grad_norm_ use one kernel for many tensors if they know their type.
@@ -206,12 +228,17 @@ def _replicate(found: Any, like: DTensor) -> Any:
     return tree_map(lambda part: DTensor.from_local(part, like.device_mesh, places, run_check=False), found)
 
 
+def _make_whole(tensor: DTensor) -> Tensor:
+    """The whole of a parameter, or of a view of one, or of another DTensor."""
+    view = getattr(tensor, "stretto_view", None)
+    return gather(tensor) if view is None else view.make(gather(view.parameter))
+
+
 @torch.no_grad()
 def _run_whole(func: Any, source: ShardedParameter, args: Any, kwargs: Any) -> Any:
     """Run an operator on the whole parameter: one that DTensor refuses, or that draws as many numbers (all ranks draw
     all of them, as in plain PyTorch: DTensor has each draw the same ones for its own shard)."""
-    view, whole = getattr(source, "stretto_view", None), gather(_parameter_of(source))
-    return _replicate(func(*_put(whole if view is None else view.make(whole), source, args), **kwargs), source)
+    return _replicate(func(*_put(_make_whole(source), source, args), **kwargs), source)
 
 
 def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwargs: Any) -> None:
@@ -247,7 +274,7 @@ def _edit_whole(func: Any, written: Sequence[ShardedParameter], args: Any, kwarg
     def find(value: Any) -> Any:
         if value is target:
             return plain
-        return gather(value) if isinstance(value, DTensor) else value
+        return _make_whole(value) if isinstance(value, DTensor) else value
 
     func(*tree_map(find, args), **tree_map(find, kwargs))
     if whole.shape != parameter.shape or plain.shape != target.shape:
