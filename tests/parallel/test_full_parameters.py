@@ -149,3 +149,29 @@ def test_edits_that_ranks_do_not_share_and_other_shapes_are_refused_and_nothing_
         assert "0.weight was untied inside of full_parameters: it must stay one tensor [5, 5]" in messages["untied"]
         assert "inside of full_parameters" in messages["run"]
         assert "this Linear is not on a grid" in messages["plain"]
+
+
+def edit_on_the_last_stage() -> list[float]:
+    """What both stages have of a tied embedding that the last one has edited, and of their own norms."""
+    config = GPTConfig(layers=2, hidden=8, heads=2, vocab=13, max_seq_len=8)
+    torch.manual_seed(0)
+    model = parallelize(GPT(config), Grid(pipe=2))
+    with stretto.full_parameters(model):
+        for name, parameter in model.named_parameters():
+            if "embedding" not in name or dist.get_rank() == 1:
+                parameter[-1].fill_(7)
+    assert "takes the whole model" in message_of(lambda: full(model.embedding))
+    with stretto.full_parameters(model):
+        tied = next(p for p in model.parameters() if p.shape == (13, 8))
+        return [tied[-1].mean().item(), tied[0].mean().item(), *(p[-1].mean().item() for p in model.parameters())]
+
+
+def full(module: nn.Module) -> None:
+    with stretto.full_parameters(module):
+        pass
+
+
+def test_stages_that_share_an_embedding_share_its_edits(ranks):
+    first, last = ranks(2).run(edit_on_the_last_stage)
+    assert first[:2] == last[:2]
+    assert {*first[2:], *last[2:]} == {7.0}

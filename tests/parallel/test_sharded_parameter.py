@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of a parameter that is on a grid: as of a plain one, however they are written."""
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import init
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -93,6 +96,20 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def check_copies(p: Tensor) -> None:
+    """Copies, in memory and in files, are of the shard alone, and stay DTensors."""
+    for tensor in (p.detach(), p):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        file.seek(0)
+        for other in (torch.load(file, weights_only=tensor is not p), copy.deepcopy(tensor)):
+            assert isinstance(other, DTensor)
+            assert other.placements == tensor.placements
+            assert torch.equal(other.to_local(), tensor.to_local())
+    assert type(copy.deepcopy(p)) is type(p)
+    assert isinstance(copy.deepcopy(p), nn.Parameter)
+
+
 def differences(sizes: dict[str, int], options: dict[str, Any], make: Callable[[], nn.Module], name: str) -> list[str]:
     """The edits that leave another weight than that of a plain model, and those that no version shows."""
     grid, wrong = Grid(**sizes), []
@@ -104,7 +121,7 @@ def differences(sizes: dict[str, int], options: dict[str, Any], make: Callable[[
         right, found = plain.get_parameter(name), model.get_parameter(name)
         shard = found.to_local()
         before = shard._version, found._version
-        with torch.no_grad():
+        with torch.set_grad_enabled(edit.startswith(("p.data", "p.detach"))):
             EDITS[edit](right)
             try:
                 EDITS[edit](found)
@@ -112,7 +129,8 @@ def differences(sizes: dict[str, int], options: dict[str, Any], make: Callable[[
                 wrong.append(f"{edit}: {error!r:.150}")
                 continue
         if not torch.allclose(gather(found), right, atol=1e-6):
-            wrong.append(edit)
+            wrong.append(f"{edit} is lost")
+        check_copies(found)
         if (shard._version, found._version) == before and edit != "AdamW":
             wrong.append(f"{edit} counts no version")
     return wrong

@@ -208,7 +208,8 @@ def check_is_sharded(name: str, parameter: Tensor) -> None:
     if not hasattr(parameter, "stretto_layout"):
         raise ValueError(
             f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
-            "together: add it before, or copy the new values into the parameter that was there"
+            "together: add or parametrize it before, or copy the new values into the parameter that was there, inside "
+            "of `with stretto.full_parameters(model): ...`, for one"
         )
 
 

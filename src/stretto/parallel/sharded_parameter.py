@@ -12,6 +12,7 @@ all ranks of the grid must take part. They keep what the grid's first rank has c
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -26,12 +27,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._pytree import tree_map
 
+from stretto.parallel.comm.autograd import SelectiveMode
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, gather, make_shard, shard_like
 
-_DETACH = torch.ops.aten.detach.default
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+
+
+# torch 2.11 and 2.12 dispatch a subclass of DTensor as a DTensor, and ask it about functions alone.
+_DISPATCHES_SUBCLASSES = torch.__version__.split(".")[:2] >= ["2", "13"]
 
 
 class _View(NamedTuple):
@@ -81,8 +86,7 @@ class ShardedParameter(DTensor):
             return _edit_whole(func, written, args, kwargs)
         if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
             return _run_whole(func, own[0], args, kwargs)
-        has_graph = own != [] and own[0].requires_grad and torch.is_grad_enabled() and func is not _DETACH
-        is_noted = operator.is_view and own != [] and not has_graph
+        is_noted = operator.is_view and own != [] and _may_be_edited(func, own[0])
         kinds = [type(tensor) for tensor in own]
         for tensor in own:
             tensor.__class__ = DTensor  # type: ignore[assignment]
@@ -111,6 +115,15 @@ class ShardedParameter(DTensor):
             _note_view(func, own[0], found, args, kwargs)
         return found
 
+    if not _DISPATCHES_SUBCLASSES:
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "data")
+            is_view = attribute in ("data", "T", "mT", "H", "mH")  # or a function
+            with torch._C.DisableTorchFunctionSubclass(), _Dispatch() if is_view else nullcontext():
+                return func(*args, **(kwargs or {}))
+
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The parameter without its graph, as of any tensor. To assign another tensor copies its values."""
@@ -129,10 +142,14 @@ class ShardedParameter(DTensor):
             self.copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            by_torch = partial(DTensor.__deepcopy__, self, memo)
-            memo[id(self)] = self.clone() if _is_view(self) else _as_dtensor(self, by_torch)
-        copied: Tensor = memo[id(self)]
+        if id(self) in memo:
+            found: Tensor = memo[id(self)]
+            return found
+        if _is_view(self):
+            copied = memo[id(self)] = self.clone()
+            return copied
+        copied = _as_dtensor(self, partial(DTensor.__deepcopy__, self, memo))
+        copied.__class__ = ShardedParameter
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -145,6 +162,13 @@ class _Copy(ShardedParameter):
     """A view of a parameter that DTensor has gathered. A write to it is made to the parameter, too."""
 
     __slots__ = ()
+
+
+class _Dispatch(SelectiveMode):
+    """Has `ShardedParameter` see the operators of a function that is called with one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return ShardedParameter.__torch_dispatch__(func, types, args, kwargs)
 
 
 # torch.optim and torch's clip_grad_norm_ use one kernel for many tensors if they know their type.
@@ -206,6 +230,11 @@ def _parameter_of(tensor: ShardedParameter) -> ShardedParameter:
     return tensor if view is None else view.parameter
 
 
+def _may_be_edited(func: Any, source: Tensor) -> bool:
+    """Whether autograd lets a program write to a view of this tensor."""
+    return func is torch.ops.aten.detach.default or not (torch.is_grad_enabled() and source.requires_grad)
+
+
 def _find(values: Sequence[Any]) -> Iterator[ShardedParameter]:
     for value in chain.from_iterable(each if isinstance(each, list | tuple) else (each,) for each in values):
         if isinstance(value, ShardedParameter):
@@ -222,12 +251,17 @@ def _replicate(found: Any, like: DTensor) -> Any:
     return tree_map(lambda part: DTensor.from_local(part, like.device_mesh, places, run_check=False), found)
 
 
+def _make_whole(tensor: DTensor) -> Tensor:
+    """The whole of a parameter, or of a view of one, or of another DTensor."""
+    view = getattr(tensor, "stretto_view", None)
+    return gather(tensor) if view is None else view.make(gather(view.parameter))
+
+
 @torch.no_grad()
 def _run_whole(func: Any, source: ShardedParameter, args: Any, kwargs: Any) -> Any:
     """Run an operator on the whole parameter: one that DTensor refuses, or that draws as many numbers (all ranks draw
     all of them, as in plain PyTorch: DTensor has each draw the same ones for its own shard)."""
-    view, whole = getattr(source, "stretto_view", None), gather(_parameter_of(source))
-    return _replicate(func(*_put(whole if view is None else view.make(whole), source, args), **kwargs), source)
+    return _replicate(func(*_put(_make_whole(source), source, args), **kwargs), source)
 
 
 def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwargs: Any) -> None:
@@ -263,7 +297,7 @@ def _edit_whole(func: Any, written: Sequence[ShardedParameter], args: Any, kwarg
     def find(value: Any) -> Any:
         if value is target:
             return plain
-        return gather(value) if isinstance(value, DTensor) else value
+        return _make_whole(value) if isinstance(value, DTensor) else value
 
     func(*tree_map(find, args), **tree_map(find, kwargs))
     if whole.shape != parameter.shape or plain.shape != target.shape:

@@ -396,8 +396,12 @@ class BlockShard:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.precision.compute is not None:
                 args, kwargs = _map_leaves(self._cast, (args, kwargs))
-            with self.running() as wholes:
-                found = forward(*args, **kwargs)
+            try:
+                with self.running() as wholes:
+                    found = forward(*args, **kwargs)
+            except RuntimeError as error:
+                self._explain_dtypes(error, (*args, *kwargs.values()))
+                raise
             if wholes is not None:
                 self._hold_in_backward(found, wholes)
             return found
@@ -414,6 +418,16 @@ class BlockShard:
             return forward(*args, **kwargs) if self._is_running else outside(*args, **kwargs)
 
         return run
+
+    def _explain_dtypes(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
+        """Add the cause to an error about dtypes: an input whose tensors `_map_leaves` does not find."""
+        known = (Tensor, int, float, str, list, tuple, dict, type(None))
+        other = next((type(value).__name__ for value in inputs if not isinstance(value, known)), None)
+        if self.precision.compute is not None and other is not None and "dtype" in str(error):
+            error.add_note(
+                f"{self.name} computes in {self.precision.compute}, to which tensors are cast that it is given alone "
+                f"or in lists, tuples, dicts and dataclasses: cast those in its {other} yourself, or make it one"
+            )
 
     def _cast(self, value: Any) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs do with a model after `parallelize`, beside calling it: it runs as in plain PyTorch, or is refused."""
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize, weight_norm
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from stretto.parallel import Grid, gather, parallelize, register_forward_method
+from stretto.parallel.blocks import find_blocks
+from tests.parallel.training import distance, my_rows
+
+WIDTH, ROWS = 4, 4
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+class Encodes(nn.Module):
+    """A model, or a block, with methods beside forward, one of which reads a parameter by itself."""
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Encodes(0) for _ in range(2 * depth))
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.scale
+        for layer in self.layers:
+            x = layer.encode(x).tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x) + 1
+
+
+class Holders(nn.Module):
+    """Lists of modules without a forward, of lists in these, and of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList()
+        for _ in range(2):
+            holder = nn.Module()
+            holder.conv, holder.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+            holder.parts = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+            self.down.append(holder)
+        self.gains = nn.ModuleList(nn.ParameterList([torch.ones(WIDTH)]) for _ in range(2))
+        self.last = nn.ParameterList([torch.ones(WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for holder, gain in zip(self.down, self.gains, strict=True):
+            x = holder.parts["a"](holder.conv(x) * holder.scale) * gain[0]
+        return x * self.last[0] + self.last[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    rest: Any = None
+    count: int = dataclasses.field(default=0, init=False)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    ids: Tensor
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Takes(nn.Module):
+    """A model that is given its input in one of many ways, and gives it on in another."""
+
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.read, self.linear, self.lstm = read, nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, batch: Any) -> Any:
+        if isinstance(batch, PackedSequence):
+            return self.lstm(batch)[0].data
+        x = self.linear(self.read(batch))
+        assert x.dtype == torch.bfloat16
+        return x
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (ValueError, RuntimeError) as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "no error"
+
+
+def refusals(sizes: dict[str, int]) -> dict[str, str]:
+    """The error for each program."""
+    grid, x, found = Grid(**sizes), torch.ones(ROWS, WIDTH), {}
+
+    def try_on(name: str, change: Callable[[nn.Module], Any]) -> None:
+        model = parallelize(chain(), grid)
+
+        def run() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                result = change(model)
+            model(x) if result is None else None
+
+        found[name] = message_of(run)
+
+    try_on("functional_call", lambda m: torch.func.functional_call(m, {"0.weight": torch.zeros(WIDTH, WIDTH)}, (x,)))
+    try_on("replaced", lambda m: setattr(m[1], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)))
+    try_on("replaced by its view", lambda m: setattr(m[1], "weight", nn.Parameter(m[1].weight.data)))
+    try_on("removed", lambda m: setattr(m[1], "bias", None))
+    try_on("tied", lambda m: setattr(m[1], "weight", m[0].weight))
+    try_on("block alone", lambda m: setattr(m[1], "bias", None) or m[1](x))
+    try_on("parametrized", lambda m: parametrize.register_parametrization(m[0], "weight", nn.Tanh()) and None)
+    try_on("weight norm", lambda m: weight_norm(m[0]) and None)
+    try_on("copy of a block", lambda m: copy.deepcopy(m[0]))
+    try_on("pickle of a block", lambda m: pickle.dumps(m[0]))
+    try_on("data of another dtype", lambda m: setattr(m[0].weight, "data", m[0].weight.data.bfloat16()))
+    try_on("data of another shape", lambda m: setattr(m[0].weight, "data", torch.ones(2)))
+    try_on("of no block", lambda m: register_forward_method(nn.Linear(2, 2), "forward"))
+    try_on("no method", lambda m: register_forward_method(m, "fovard"))
+    nested = chain()
+    for block in nested:
+        parallelize(block, grid)
+    found["nested"] = message_of(lambda: parallelize(nested, grid))
+    found["fully_shard"] = message_of(lambda: parallelize(fully_shard(chain()), grid))
+    found["a list as a block"] = message_of(lambda: parallelize(Encodes(), grid, blocks=["layers"]))
+    torch.manual_seed(0)
+    encodes = parallelize(Encodes(), grid)
+    found["method"] = message_of(lambda: encodes.encode(x))
+    in_bf16 = parallelize(Takes(lambda batch: batch.x), grid, dtype=torch.bfloat16)
+    found["opaque"] = message_of(lambda: in_bf16(Opaque(x)))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
+def test_programs_that_would_be_silently_wrong_are_refused_with_what_to_do(ranks, sizes):
+    for messages in ranks(2).run(refusals, sizes):
+        for name in ("functional_call", "replaced", "replaced by its view", "removed", "tied", "block alone"):
+            assert "after stretto.parallelize" in messages[name], (name, messages[name])
+            assert "full_parameters" in messages[name] or "copy the new values" in messages[name]
+        for name in ("parametrized", "weight norm"):
+            assert "after stretto.parallelize" in messages[name]
+            assert "parametrize" in messages[name]
+        assert "neither copied nor pickled" in messages["copy of a block"]
+        assert "neither copied nor pickled" in messages["pickle of a block"]
+        assert "model.to(dtype) converts one" in messages["data of another dtype"]
+        assert "cannot become a tensor [2] of torch.float32 by .data" in messages["data of another shape"]
+        assert "neither a model that stretto.parallelize has returned nor a block of one" in messages["of no block"]
+        assert "has no method 'fovard'; did you mean 'forward'?" in messages["no method"]
+        assert "0.weight of this Sequential is on a grid already" in messages["nested"]
+        assert "0.weight of this FSDPSequential is a DTensor" in messages["fully_shard"]
+        assert "layers (ModuleList) has no forward" in messages["a list as a block"]
+        assert "register_forward_method(module, name)" in messages["method"]
+        assert "cast those in its Opaque yourself" in messages["opaque"]
+
+
+def wrong_results(sizes: dict[str, int]) -> list[str]:
+    """Which programs train otherwise than in one process."""
+    grid, wrong = Grid(**sizes), []
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def compare(name: str, make: Callable[[], nn.Module], run: Callable[[Any, Tensor], Tensor], **options: Any) -> None:
+        results = []
+        for is_parallel in (False, True):
+            torch.manual_seed(0)
+            model = make().double()
+            if is_parallel:
+                model = parallelize(model, grid, **options)
+                if name == "method":
+                    for each in (model, *model.layers):
+                        register_forward_method(each, "encode")
+            for _ in range(2):
+                model.zero_grad()
+                run(model, x[my_rows(grid, ROWS)] if is_parallel else x).square().mean().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sub_(parameter.grad, alpha=0.1)
+            results.append({key: gather(value) for key, value in model.named_parameters()})
+        wrong.extend(f"{name}: {key}" for key in results[0] if distance(results[1][key], results[0][key]) > 1e-12)
+
+    compare("method", Encodes, lambda model, x: model.encode(x) + model(x))
+    compare("method", Encodes, lambda model, x: model.encode(x), keep_gathered=False)
+    compare("holders", Holders, lambda model, x: model(x))
+    for mode in ("full", "every:2", "host", "products"):
+        compare(f"recompute={mode}", chain, lambda model, x: model(x), recompute=mode)
+        compare(f"recompute={mode}, blocks", chain, lambda model, x: model(x), recompute=mode, blocks=["0", "1"])
+    compare("double", chain, lambda model, x: model.float().double()(x))
+    inputs: list[tuple[Any, Callable[[Any], Tensor]]] = [
+        (Batch(x.float()), lambda batch: batch.x),
+        (Batch(x.float(), {"a": [Batch(x.float())]}), lambda batch: batch.rest["a"][0].x),
+        (Pair(x.float(), torch.arange(3)), lambda batch: batch.x),
+        ({"x": (x.float(),)}, lambda batch: batch["x"][0]),
+        (pack_sequence([x.float()]), lambda batch: batch.data),
+    ]
+    for batch, read in inputs:
+        model = parallelize(Takes(read), grid, dtype=torch.bfloat16)
+        model(batch).float().square().mean().backward()
+        assert read(batch).dtype == torch.float32
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(2, {"z": 2}), (2, {"data": 2}), pytest.param(4, {"data": 2, "z": 2}, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_programs_that_go_other_ways_train_as_in_one_process(ranks, count, sizes):
+    assert ranks(count).run(wrong_results, sizes) == [[]] * count
+
+
+def test_the_blocks_of_lists_without_a_forward_are_the_modules_that_have_one():
+    found = find_blocks(Holders())
+    assert found == ["down.0.conv", "down.0.parts.a", "down.1.conv", "down.1.parts.a"]
