@@ -75,16 +75,17 @@ def route_whole_features(
 
     module.forward = route
     if counts_tokens:
-        _count_over_ranks(module, grid, tokens, overlaps=overlaps)
-        module.averaged_ranks = grid.size(LOSS) if gradients.averages else 1
+        _count_over_ranks(module, gradients, tokens, overlaps=overlaps)
 
 
-def _count_over_ranks(router: Any, grid: Grid, tokens: TokenShards | None, *, overlaps: bool) -> None:
+def _count_over_ranks(router: Any, gradients: GradientReducer, tokens: TokenShards | None, *, overlaps: bool) -> None:
     """Set the hooks of a router. Ranks of LOSS have other rows of the batch; with `tokens`, those of x other tokens.
 
     One sum over all of these ranks, not one over x after one over LOSS: the second would begin when the first has been
     waited for, and so in an order that may differ between the ranks of x.
     """
+    grid = gradients.grid
+    router.averaged_ranks = grid.size(LOSS) if gradients.averages else 1
     # Ranks of y have the same tokens: the first counts them.
     over, is_counted = (LOSS, True) if tokens is None else (STAGE, grid.coordinate("y") == 0)
     start_sum = functools.partial(_start_sum, grid.communicator(over), is_counted=is_counted, overlaps=overlaps)
