@@ -132,8 +132,8 @@ def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, grid, opt
     predicted = predict_blocks(grid, dtype="fp32", **options).communication
     of_z = predicted["all_gather_z"] + predicted["reduce_scatter_z"]
     assert of_z * 1e9 == pytest.approx(sent.get("z", 0))
-    # What z does not cut is summed over data x z.
-    assert predicted["all_reduce_data"] * 1e9 == pytest.approx(sent.get("data", 0) + sent.get("batch", 0))
+    # What z does not cut is summed over data x z. A number a gradient says whether a rank has it.
+    assert predicted["all_reduce_data"] * 1e9 == pytest.approx(sent.get("data", 0) + sent.get("batch", 0), rel=1e-3)
     assert not sent.get("x")
     assert not sent.get("y")
 

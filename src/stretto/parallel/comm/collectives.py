@@ -115,8 +115,11 @@ def look_at_others() -> None:
 class _Waiter:
     """A thread that waits for reduce-scatters of gloo."""
 
-    def __init__(self) -> None:
-        self._waits: queue.SimpleQueue[tuple[dist.Work, threading.Event] | None] | None = None
+    _waits: "queue.SimpleQueue[tuple[dist.Work, threading.Event] | None] | None" = None
+
+    def forget(self) -> None:
+        """In a forked process, which has no threads."""
+        self._waits = None
 
     def wait_for(self, work: dist.Work) -> threading.Event:
         """What is set once the work has ended or failed."""
@@ -143,7 +146,7 @@ def _wait_for_each(waits: "queue.SimpleQueue[tuple[dist.Work, threading.Event] |
 
 
 _waiter = _Waiter()
-os.register_at_fork(after_in_child=_waiter.__init__)
+os.register_at_fork(after_in_child=_waiter.forget)
 
 
 class Started:

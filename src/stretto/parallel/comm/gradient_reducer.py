@@ -538,7 +538,7 @@ class GradientReducer:
             return order
         frozen = [self._reductions.place(parameter) for parameter in order if not parameter.requires_grad]
         digest = zlib.crc32(repr(sorted(frozen)).encode())
-        places = map(self._reductions.place, order) if group.rank() == 0 else (-1 for _ in order)
+        places = [self._reductions.place(parameter) if group.rank() == 0 else -1 for parameter in order]
         mine = torch.tensor([digest, -digest, *places], device=self.grid.device)
         highest, lowest, *places = all_reduce(mine, group, dist.ReduceOp.MAX).tolist()
         if highest != -lowest:

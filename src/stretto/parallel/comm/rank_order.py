@@ -248,10 +248,7 @@ class RankOrder:
 
     def _read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         keys = [self._key(rank) for rank in ranks]
-        if self._store.has_extended_api():
-            found = self._store.multi_get(keys) if keys else []
-        else:
-            found = [self._store.get(key) for key in keys]
+        found = self._store.multi_get(keys) if keys else []
         return {rank: json.loads(each) for rank, each in zip(ranks, found, strict=True)}
 
     def _describe(self, event: Event) -> str:
