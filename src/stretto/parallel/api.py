@@ -331,7 +331,7 @@ def _shard_by_blocks(
     for module in model.modules():
         if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
             count_over_ranks(module, grid, None, overlaps=options.overlap.all_reduce)
-            module.gradient_scale = 1 / scale
+            module.gradient_scale = 1 / scale  # type: ignore[assignment]
     if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         take_means_over_batch(model, means, only_with_labels=True)
