@@ -100,7 +100,7 @@ def edit_on_a_grid(sizes: dict[str, int], make: Callable[[], nn.Module]) -> list
         (4, {"data": 2, "z": 2, "expert": 4}, gpt),
         (1, {}, gpt),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_what_is_edited_inside_is_kept_on_every_rank(ranks, count, sizes, make):
     assert ranks(count).run(edit_on_a_grid, sizes, make) == [[]] * count

@@ -293,12 +293,13 @@ class StepCommunication:
     def _weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:
         """Seconds of one all-gather and one reduce-scatter over z, and of one all-reduce over data."""
         element = self.workload.element
-        over_copies = traffic.copies if isinstance(traffic, LinearTraffic) else 0.0  # after the sum over data
+        sums = self.collective("all_reduce", REPLICAS, traffic.data * element)
+        if isinstance(traffic, LinearTraffic) and traffic.copies:
+            sums += self.collective("all_reduce", "x", traffic.copies * element)
         return (
             self.collective("all_gather", "z", traffic.all_gather * element),
             self.collective("reduce_scatter", "z", traffic.reduce_scatter * element),
-            self.collective("all_reduce", REPLICAS, traffic.data * element)
-            + self.collective("all_reduce", "x", over_copies * element),
+            sums,
         )
 
     def _expert_weights(self, traffic: WeightTraffic) -> tuple[float, float, float]:

@@ -171,7 +171,9 @@ class BlockWorkBuilder:
         gather = self.over("all_gather", "z", traffic.all_gather * element)
         scatter = self.over("reduce_scatter", "z", traffic.reduce_scatter * element)
         data = self.over("all_reduce", "data", traffic.data * element)
-        copies = self.over("all_reduce", "x", traffic.copies * element) if isinstance(traffic, LinearTraffic) else None
+        copies = None
+        if isinstance(traffic, LinearTraffic) and traffic.copies:
+            copies = self.over("all_reduce", "x", traffic.copies * element)
         is_separate = self.config.state.is_separate  # gradients are summed in separate chunks
         return WeightCollectives(
             gather and gather._replace(by_copy_engine=self.gathers_by_engine),
