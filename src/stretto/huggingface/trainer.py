@@ -70,7 +70,7 @@ def trainer_plugin(trainer: TrainerType) -> TrainerType:
                 f"trainer_plugin supports SFTTrainer of trl, but not {of_trl.__name__}, whose loss is computed from "
                 "each rank's own rows"
             )
-        if not trainer.compute_loss.__module__.startswith("trl."):  # type: ignore[attr-defined]
+        if not trainer.compute_loss.__module__.startswith("trl."):
             raise ValueError(
                 f"{trainer.__name__} overrides SFTTrainer's compute_loss, in whose place the model's own loss is used: "
                 "derive it from transformers.Trainer instead"
@@ -157,7 +157,7 @@ class _OnGrid:
 
     def get_total_train_batch_size(self, args: Any) -> int:
         ranks = self._grid.size("world") // self._grid.size(BATCH)
-        return super().get_total_train_batch_size(args) // ranks  # type: ignore[misc, no-any-return]
+        return super().get_total_train_batch_size(args) // ranks  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Any) -> float:
         # As transformers' models, which recognize embeddings by their class. Summed over all ranks, of which those of x
@@ -207,7 +207,7 @@ class _OnGrid:
         inner: Callable[..., Any] = super().compute_loss  # type: ignore[misc]
         is_of_trl = hasattr(self, "aux_loss_enabled")
         if is_of_trl:  # it would multiply hidden features by the head's weight itself, of which a rank has a part
-            inner = partial(transformers.Trainer.compute_loss, self)
+            inner = partial(transformers.Trainer.compute_loss, self)  # type: ignore[arg-type]
             inputs = {**inputs, "use_cache": False}
         labels = inputs.get("labels")
         loss, outputs = inner(model, inputs, return_outputs=True, **options)
@@ -303,7 +303,7 @@ class _OnGrid:
     def _get_output_dir(self, trial: Any) -> str:
         if self._unfinished is not None:
             return str(self._unfinished)
-        return super()._get_output_dir(trial)  # type: ignore[misc, no-any-return]
+        return super()._get_output_dir(trial)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._unfinished is None:  # else it is moved before the upload, which runs in the background, ends
@@ -371,8 +371,9 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     """The states of all generators that a loop may use, in types that torch.load reads as weights."""
     import numpy as np
 
-    name, keys, *rest = np.random.get_state()  # type: ignore[misc]
-    states = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "cpu": torch.get_rng_state()}  # type: ignore[has-type]
+    found: Any = np.random.get_state()
+    name, keys, *rest = found
+    states = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "cpu": torch.get_rng_state()}
     return states if device.type == "cpu" else states | {device.type: torch.cuda.get_rng_state(device)}
 
 
