@@ -94,22 +94,22 @@ def _index_of(group: dist.ProcessGroup) -> int:
 _indices: dict[str, int] = {}
 
 
-class Watcher(Protocol):
+class SlowWaitCheck(Protocol):
     """Knows what other ranks do."""
 
     def look(self) -> None:
         """Raise RuntimeError if a rank does something for which this one would wait in vain."""
 
 
-slow_waits: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
+slow_waits: "weakref.WeakSet[SlowWaitCheck]" = weakref.WeakSet()
 """Those that look once a rank has waited for a collective on its host for a second, and each second after it."""
 LOOKS_EVERY = 1.0  # seconds
 
 
 def look_at_others() -> None:
     """Raise RuntimeError if a rank does something for which this one waits in vain."""
-    for watcher in list(slow_waits):
-        watcher.look()
+    for check in list(slow_waits):
+        check.look()
 
 
 class _Waiter:
