@@ -273,6 +273,8 @@ class Grid:
 
         Close what uses the grid first (pipelines, say). Models on it can then neither compute nor be saved.
         """
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
         if self._shared is None:
             return
         if self.device.type == "cuda":
@@ -284,6 +286,8 @@ class Grid:
         for mesh in meshes:
             if mesh is not None:
                 getattr(mesh, "_pg_registry", {}).clear()
+        # A later grid of this shape has an equal mesh, for which DTensor would find what it knows of this one.
+        _clear_sharding_prop_cache()
         self._groups.clear()
 
     def require_open(self) -> SharedGroups:
