@@ -73,7 +73,9 @@ class ShardedParameter(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, operator = kwargs or {}, _describe(func)
         own = list(_find((*args, *kwargs.values())))
         written: list[ShardedParameter] = []
@@ -121,7 +123,7 @@ class ShardedParameter(DTensor):
                 return func(*args, **(kwargs or {}))
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The parameter without its graph, as of any tensor. To assign another tensor copies its values."""
         found: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return found
@@ -193,11 +195,11 @@ def _is_view(tensor: Tensor) -> bool:
 
 def _as_dtensor(tensor: Tensor, function: Callable[[], Any]) -> Any:
     kind = tensor.__class__
-    tensor.__class__ = DTensor  # type: ignore[assignment]
+    tensor.__class__ = DTensor
     try:
         return function()
     finally:
-        tensor.__class__ = kind  # type: ignore[assignment]
+        tensor.__class__ = kind
 
 
 def _parameter_of(tensor: Tensor) -> Tensor:
