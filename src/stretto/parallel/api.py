@@ -458,7 +458,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {name!r}{did_you_mean(name, dir(type(module)))}")
     wrappers = vars(module).get("stretto_wrappers", [])
-    gatherer, gradient_reducer = (getattr(module, key, None) for key in ("weight_gatherer", "gradient_reducer"))
+    gatherer: Any = getattr(module, "weight_gatherer", None)
+    gradient_reducer: Any = getattr(module, "gradient_reducer", None)
     if not wrappers and gatherer is None:
         raise ValueError(
             f"this {type(module).__name__} is neither a model that stretto.parallelize has returned nor a block of "

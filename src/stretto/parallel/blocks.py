@@ -83,8 +83,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _is_large_embedding(module: nn.Module) -> bool:
     """Whether this is an embedding, whose weight autograd does not save, of many bytes."""
-    is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    return is_embedding and module.weight.numel() * module.weight.itemsize > LEAST_COPIED_BYTES
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.nbytes > LEAST_COPIED_BYTES
 
 
 def _has_parameters(module: nn.Module) -> bool:

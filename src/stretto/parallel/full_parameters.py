@@ -19,7 +19,7 @@ from stretto.parallel.sharded_parameter import ShardedParameter, write_whole
 class _Edited:
     """A parameter, its first name, where the module holds it, its whole, and the groups of ranks that must agree."""
 
-    parameter: ShardedParameter
+    parameter: nn.Parameter
     name: str
     whole: nn.Parameter
     groups: Sequence[dist.ProcessGroup]
@@ -67,7 +67,7 @@ def _gather(module: nn.Module) -> list[_Edited]:
     found: dict[int, _Edited] = {}
     for prefix, owner in module.named_modules():
         for key, parameter in owner._parameters.items():
-            if isinstance(parameter, ShardedParameter) and hasattr(parameter, "stretto_layout"):
+            if parameter is not None and hasattr(parameter, "stretto_layout"):
                 name = f"{prefix}.{key}" if prefix else key
                 if id(parameter) not in found:
                     whole = nn.Parameter(gather(parameter), parameter.requires_grad)
@@ -82,8 +82,9 @@ def _gather(module: nn.Module) -> list[_Edited]:
     return list(found.values())
 
 
-def _groups(module: nn.Module, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
+def _groups(module: nn.Module, parameter: nn.Parameter) -> list[dist.ProcessGroup]:
     """The groups along each axis that ranks with a part of the parameter form, and of the stages that share it."""
+    assert isinstance(parameter, ShardedParameter)
     mesh = parameter.device_mesh
     groups = [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()]
     if layout_of(parameter).pipe_copies > 1:

@@ -42,7 +42,7 @@ _DISPATCHES_SUBCLASSES = torch.__version__.split(".")[:2] >= ["2", "13"]
 class _View(NamedTuple):
     """Of which parameter a tensor is a view, and how it is made of the whole parameter."""
 
-    parameter: "ShardedParameter"
+    parameter: Tensor
     make: Callable[[Tensor], Tensor]
 
 
@@ -75,7 +75,9 @@ class ShardedParameter(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, operator = kwargs or {}, _describe(func)
         own = list(_find((*args, *kwargs.values())))
         written: list[ShardedParameter] = []
@@ -86,7 +88,7 @@ class ShardedParameter(DTensor):
             return _edit_whole(func, written, args, kwargs)
         if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
             return _run_whole(func, own[0], args, kwargs)
-        is_noted = operator.is_view and own != [] and _may_be_edited(func, own[0])
+        is_view = operator.is_view and own != []
         kinds = [type(tensor) for tensor in own]
         for tensor in own:
             tensor.__class__ = DTensor  # type: ignore[assignment]
@@ -94,7 +96,8 @@ class ShardedParameter(DTensor):
             found = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             is_refused = True
-            if not (is_noted or (written and _takes_no_plain_operand(func, args, kwargs))):
+            is_read = is_view and not (torch.is_grad_enabled() and own[0].requires_grad)
+            if not (is_read or (written and _takes_no_plain_operand(func, args, kwargs))):
                 _explain(error)
                 raise
         else:
@@ -106,12 +109,9 @@ class ShardedParameter(DTensor):
             return _edit_whole(func, written, args, kwargs)
         if is_refused:  # such as to flatten shards of uneven sizes
             found = _run_whole(func, own[0], args, kwargs)
-        if (
-            written
-        ):  # below autograd nothing counts writes to shards, and a write through `.data` is none to the parameter
-            shards = [_parameter_of(each)._local_tensor for each in written]
-            torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
-        elif is_noted:
+        if written:
+            _count_writes(written)
+        elif is_view:
             _note_view(func, own[0], found, args, kwargs)
         return found
 
@@ -125,7 +125,7 @@ class ShardedParameter(DTensor):
                 return func(*args, **(kwargs or {}))
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The parameter without its graph, as of any tensor. To assign another tensor copies its values."""
         found: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return found
@@ -218,21 +218,16 @@ def _is_view(tensor: Tensor) -> bool:
 
 def _as_dtensor(tensor: Tensor, function: Callable[[], Any]) -> Any:
     kind = tensor.__class__
-    tensor.__class__ = DTensor  # type: ignore[assignment]
+    tensor.__class__ = DTensor
     try:
         return function()
     finally:
-        tensor.__class__ = kind  # type: ignore[assignment]
+        tensor.__class__ = kind
 
 
-def _parameter_of(tensor: ShardedParameter) -> ShardedParameter:
+def _parameter_of(tensor: Tensor) -> Tensor:
     view = getattr(tensor, "stretto_view", None)
     return tensor if view is None else view.parameter
-
-
-def _may_be_edited(func: Any, source: Tensor) -> bool:
-    """Whether autograd lets a program write to a view of this tensor."""
-    return func is torch.ops.aten.detach.default or not (torch.is_grad_enabled() and source.requires_grad)
 
 
 def _find(values: Sequence[Any]) -> Iterator[ShardedParameter]:
@@ -319,10 +314,14 @@ def write_whole(parameter: Tensor, whole: Tensor, *, from_first: bool) -> None:
         whole = whole.to(parameter.device).contiguous()
         for axis in mesh.mesh_dim_names or ():
             dist.broadcast(whole, group=mesh.get_group(axis), group_src=0)
-    shard = parameter._local_tensor
-    shard.copy_(shard_like(whole, parameter)._local_tensor)
-    if not shard.is_inference():
-        torch.autograd.graph.increment_version(shard)
+    parameter._local_tensor.copy_(shard_like(whole, parameter)._local_tensor)
+    _count_writes([parameter])
+
+
+def _count_writes(written: Sequence[Tensor]) -> None:
+    """Have the parameters' versions show writes through `.data`, and of functions on many tensors."""
+    parameters = [_parameter_of(each) for each in written]
+    torch.autograd.graph.increment_version([each for each in parameters if not each.is_inference()])
 
 
 def _takes_no_plain_operand(func: Any, args: Any, kwargs: Any) -> bool:

@@ -114,7 +114,7 @@ def _describe_write(name: str, place: ParameterPlace) -> str:
 
 def _put(place: ParameterPlace, tensor: Tensor | None) -> None:
     place.owner._parameters[place.key] = tensor  # type: ignore[assignment]
-    names = getattr(place.owner, "_flat_weights_names", None)
+    names = vars(place.owner).get("_flat_weights_names")
     if names is not None:  # recurrent modules read their parameters from a list
         place.owner._flat_weights = [place.owner._parameters.get(name) for name in names]  # type: ignore[assignment]
 
