@@ -121,7 +121,7 @@ class ShardedParameter(DTensor):
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             attribute = getattr(getattr(func, "__self__", None), "__name__", "data")
             is_view = attribute in ("data", "T", "mT", "H", "mH")  # or a function
-            with torch._C.DisableTorchFunctionSubclass(), _Dispatch() if is_view else nullcontext():
+            with torch._C.DisableTorchFunctionSubclass(), _SubclassDispatch() if is_view else nullcontext():
                 return func(*args, **(kwargs or {}))
 
     @property
@@ -164,7 +164,7 @@ class _Copy(ShardedParameter):
     __slots__ = ()
 
 
-class _Dispatch(SelectiveMode):
+class _SubclassDispatch(SelectiveMode):
     """Has `ShardedParameter` see the operators of a function that is called with one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
