@@ -360,6 +360,7 @@ def _shard_by_blocks(
 
 def _finish(model: nn.Module, builder: Builder, *, by_blocks: bool) -> None:
     """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
+    from stretto.parallel.comm.autograd import in_backward
     from stretto.parallel.layers.dropout import AgreedRandomState
     from stretto.parallel.layers.sharded_module import refuse_copies, refuse_wrapping
     from stretto.parallel.roles import huggingface
@@ -381,6 +382,7 @@ def _finish(model: nn.Module, builder: Builder, *, by_blocks: bool) -> None:
     if state.is_needed:
         model.register_forward_pre_hook(torch.compiler.disable(state))
     model.register_forward_hook(lambda *_: end(gatherer), always_call=True)
+    model.register_state_dict_pre_hook(lambda *_: None if in_backward() else gradient_reducer.drop_failed_passes())
 
 
 def validate(
@@ -426,6 +428,8 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
     if torch.is_anomaly_enabled():
         allow_anomaly_checks()
     note_forward(model)
+    if not in_backward():
+        gradient_reducer.drop_failed_passes()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             check_is_sharded(name, parameter)
@@ -434,7 +438,6 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
     gatherer.is_in_forward = True
     if not in_backward():
         gatherer.begin_forward()
-        gradient_reducer.drop_failed_passes()
 
 
 def _end_forward(gatherer: WeightGatherer) -> None:

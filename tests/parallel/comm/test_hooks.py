@@ -107,14 +107,16 @@ def refusals(layout: Any) -> dict[str, object]:
         errors[name] = str(caught.value)
 
     names = ["0.weight", "0.bias", "1.weight"]
+    parameters = dict(model.named_parameters())
     for name in names:
-        parameter = model.get_parameter(name)
+        parameter = parameters[name]
         handle = parameter.register_hook(lambda gradient: gradient * 0)
         refused(f"hook of {name}", ValueError, lambda: model(mine))
         handle.remove()
         loss = loss_of(model, mine)
         handle = parameter.register_hook(lambda gradient: gradient * 0)
         refused(f"late hook of {name}", ValueError, loss.backward)
+        assert model.state_dict().keys() == parameters.keys() == dict(model.named_parameters()).keys()
         handle.remove()
         model.zero_grad()
         loss_of(model, mine).backward()

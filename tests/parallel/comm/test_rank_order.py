@@ -56,13 +56,12 @@ def errors_over_data(sizes: dict[str, int], how: str) -> dict[str, float]:
     plain = Towers().double()
     inputs = torch.randn(grid.size("batch"), 2, WIDTH, generator=torch.Generator().manual_seed(1)).double()
     mine = grid.coordinate("batch")
-    averages = 1.0 if how == "blocks" else grid.size("batch")
     found = {}
     for step, towers in {"first": ("01", "01"), **STEPS}.items():
         chosen = [towers[place // grid.size("z")] for place in range(len(inputs))]
         model.zero_grad()
         plain.zero_grad()
-        model(inputs[mine], chosen[mine]).square().mean().div(averages).backward()
+        model(inputs[mine], chosen[mine]).square().mean().backward()
         for rows, which in zip(inputs, chosen, strict=True):
             (plain(rows, which).square().mean() / len(inputs)).backward()
         found[step] = 0.0

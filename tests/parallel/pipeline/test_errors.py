@@ -294,11 +294,11 @@ def refusals_of_one_rank() -> dict[str, str]:
     """What each rank is told where one of them refuses: the model, the pipeline, a step."""
     grid = Grid(pipe=2, timeout=LIMIT)
     is_other = grid.coordinate("pipe") == 1
-    hooked = Classifier(4)
-    hooked.layers[3].up.weight.register_hook(lambda gradient: gradient)  # of the second stage
-    before = {name: id(parameter) for name, parameter in hooked.named_parameters()}
-    model = refusal_of(lambda: parallelize(hooked, grid, blocks=["layers.*"]))
-    assert {name: id(parameter) for name, parameter in hooked.named_parameters()} == before
+    other = Classifier(4)
+    other.layers[3].table = nn.Embedding(4, 4, max_norm=1.0)  # of the second stage
+    before = {name: id(parameter) for name, parameter in other.named_parameters()}
+    model = refusal_of(lambda: parallelize(other, grid, blocks=["layers.*"]))
+    assert {name: id(parameter) for name, parameter in other.named_parameters()} == before
     split = parallelize(gpt(), grid)
     schedule = "1f2b" if is_other else "1f1b"
     options = refusal_of(lambda: Pipeline(split, grid, schedule=schedule, micro_batch_size=2))
@@ -311,7 +311,7 @@ def refusals_of_one_rank() -> dict[str, str]:
 
 def test_what_one_rank_refuses_all_refuse_before_their_limit(ranks):
     reasons = {
-        "model": "layers.3.up.weight has a hook",
+        "model": "layers.3.table: an embedding with max_norm",
         "options": "schedule is '1f2b'",
         "step": "micro-batches of 2 rows do not divide the 3 rows",
     }

@@ -85,9 +85,11 @@ class GradientReducer:
     Each later pass reduces the gradients of all trained parameters, with zeros for those that this rank has none of:
     ranks of data may run different submodules (`stretto.parallel.comm.rank_order` compares what must be the same).
 
-    `at_end` is called at the end of each backward pass. `ring` reduce-scatters by copy engines, if they are used.
-    `sink` takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a
-    list, linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
+    `at_end` is called at the end of each backward pass, `at_failure` once one has raised, at the latest before the next
+    forward pass or state dict.
+    `ring` reduce-scatters by copy engines, if they are used. `sink` takes gradients in place of `.grad` once `send_to`
+    was called (`stretto.optim.state`). While `deferred` is a list, linears leave the products that make their weights'
+    gradients there (`stretto.parallel.pipeline`).
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
     the global batch has its gradient multiplied by the number of ranks (docs/decisions/030); else they sum.
@@ -117,6 +119,7 @@ class GradientReducer:
         self._accumulated: dict[nn.Parameter, None] = {}  # with deferred hooks, since the last pass that syncs
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self._expected: dict[nn.Parameter, int] = {}
+        self.at_failure: list[Callable[[], None]] = []
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self.order = order  # over z
         self._reductions = RankOrder(grid.communicator(STAGE), "gradients over data")
@@ -261,6 +264,11 @@ class GradientReducer:
         if self._passes and self.ring is not None:
             self.ring.drop()
         self._passes.clear()
+        self._drop_state()
+
+    def _drop_state(self) -> None:
+        for drop in self.at_failure:
+            drop()
 
     def reduce_scatter_gradient(
         self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending], *, is_sharded: bool
@@ -553,6 +561,7 @@ class GradientReducer:
     def _finish(self, task: int) -> None:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
         if torch.is_grad_enabled():
+            self._drop_state()
             raise RuntimeError(
                 "create_graph=True is not supported for the gradients of a parallelized model's parameters, which are "
                 "reduced outside of autograd: terms that depend on .grad would have no gradient. Leave it out"
@@ -576,6 +585,7 @@ class GradientReducer:
         for parameter, gradient in current.held.items():  # autograd has made these gradients, and accumulated none
             parameter.grad = gradient
         if current.held:
+            self._drop_state()
             raise RuntimeError(REFUSED_GRAD)
         if self.is_syncing and current is outermost:
             self._call_hooks()

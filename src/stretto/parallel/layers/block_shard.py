@@ -152,6 +152,7 @@ class BlockShard:
         self.precision = precision
         self.gatherer = gatherer
         self.gradients = gradients
+        gradients.at_failure.append(self._free)
         self.frees = frees
         held = list(dict.fromkeys(owner.get_parameter(key) for owner, key in places))
         parameters = [parameter for parameter in held if layout_of(parameter).splits]
@@ -491,5 +492,10 @@ class _GatherBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.block.start_reduction([each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)])
+        try:
+            asked = [each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)]
+        except RuntimeError:
+            ctx.block._free()
+            raise
+        ctx.block.start_reduction(asked)
         return (None,) * (1 + len(gradients))

@@ -439,6 +439,9 @@ def wrap_forwards(model: nn.Module, stages: ModelStages) -> None:
             functools.partial(stages.note_output, index),
         )
         block.forward = _wrapped(enter, block.forward, leave)
+        if index in stages.cuts[1:]:
+            receive = torch.compiler.disable(functools.partial(stages.receive, index, signature))
+            block.register_forward_pre_hook(receive, prepend=True, with_kwargs=True)
     for part in stages.parts:
         module = model.get_submodule(part.name)
         if not isinstance(module, PassedBy):

@@ -50,7 +50,8 @@ class _EndOfStage(BaseException):
 class StagePass:
     """One forward pass of one stage, and its backward pass, which may run blocks again.
 
-    received: of the stage before; None on the first stage. gradients: of what was received, after the backward pass.
+    received: of the stage before; None on the first stage. is_given: whether a hook has given it to the first block.
+    gradients: of what was received, after the backward pass.
     layouts: of what this stage's modules, and those before, have returned. stand_ins: for the modules before. made:
     while the stage learns what to send, the tensors that it has received and that its blocks have returned.
     last_block: the number of the block that was called last.
@@ -61,6 +62,7 @@ class StagePass:
     end: int
     sends_random_state: bool
     received: Activations | None = None
+    is_given: bool = False
     gradients: list[Tensor | None] = field(default_factory=list)
     layouts: OutputLayouts = field(default_factory=OutputLayouts)
     stand_ins: StandIns | None = None
@@ -308,23 +310,42 @@ class ModelStages:
         batch_shape = (0, 0) if self.tokens is None else self.tokens.shape
         return Activations(tensors, places, now.layouts, batch_shape=batch_shape, random_state=state)
 
+    def receive(
+        self, index: int, signature: inspect.Signature, _: Any, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A hook before a stage's first block, which gives it what was received: its backward hooks wait for gradients
+        of the arguments that they see."""
+        now = self.current
+        if in_backward() or now is None or now.received is None or index != now.first:
+            return None
+        now.is_given = True
+        return self._place_received(now.received, index, signature, args, kwargs)
+
     def _entering(
         self, now: StagePass, index: int, signature: inspect.Signature, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a stage's first block, with what was received in its places."""
         received = now.received
         assert received is not None
+        if received.random_state is not None:
+            cpu, gpu = received.random_state
+            torch.set_rng_state(cpu)
+            if gpu is not None and received.tensors[0].is_cuda:
+                torch.cuda.set_rng_state(gpu, received.tensors[0].device)
+        if now.is_given:  # by `receive`; what other hooks have made of it stands
+            now.is_given = False
+            return args, kwargs
+        return self._place_received(received, index, signature, args, kwargs)
+
+    def _place_received(
+        self, received: Activations, index: int, signature: inspect.Signature, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = signature.bind(*args, **kwargs)
         names = list(signature.parameters)
         for place, tensor in zip(received.places, received.tensors, strict=True):
             if not 0 <= place < len(names):
                 raise ValueError(f"{self.block_names[index]} has no argument {place}, which the stage before has sent")
             bound.arguments[names[place]] = tensor
-        if received.random_state is not None:
-            cpu, gpu = received.random_state
-            torch.set_rng_state(cpu)
-            if gpu is not None and received.tensors[0].is_cuda:
-                torch.cuda.set_rng_state(gpu, received.tensors[0].device)
         return bound.args, bound.kwargs
 
 
