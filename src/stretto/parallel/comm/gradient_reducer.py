@@ -264,9 +264,10 @@ class GradientReducer:
         if self._passes and self.ring is not None:
             self.ring.drop()
         self._passes.clear()
-        self._drop_state()
+        self.drop_state()
 
-    def _drop_state(self) -> None:
+    def drop_state(self) -> None:
+        """Call `at_failure`: the running backward pass raises, or has raised."""
         for drop in self.at_failure:
             drop()
 
@@ -561,7 +562,7 @@ class GradientReducer:
     def _finish(self, task: int) -> None:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
         if torch.is_grad_enabled():
-            self._drop_state()
+            self.drop_state()
             raise RuntimeError(
                 "create_graph=True is not supported for the gradients of a parallelized model's parameters, which are "
                 "reduced outside of autograd: terms that depend on .grad would have no gradient. Leave it out"
@@ -585,7 +586,7 @@ class GradientReducer:
         for parameter, gradient in current.held.items():  # autograd has made these gradients, and accumulated none
             parameter.grad = gradient
         if current.held:
-            self._drop_state()
+            self.drop_state()
             raise RuntimeError(REFUSED_GRAD)
         if self.is_syncing and current is outermost:
             self._call_hooks()

@@ -495,7 +495,7 @@ class _GatherBlock(torch.autograd.Function):
         try:
             asked = [each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)]
         except RuntimeError:
-            ctx.block._free()
+            ctx.block.gradients.drop_state()
             raise
         ctx.block.start_reduction(asked)
         return (None,) * (1 + len(gradients))
