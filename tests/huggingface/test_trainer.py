@@ -160,7 +160,8 @@ def refuse(out: Path) -> dict[str, str]:
         model = parallelize(loops.make_model("llama"), grid)
         note("not on a grid", lambda: make(loops.make_model("llama")))
         note("fp16", lambda: make(model, fp16=True))
-        note("own loss", lambda: make(model, own_loss(base)).train())
+        summed = parallelize(loops.make_model("llama"), Grid(z=2), gradients="sum")
+        note("own loss", lambda: make(summed, own_loss(base)).train())
         note(
             "a stock checkpoint", lambda: make(model).train(resume_from_checkpoint=str(out / "alone" / "checkpoint-3"))
         )
