@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from stretto.execution import Recomputation
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
+from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
@@ -142,11 +143,34 @@ def _run_layers_by(model: nn.Module, recompute: str) -> None:
         if isinstance(layers, nn.ModuleList) and all(map(_checkpoints_itself, layers)):
             for together in _computed_together(model, list(layers)):
                 runners |= zip(map(id, together), _make_runners(recompute, len(together)), strict=True)
+    shards = {name: getattr(vars(module).get("forward"), "block_shard", None) for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        held = [shard for block, shard in shards.items() if shard is not None and f"{name}.".startswith(f"{block}.")]
+        if held and id(module) in runners:
+            runners[id(module)] = _gathering(runners[id(module)], held)
     # Layers that no segment has are computed again by themselves.
     (alone,) = _make_runners("full" if is_segmented else recompute, 1)
     for module in model.modules():
         if getattr(module, "_gradient_checkpointing_func", None) is not None:
             module._gradient_checkpointing_func = runners.get(id(module), alone)  # type: ignore[assignment]
+
+
+def _gathering(run: _Runner, shards: Sequence[BlockShard]) -> _Runner:
+    """Have a layer's function gather its blocks, which are held only once the backward pass comes to them: the last
+    layer of a segment has those before it computed again, too."""
+
+    def run_gathering(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        function, args, kwargs = _without_partial(function, args, kwargs)
+
+        def gather_and_call(*inputs: Any, **options: Any) -> Any:
+            with ExitStack() as stack:
+                for shard in shards:
+                    stack.enter_context(shard.running())
+                return function(*inputs, **options)
+
+        return run(gather_and_call, *args, **kwargs)
+
+    return run_gathering
 
 
 def _without_partial(
