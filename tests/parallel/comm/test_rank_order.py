@@ -81,6 +81,36 @@ def test_ranks_of_data_may_run_other_submodules_in_each_step(ranks):
                 assert max(found.values()) < 1e-12, (sizes, how, found)
 
 
+def differences_of_an_optimizer_in_backward() -> list[str]:
+    """What hooks train otherwise than plain PyTorch, where ranks run other modules."""
+    grid = Grid(data=torch.distributed.get_world_size())
+    model, plain = parallelize(Towers().double(), grid), Towers().double()
+    inputs = torch.randn(grid.size("data"), 2, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+    def step(parameter: Tensor) -> None:
+        gather(parameter.grad, layout_of(parameter))  # hooks may communicate: ranks call them in one order
+        torch.optim.SGD([parameter], lr=0.1).step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for towers in (("01", "01", "01"), ("0", "1", "0"), ("02", "0", ""), ("12", "21", "1")):
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        for rows, which in zip(inputs, towers, strict=False):
+            (plain(rows, which).square().mean() / len(inputs)).backward()
+        optimizer.step()
+        mine = grid.coordinate("data")
+        model(inputs[mine], towers[mine]).square().mean().backward()
+    ours = {name: gather(parameter) for name, parameter in model.named_parameters()}
+    return [name for name, weight in plain.named_parameters() if not (ours[name] - weight).abs().max() < 1e-12]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_hooks_are_called_on_all_ranks_for_a_module_that_some_of_them_run(ranks, count):
+    assert ranks(count).run(differences_of_an_optimizer_in_backward) == [[]] * count
+
+
 def refusal_over_z(sizes: dict[str, int], how: str, towers: tuple[str, ...], trick: str = "") -> str:
     """The error of a step, after three that were alike, in which ranks of z do different things."""
     collectives.LOOKS_EVERY = 0.05

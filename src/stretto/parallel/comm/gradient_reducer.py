@@ -610,10 +610,12 @@ class GradientReducer:
             for bucket in current.closed:
                 bucket.start()
         while current.closed:  # each bucket is freed before the next one's gradients are made
-            current.closed.popleft().add_to_grad(self._absent)
+            for parameter in current.closed.popleft().add_to_grad(self._absent):
+                self._accumulated[parameter] = None  # else an optimizer in backward would train it on some ranks alone
 
     def _call_hooks(self) -> None:
-        hooked, self._accumulated = list(self._accumulated), {}
+        # In one order on all ranks, also where these run different modules: a hook may communicate.
+        hooked, self._accumulated = sorted(self._accumulated, key=self._reductions.place, reverse=True), {}
         with torch.no_grad():
             for parameter in (each for each in hooked if each.grad is not None):
                 for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
