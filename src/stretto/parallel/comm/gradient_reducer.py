@@ -125,6 +125,7 @@ class GradientReducer:
         self._reductions = RankOrder(grid.communicator(STAGE), "gradients over data")
         self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
         self._plans: dict[tuple[int, ...], BucketPlan] = {}  # by what is frozen
+        self._given: set[int] = set()  # to the sink, in this step
         self._absent: set[nn.Parameter] = set()  # no rank had a gradient of them in the last pass
 
     def watch(
@@ -414,6 +415,7 @@ class GradientReducer:
     def _give(self, current: BackwardPass, sink: GradientSink, parameter: nn.Parameter, mine: Tensor) -> None:
         """Give a part of a gradient to the sink, and notify it after the last one of the step."""
         sink.add(parameter, mine)
+        self._given.add(self._reductions.place(parameter))
         current.counts[parameter] = current.counts.get(parameter, 0) + 1
         if self.is_syncing and current.counts[parameter] == self._expected.get(parameter):
             self._reductions.begin_backward()
@@ -573,6 +575,9 @@ class GradientReducer:
         if current is outermost and self.is_syncing:
             if self.sink is not None:
                 self._reductions.begin_backward()
+                # The sink trains what it was given: else some ranks alone would train a module that others did not run.
+                self._reductions.follow(("all gradients, which are of", *sorted(self._given)))
+                self._given.clear()
                 self._reductions.end(compares=True)
                 self.sink.finish()
             else:
