@@ -141,6 +141,13 @@ class ShardedParameter(DTensor):
         with torch.no_grad():
             self.copy_(value)
 
+    @staticmethod
+    def __tensor_unflatten__(*args: Any, **kwargs: Any) -> "ShardedParameter":
+        """As torch.compile makes a graph's input, whose type it compares with the parameter's."""
+        found = DTensor.__tensor_unflatten__(*args, **kwargs)
+        found.__class__ = ShardedParameter
+        return found  # type: ignore[no-any-return]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
             found: Tensor = memo[id(self)]
