@@ -94,7 +94,7 @@ class ShardedParameter(DTensor):
             tensor.__class__ = DTensor  # type: ignore[assignment]
         try:
             found = func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        except (IndexError, NotImplementedError, RuntimeError) as error:  # a whole mask is no index of a shard
             is_refused = True
             is_read = is_view and not (torch.is_grad_enabled() and own[0].requires_grad)
             if not (is_read or (written and _takes_no_plain_operand(func, args, kwargs))):
