@@ -200,10 +200,11 @@ class GradientReducer:
         Raises ValueError for hooks that would see a gradient before it is reduced, and for those that would see none.
         """
         own = self._hooks.get(parameter)
-        if own is None and parameter not in self._weights:
-            return  # autograd's gradient is final
+        if parameter not in self._groups:
+            return
+        is_reduced = own is not None or parameter in self._weights  # else autograd's gradient is final in its pass
         name, is_ours = name or f"a parameter of shape {list(parameter.shape)}", own is not None
-        if len(parameter._backward_hooks or ()) > is_ours:
+        if is_reduced and len(parameter._backward_hooks or ()) > is_ours:
             raise ValueError(
                 f"{name} has a hook of register_hook, which would see no gradient, or a rank's own part of it: use "
                 "register_post_accumulate_grad_hook, whose hooks are called when .grad is reduced, and may change it"
