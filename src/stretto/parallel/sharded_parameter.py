@@ -146,7 +146,7 @@ class ShardedParameter(DTensor):
         """As torch.compile makes a graph's input, whose type it compares with the parameter's."""
         found = DTensor.__tensor_unflatten__(*args, **kwargs)
         found.__class__ = ShardedParameter
-        return found  # type: ignore[no-any-return]
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
