@@ -133,3 +133,37 @@ def wrong_weights(sizes: dict[str, int]) -> list[str]:
 )
 def test_what_a_block_checkpoints_trains_as_in_one_process(ranks, count, sizes):
     assert ranks(count).run(wrong_weights, sizes) == [[]] * count
+
+
+class Interrupted(torch.autograd.Function):
+    """The identity, whose backward pass the user ends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def differences_after_an_interruption(run: Callable[..., Tensor], options: dict[str, Any]) -> list[str]:
+    """Which parameters are no shards after a backward pass that was interrupted, or lose edits that are made then."""
+    model, x = parallelize(make(run), Grid(z=2), **options), torch.ones(2, WIDTH, dtype=torch.float64)
+    handle = model.layers[0].register_forward_hook(lambda *args: Interrupted.apply(args[-1]))
+    with pytest.raises(KeyboardInterrupt):
+        model(x).sum().backward()
+    handle.remove()
+    found = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "stretto_layout")]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model(x).sum().backward()
+    return found + [name for name, parameter in model.named_parameters() if not (gather(parameter) == 0.5).all()]
+
+
+def test_an_interrupted_backward_pass_leaves_parameters_that_can_be_edited(ranks):
+    for options in ({}, {"keep_gathered": False}, {"recompute": "full"}, {"blocks": []}):
+        for reentrant in (False, True):
+            run = partial(checkpoint, use_reentrant=reentrant)
+            assert ranks(2).run(differences_after_an_interruption, run, options) == [[]] * 2, options

@@ -104,3 +104,26 @@ def test_a_sink_takes_every_gradient_of_a_compiled_model(ranks):
     ((_, breaks, _, taken),) = ranks(1).run(compile_blocks, make_gpt, "sink")
     assert breaks > 0
     assert taken == len(list(make_gpt().parameters()))
+
+
+def differences_of_compiled_model() -> list[str]:
+    """Which gradients of a compiled model on two ranks differ from the model's, before and after an edit."""
+    grid, found = Grid(z=2), []
+    model = parallelize(make_gpt(), grid)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        seen = []
+        for each in (model, compiled):
+            model.zero_grad()
+            each(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+            seen.append({name: gather(p.grad) for name, p in model.named_parameters()})
+        found += [name for name, gradient in seen[0].items() if distance(seen[1][name], gradient) > 1e-5]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter[0].mul_(2)
+                parameter.data = parameter.data * 1.1
+    return found
+
+
+def test_a_compiled_model_on_two_ranks_has_the_gradients_of_the_model(ranks):
+    assert ranks(2).run(differences_of_compiled_model) == [[], []]

@@ -94,7 +94,7 @@ class ShardedParameter(DTensor):
             tensor.__class__ = DTensor  # type: ignore[assignment]
         try:
             found = func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        except (IndexError, NotImplementedError, RuntimeError) as error:  # a whole mask is no index of a shard
             is_refused = True
             is_read = is_view and not (torch.is_grad_enabled() and own[0].requires_grad)
             if not (is_read or (written and _takes_no_plain_operand(func, args, kwargs))):
@@ -140,6 +140,13 @@ class ShardedParameter(DTensor):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any, **kwargs: Any) -> "ShardedParameter":
+        """As torch.compile makes a graph's input, whose type it compares with the parameter's."""
+        found = DTensor.__tensor_unflatten__(*args, **kwargs)
+        found.__class__ = ShardedParameter
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on parameters, and what autograd may be asked for: as plain PyTorch, or refused on all ranks alike."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, layout_of, no_sync, parallelize
 from tests.parallel.training import distance, my_rows
 
@@ -175,3 +177,20 @@ def test_what_cannot_be_as_in_plain_pytorch_is_refused_and_leaves_gradients_alon
                 "frozen after forward": (["1.weight", "2.bias", "2.weight"], []),
                 "anomaly": [],
             }, layout
+
+
+def calls_in_micro_batches() -> list[int]:
+    """How often hooks of each parameter are called in a step of three micro-batches, of ranks that reduce no bias."""
+    model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=13, max_seq_len=8)), Grid(x=2))
+    calls = dict.fromkeys(dict(model.named_parameters()), 0)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update({name: calls[name] + 1}))
+    tokens = torch.arange(9).view(1, 9)
+    for is_last in (False, False, True):
+        with nullcontext() if is_last else no_sync(model):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return sorted(set(calls.values()))
+
+
+def test_hooks_wait_for_the_last_micro_batch_where_nothing_is_reduced(ranks):
+    assert ranks(2).run(calls_in_micro_batches) == [[1]] * 2

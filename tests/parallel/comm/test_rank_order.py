@@ -9,6 +9,7 @@ from stretto.parallel import Grid, gather, layout_of, no_sync, parallelize
 from stretto.parallel.comm import collectives
 from stretto.train.observe.metrics import CorruptionError
 from stretto.train.replicas import ModelWeights, ReplicaCheck
+from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 
 WIDTH = 8
 
@@ -79,6 +80,77 @@ def test_ranks_of_data_may_run_other_submodules_in_each_step(ranks):
         for how in ("roles", "blocks"):
             for found in ranks(2 * sizes.get("z", 1)).run(errors_over_data, sizes, how):
                 assert max(found.values()) < 1e-12, (sizes, how, found)
+
+
+def differences_of_an_optimizer_in_backward() -> list[str]:
+    """What hooks train otherwise than plain PyTorch, where ranks run other modules."""
+    grid = Grid(data=torch.distributed.get_world_size())
+    model, plain = parallelize(Towers().double(), grid), Towers().double()
+    inputs = torch.randn(grid.size("data"), 2, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+    def step(parameter: Tensor) -> None:
+        gather(parameter.grad, layout_of(parameter))  # hooks may communicate: ranks call them in one order
+        torch.optim.SGD([parameter], lr=0.1).step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for towers in (("01", "01", "01"), ("0", "1", "0"), ("02", "0", ""), ("12", "21", "1")):
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        for rows, which in zip(inputs, towers, strict=False):
+            (plain(rows, which).square().mean() / len(inputs)).backward()
+        optimizer.step()
+        mine = grid.coordinate("data")
+        model(inputs[mine], towers[mine]).square().mean().backward()
+    ours = {name: gather(parameter) for name, parameter in model.named_parameters()}
+    return [name for name, weight in plain.named_parameters() if not (ours[name] - weight).abs().max() < 1e-12]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_hooks_are_called_on_all_ranks_for_a_module_that_some_of_them_run(ranks, count):
+    assert ranks(count).run(differences_of_an_optimizer_in_backward) == [[]] * count
+
+
+def refusal_of_stored_optimizer(second: tuple[str, str]) -> str:
+    """What is said where ranks of data run different modules, in the first step or in the second."""
+    grid = Grid(data=2)
+    model = parallelize(Towers(), grid)
+    optimizer = StoredOptimizer(model, grid, sgd_update(), name="sgd", dtype=torch.float32)
+    try:
+        for towers in (("01", "01"), second) if second[0] == "01" else (second,):
+            model(torch.ones(2, WIDTH), towers[grid.coordinate("data")]).square().mean().backward()
+            optimizer.step(0.1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stored_optimizer_refuses_modules_that_some_ranks_alone_have_run(ranks):
+    for second in (("0", "1"), ("1", ""), ("01", "0"), ("01", "02")):
+        for said in ranks(2).run(refusal_of_stored_optimizer, second):
+            assert "towers" in said, second
+            assert "rank 0" in said, second
+
+
+def refusal_of_frozen(frozen: tuple[str, str]) -> str:
+    """What is said where ranks freeze different parameters in the second step, and the first ones are the same."""
+    grid = Grid(data=2)
+    model = parallelize(Towers(), grid)
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    for name in ("towers.1.weight", "towers.1.bias", frozen[grid.coordinate("data")]):
+        model.get_parameter(name).requires_grad_(False)
+    try:
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_after_the_first_ones_are_compared_too(ranks):
+    for said in ranks(2).run(refusal_of_frozen, ("towers.0.weight", "trunk.weight")):
+        assert "towers.0.weight" in said
+        assert "trunk.weight" in said
 
 
 def refusal_over_z(sizes: dict[str, int], how: str, towers: tuple[str, ...], trick: str = "") -> str:

@@ -37,9 +37,27 @@ class SelectiveMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` at the end of this thread's current backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+def at_end_of_backward(function: Callable[[], None], *, also_if_it_raises: bool = False) -> None:
+    """Call `function` at the end of this thread's current backward pass.
+
+    also_if_it_raises: also once that has raised.
+    """
+    queued = _CalledOrDropped(function) if also_if_it_raises else function
+    torch.autograd.Variable._execution_engine.queue_callback(queued)
+
+
+class _CalledOrDropped:
+    """Calls a function when it is called, or else when it is dropped, as by autograd after a pass that has raised."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+    __del__ = __call__
 
 
 def is_asked_for(ctx: Any, place: int) -> bool:

@@ -75,9 +75,10 @@ class GradientBucket:
         assert self._flat is not None
         self._pending, self._flat = start_all_reduce(self._flat, self.groups[0]), None
 
-    def add_to_grad(self, absent: set[nn.Parameter]) -> None:
+    def add_to_grad(self, absent: set[nn.Parameter]) -> list[nn.Parameter]:
         """Wait for the sum, sum over the other groups, and add the result to the parameters' `.grad`.
 
+        Returns the parameters of which other ranks alone had a gradient.
         absent: in a pass that captures a CUDA graph, what no rank had a gradient of in the last one; is else written.
         """
         assert self._pending is not None
@@ -95,6 +96,7 @@ class GradientBucket:
             if parameter not in absent:
                 accumulate(parameter, flat[offset : offset + shape.numel()].view(shape), is_shared=True)
             offset += shape.numel()
+        return [parameters[index] for index in self._missing if parameters[index] not in absent]
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ class GradientReducer:
         self._reductions = RankOrder(grid.communicator(STAGE), "gradients over data")
         self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
         self._plans: dict[tuple[int, ...], BucketPlan] = {}  # by what is frozen
+        self._given: set[int] = set()  # to the sink, in this step
         self._absent: set[nn.Parameter] = set()  # no rank had a gradient of them in the last pass
 
     def watch(
@@ -199,10 +200,11 @@ class GradientReducer:
         Raises ValueError for hooks that would see a gradient before it is reduced, and for those that would see none.
         """
         own = self._hooks.get(parameter)
-        if own is None and parameter not in self._weights:
-            return  # autograd's gradient is final
+        if parameter not in self._groups:
+            return
+        is_reduced = own is not None or parameter in self._weights  # else autograd's gradient is final in its pass
         name, is_ours = name or f"a parameter of shape {list(parameter.shape)}", own is not None
-        if len(parameter._backward_hooks or ()) > is_ours:
+        if is_reduced and len(parameter._backward_hooks or ()) > is_ours:
             raise ValueError(
                 f"{name} has a hook of register_hook, which would see no gradient, or a rank's own part of it: use "
                 "register_post_accumulate_grad_hook, whose hooks are called when .grad is reduced, and may change it"
@@ -414,6 +416,7 @@ class GradientReducer:
     def _give(self, current: BackwardPass, sink: GradientSink, parameter: nn.Parameter, mine: Tensor) -> None:
         """Give a part of a gradient to the sink, and notify it after the last one of the step."""
         sink.add(parameter, mine)
+        self._given.add(self._reductions.place(parameter))
         current.counts[parameter] = current.counts.get(parameter, 0) + 1
         if self.is_syncing and current.counts[parameter] == self._expected.get(parameter):
             self._reductions.begin_backward()
@@ -573,6 +576,9 @@ class GradientReducer:
         if current is outermost and self.is_syncing:
             if self.sink is not None:
                 self._reductions.begin_backward()
+                # The sink trains what it was given: else some ranks alone would train a module that others did not run.
+                self._reductions.follow(("all gradients, which are of", *sorted(self._given)))
+                self._given.clear()
                 self._reductions.end(compares=True)
                 self.sink.finish()
             else:
@@ -610,10 +616,12 @@ class GradientReducer:
             for bucket in current.closed:
                 bucket.start()
         while current.closed:  # each bucket is freed before the next one's gradients are made
-            current.closed.popleft().add_to_grad(self._absent)
+            for parameter in current.closed.popleft().add_to_grad(self._absent):
+                self._accumulated[parameter] = None  # else an optimizer in backward would train it on some ranks alone
 
     def _call_hooks(self) -> None:
-        hooked, self._accumulated = list(self._accumulated), {}
+        # In one order on all ranks, also where these run different modules: a hook may communicate.
+        hooked, self._accumulated = sorted(self._accumulated, key=self._reductions.place, reverse=True), {}
         with torch.no_grad():
             for parameter in (each for each in hooked if each.grad is not None):
                 for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):

@@ -190,7 +190,7 @@ class RankOrder:
         except RuntimeError as error:
             late = [rank for rank in others if not self._store.check([self._key(rank)])]
             raise RuntimeError(
-                f"{self.about}: rank {self._own} goes on with {self._describe(events[-1])}, and rank"
+                f"{self.about}: rank {self._own} goes on with {_shorten(self._describe(events[-1]), '')}, and rank"
                 f"{'s' * (len(late) > 1)} {', '.join(map(str, late))} did not come to the same place within the "
                 f"group's limit of {limit}: {RULE}"
             ) from error
@@ -232,7 +232,8 @@ class RankOrder:
         """Raise RuntimeError where the names of this rank's events and those of another rank's differ."""
         for mine, theirs in zip(own, other, strict=False):
             if mine != theirs:
-                self._fail(f"rank {self._own} has come to {mine}, and rank {rank} to {theirs}")
+                shown = _shorten(mine, theirs), _shorten(theirs, mine)
+                self._fail(f"rank {self._own} has come to {shown[0]}, and rank {rank} to {shown[1]}")
 
     def _fail(self, what: str) -> NoReturn:
         raise RuntimeError(f"{self.about}: {what}: {RULE}")
@@ -254,7 +255,15 @@ class RankOrder:
     def _describe(self, event: Event) -> str:
         what, *places = event
         names = [self.names.get(place, str(place)) for place in places if isinstance(place, int)]
-        return f"{what} {', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}".strip()
+        return f"{what} {', '.join(names)}".strip()
+
+
+def _shorten(text: str, other: str) -> str:
+    """A description with few names: the first, and one that the other description lacks."""
+    first, *names = text.split(", ")
+    if len(names) < 2:
+        return text
+    return f"{first}, {min(names, key=set(other.split(', ')).__contains__)} and {len(names) - 1} more"
 
 
 _made: "weakref.WeakKeyDictionary[dist.Store, Counter[str]]" = weakref.WeakKeyDictionary()

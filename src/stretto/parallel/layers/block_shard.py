@@ -227,7 +227,9 @@ class BlockShard:
         if self._again is None:
             with torch.no_grad():
                 self._again = self.gather()
-            at_end_of_backward(self._free)  # of a frozen block nothing is reduced, which frees it earlier
+            at_end_of_backward(
+                self._free, also_if_it_raises=True
+            )  # of a frozen block nothing is reduced, which frees it earlier
         return self._again[index]
 
     def _free(self) -> None:
@@ -319,7 +321,7 @@ class BlockShard:
         def begin(_: Tensor) -> None:
             if self._held is not None or self._holds_next:
                 return
-            at_end_of_backward(self._free)
+            at_end_of_backward(self._free, also_if_it_raises=True)
             self._held_in = torch._C._current_graph_task_id()
             if is_recomputed:
                 self._holds_next = True
