@@ -85,11 +85,10 @@ class GradientReducer:
     Each later pass reduces the gradients of all trained parameters, with zeros for those that this rank has none of:
     ranks of data may run different submodules (`stretto.parallel.comm.rank_order` compares what must be the same).
 
-    `at_end` is called at the end of each backward pass, `at_failure` once one has raised, at the latest before the next
-    forward pass or state dict.
-    `ring` reduce-scatters by copy engines, if they are used. `sink` takes gradients in place of `.grad` once `send_to`
-    was called (`stretto.optim.state`). While `deferred` is a list, linears leave the products that make their weights'
-    gradients there (`stretto.parallel.pipeline`).
+    `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
+    one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
+    takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a list,
+    linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
     the global batch has its gradient multiplied by the number of ranks (docs/decisions/030); else they sum.
@@ -266,10 +265,6 @@ class GradientReducer:
         if self._passes and self.ring is not None:
             self.ring.drop()
         self._passes.clear()
-        self.drop_state()
-
-    def drop_state(self) -> None:
-        """Call `at_failure`: the running backward pass raises, or has raised."""
         for drop in self.at_failure:
             drop()
 
@@ -565,7 +560,6 @@ class GradientReducer:
     def _finish(self, task: int) -> None:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
         if torch.is_grad_enabled():
-            self.drop_state()
             raise RuntimeError(
                 "create_graph=True is not supported for the gradients of a parallelized model's parameters, which are "
                 "reduced outside of autograd: terms that depend on .grad would have no gradient. Leave it out"
@@ -592,7 +586,6 @@ class GradientReducer:
         for parameter, gradient in current.held.items():  # autograd has made these gradients, and accumulated none
             parameter.grad = gradient
         if current.held:
-            self.drop_state()
             raise RuntimeError(REFUSED_GRAD)
         if self.is_syncing and current is outermost:
             self._call_hooks()

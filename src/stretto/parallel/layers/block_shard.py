@@ -227,9 +227,8 @@ class BlockShard:
         if self._again is None:
             with torch.no_grad():
                 self._again = self.gather()
-            at_end_of_backward(
-                self._free, also_if_it_raises=True
-            )  # of a frozen block nothing is reduced, which frees it earlier
+            # Of a frozen block nothing is reduced, which frees it earlier.
+            at_end_of_backward(self._free, also_if_it_raises=True)
         return self._again[index]
 
     def _free(self) -> None:
@@ -494,10 +493,5 @@ class _GatherBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        try:
-            asked = [each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)]
-        except RuntimeError:
-            ctx.block.gradients.drop_state()
-            raise
-        ctx.block.start_reduction(asked)
+        ctx.block.start_reduction([each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)])
         return (None,) * (1 + len(gradients))
