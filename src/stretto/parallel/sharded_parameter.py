@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types_of_optimizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._pytree import tree_map
 
-from stretto.parallel.comm.autograd import SelectiveMode
+from stretto.parallel.comm.autograd import SelectiveMode, scale_gradient, sum_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, gather, make_shard, shard_like
 
@@ -147,6 +147,20 @@ class ShardedParameter(DTensor):
         found = DTensor.__tensor_unflatten__(*args, **kwargs)
         found.__class__ = ShardedParameter
         return found
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole parameter. Its gradient is averaged over the ranks that hold shards, as all gradients are.
+
+        DTensor would have each shard take a part of its own rank's gradient: another one where a term outside of the
+        forward pass depends on a rank's own rows. grad_placements: what each rank's gradient is, and no average then.
+        """
+        whole = super().full_tensor(grad_placements=grad_placements)
+        if grad_placements is None and whole.requires_grad:
+            for dim, placement in enumerate(self.placements):
+                group = self.device_mesh.get_group(dim)
+                if not placement.is_replicate() and group.size() > 1:
+                    whole = scale_gradient(sum_gradient(whole, group), 1 / group.size())
+        return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:

@@ -136,6 +136,26 @@ def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_proce
     assert ranks(count).run(disagreements, runs) == [[]] * count
 
 
+def distances_of_own_rows(sizes: dict[str, int]) -> dict[str, float]:
+    """How far gradients are from one process's where weights are multiplied with a rank's own rows outside of forward."""
+    grid, plain, model = Grid(**sizes), build("blocks"), parallelize(build("blocks"), Grid(**sizes))
+
+    def term(model: nn.Module, tokens: Tensor) -> Tensor:
+        return (model(tokens) @ whole(model.head.weight) @ whole(model.blocks[0][0].weight)).square().mean()
+
+    term(plain, batch(None)[0]).backward()
+    term(model, batch(grid)[0]).backward()
+    others = dict(plain.named_parameters())
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: distance(gather(grad), others[name].grad) for name, grad in grads.items()}
+    return {name: value for name, value in found.items() if not value < 1e-10}
+
+
+def test_a_rank_may_multiply_its_rows_with_whole_weights_outside_of_forward(ranks):
+    for count, sizes in ((2, {"data": 2}), (2, {"z": 2}), (3, {"z": 3}), (4, {"data": 2, "z": 2})):
+        assert ranks(count).run(distances_of_own_rows, sizes) == [{}] * count, sizes
+
+
 def stored(kind: str, sizes: dict[str, Any]) -> dict[str, float]:
     """How far weights are from plain training's after two steps of a StoredOptimizer, with the penalty."""
     grid, plain, model = Grid(**sizes), build(kind).float(), parallelize(build(kind).float(), Grid(**sizes))

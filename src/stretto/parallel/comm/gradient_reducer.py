@@ -146,7 +146,7 @@ class GradientReducer:
         self._reductions.place(parameter)
         if scattered_over is not None:
             self._weights.add(parameter)
-        elif self._groups[parameter]:
+        if self._groups[parameter]:  # of weights, too: terms outside of forward give them gradients by autograd
             self._hooks[parameter] = []
             self.restore_hooks(parameter)
 
@@ -163,7 +163,7 @@ class GradientReducer:
                 "accumulate_unsharded keeps unsharded gradients, which optimizer_state 'device' and 'host' do not"
             )
         self.sink = sink
-        for parameter in self._groups:  # weights, too: a term outside of forward gives them gradients by autograd
+        for parameter in self._groups:
             if parameter not in self._hooks:
                 self._hooks[parameter] = []
                 self.restore_hooks(parameter)
