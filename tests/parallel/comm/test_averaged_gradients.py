@@ -137,7 +137,7 @@ def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_proce
 
 
 def distances_of_own_rows(sizes: dict[str, int]) -> dict[str, float]:
-    """How far gradients are from one process's where weights are multiplied with a rank's own rows outside of forward."""
+    """How far gradients are from one process's, of weights that multiply a rank's own rows outside of forward."""
     grid, plain, model = Grid(**sizes), build("blocks"), parallelize(build("blocks"), Grid(**sizes))
 
     def term(model: nn.Module, tokens: Tensor) -> Tensor:
