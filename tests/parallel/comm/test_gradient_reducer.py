@@ -99,7 +99,7 @@ def test_a_model_is_parallelized_once(ranks):
     assert len(set(ranks(2).run(refusal_of_a_second_time))) == 1
 
 
-BATCH, SEQ_LEN = 16, 6
+BATCH, SEQ_LEN = 24, 6  # of four ranks each has three micro-batches
 SMALL = GPTConfig(layers=2, hidden=16, heads=2, vocab=23, max_seq_len=SEQ_LEN)
 LINEARS = 2 * 4  # weights of SMALL's blocks; the embedding, which is the head too, has two gradients
 
