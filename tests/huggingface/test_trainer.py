@@ -160,8 +160,8 @@ def refuse(out: Path) -> dict[str, str]:
         model = parallelize(loops.make_model("llama"), grid)
         note("not on a grid", lambda: make(loops.make_model("llama")))
         note("fp16", lambda: make(model, fp16=True))
-        summed = parallelize(loops.make_model("llama"), Grid(z=2), gradients="sum")
-        note("own loss", lambda: make(summed, own_loss(base)).train())
+        note("own loss", lambda: make(model, own_loss(base)).train())
+        note("smoothed", lambda: make(model, label_smoothing_factor=0.1).train())
         note(
             "a stock checkpoint", lambda: make(model).train(resume_from_checkpoint=str(out / "alone" / "checkpoint-3"))
         )
@@ -185,6 +185,7 @@ def test_what_the_plugin_does_not_support_is_refused_and_a_failed_save_leaves_no
         assert "LlamaForCausalLM is not on a grid: pass stretto.parallelize" in messages["not on a grid"]
         assert "does not support fp16" in messages["fp16"]
         assert "from this rank's rows alone" in messages["own loss"]
+        assert "from this rank's rows alone" in messages["smoothed"]
         assert "optimizer state of a Trainer without trainer_plugin" in messages["a stock checkpoint"]
         assert "no space left" in messages["a failed save"]
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["checkpoint-3", "checkpoint-5"]

@@ -211,11 +211,10 @@ class _OnGrid:
             inputs = {**inputs, "use_cache": False}
         labels = inputs.get("labels")
         loss, outputs = inner(model, inputs, return_outputs=True, **options)
-        takes_whole = self._grid.size(LOSS) > 1 and "sum" in self._grid.gradients
-        if takes_whole and loss.requires_grad and not is_mean_over_batch(loss):
+        if self._grid.size(LOSS) > 1 and loss.requires_grad and not is_mean_over_batch(loss):
             raise ValueError(
-                f"{type(self).__name__}: the loss was computed from this rank's rows alone, where gradients are those "
-                "of a loss of the global batch. Leave compute_loss_func and label_smoothing_factor out, and use "
+                f"{type(self).__name__}: the loss was computed from this rank's rows alone, where it is to be that of "
+                "the global batch. Leave compute_loss_func and label_smoothing_factor out, and use "
                 "stretto.parallel.mean_over_batch in a compute_loss of your own"
             )
         if is_of_trl:
