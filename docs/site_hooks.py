@@ -29,9 +29,9 @@ FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 
 # Folders whose pages the search finds after the guides, and down to which level it finds their headings: a public name,
-# a decision's page, and nothing of results, which guides link to. The theme gives words in a heading 1,000 times the
-# weight of those in a text.
-SEARCH_LEVELS = {"reference": 2, "decisions": 1, "CHANGELOG.md": 1, "results": 0}
+# a decision's page, and nothing of CONTRIBUTING and results, which guides link to. The theme gives words in a heading
+# 1,000 times the weight of those in a text.
+SEARCH_LEVELS = {"reference": 2, "decisions": 1, "CHANGELOG.md": 1, "CONTRIBUTING.md": 0, "results": 0}
 SEARCH_BOOST = 1e-4
 
 
