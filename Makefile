@@ -107,7 +107,7 @@ gpu-test-exhaustive:
 
 gpu-test-backend-suite:
 	@$(HAS_GPU)
-	$(PYTHON) tests/backend_suite/run.py --gpus
+	$(PYTHON) tests/backend_suite/run.py --gpus --jobs 10
 
 # NCCL asks the driver for what it may not have, so errors of calls to the driver say nothing of these kernels.
 gpu-sanitize:

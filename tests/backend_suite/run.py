@@ -46,8 +46,8 @@ def write_schedules(folder: Path, most_ranks: int) -> None:
                 write_schedule(find(name).compile(ranks=ranks, root=root), folder / f"{name}-{ranks}-{root}.xml")
 
 
-def run(which: Run, patterns: list[str]) -> bool:
-    """Run the suite once. Returns whether all is as expected."""
+def run(which: Run, patterns: list[str], jobs: int) -> bool:
+    """Run the suite once, in `jobs` parts side by side. Returns whether all is as expected."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "BACKEND": which.backend,
@@ -61,8 +61,20 @@ def run(which: Run, patterns: list[str]) -> bool:
         if which.schedules:
             write_schedules(Path(folder), which.ranks)
             environment["STRETTO_SCHEDULES"] = folder
-        command = [sys.executable, str(Path(__file__).with_name("suite.py")), *patterns]
-        return subprocess.run(command, env=environment, check=False).returncode == 0
+        suite = [sys.executable, str(Path(__file__).with_name("suite.py")), *patterns]
+        if jobs == 1:
+            return subprocess.run(suite, env=environment, check=False).returncode == 0
+        outputs = [Path(folder, f"part-{part}") for part in range(jobs)]
+        running = []
+        for part, output in enumerate(outputs, 1):
+            inits = {"INIT_METHOD": f"file://{folder}/init-{part}"}
+            with output.open("w") as file:
+                command = [*suite, "--part", f"{part}/{jobs}"]
+                running.append(subprocess.Popen(command, env=environment | inits, stdout=file, stderr=file))
+        failed = [process.wait() != 0 for process in running]
+        for output in outputs:
+            print(output.read_text(errors="replace"), flush=True)
+        return not any(failed)
 
 
 def main() -> int:
@@ -71,6 +83,7 @@ def main() -> int:
     parser.add_argument("patterns", nargs="*")
     parser.add_argument("--gpus", action="store_true", help="on two GPUs, in the place of NCCL")
     parser.add_argument("--only", type=int, metavar="N", help="the N-th of the runs alone, from 1 on")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parts of a run side by side")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src")]
     runs = ON_GPUS if options.gpus else ON_CPUS
@@ -79,7 +92,7 @@ def main() -> int:
         with_schedules = ", with schedules" if which.schedules else ""
         title = f"in the place of {which.backend} with {which.ranks} ranks{with_schedules}"
         print(f"== stretto {title}", flush=True)
-        if not run(which, options.patterns):
+        if not run(which, options.patterns, options.jobs):
             failed.append(title)
     for title in failed:
         print(f"not as expected: {title}")

@@ -147,6 +147,21 @@ def exchange_among_some(folder: Path, before: str) -> None:
     dist.destroy_process_group()
 
 
+def call_from_elsewhere(folder: Path) -> None:
+    """Call on this rank's GPU while another is the current one, and last on the next rank's."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("stretto")
+    torch.cuda.set_device((rank + 1) % torch.cuda.device_count())
+    sums = []
+    for call in range(4):
+        x = torch.full((1000,), rank + 1.0, device=torch.device("cuda", (rank + call // 3) % torch.cuda.device_count()))
+        dist.all_reduce(x)
+        sums.append(x.max().item())
+    written = {"sums": sums, "ran": {" ".join(key): number for key, number in call_counts().items()}}
+    (folder / f"elsewhere-{rank}.json").write_text(json.dumps(written))
+    dist.destroy_process_group()
+
+
 def profile_calls(folder: Path) -> None:
     """What a profile of one all-reduce and of one all-gather shows of them."""
     torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
@@ -429,6 +444,15 @@ def test_asynchronous_calls_run_beside_other_kernels_and_are_waited_for_alone(tm
 def test_some_ranks_exchange_messages_after_a_first_collective_of_all(tmp_path: Path, before: str, world: int) -> None:
     run_watched(world, exchange_among_some, tmp_path, before)
     assert {path.name for path in tmp_path.glob("some-*")} == {f"some-{rank}" for rank in range(world)}
+
+
+@pytest.mark.own_gpus("the current GPU is another rank's")
+def test_calls_on_gpus_that_are_not_the_current_ones_are_right_and_run_by_schedules(tmp_path: Path, world: int) -> None:
+    run_watched(world, call_from_elsewhere, tmp_path)
+    for rank in range(world):
+        found = json.loads((tmp_path / f"elsewhere-{rank}.json").read_text())
+        assert found["sums"] == [world * (world + 1) / 2] * 4
+        assert any(key.startswith("allreduce schedule") for key in found["ran"]), found
 
 
 @pytest.mark.ranks(2)

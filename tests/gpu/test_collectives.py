@@ -282,14 +282,14 @@ def lose_peers(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.ranks(3, 5)
+@pytest.mark.ranks(5)
 def test_short_tensors_of_every_size_of_element_are_summed_right(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, reduce_short_tensors, tmp_path, SEED)
     found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(world)]
     assert found == [[]] * world, SEED
 
 
-@pytest.mark.ranks(3, 8)
+@pytest.mark.ranks(5)
 def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory(
     run_ranks: Run, tmp_path: Path, world: int
 ) -> None:
@@ -301,7 +301,7 @@ def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory
     assert found[0]["runs"] >= 200
 
 
-@pytest.mark.ranks(2, 5)
+@pytest.mark.ranks(2)
 def test_all_ranks_get_the_same_bits_every_time_and_graphs_replay(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, same_bits_and_graphs, tmp_path, SEED)
     assert [json.loads((tmp_path / f"bits-{rank}.json").read_text()) for rank in range(world)] == [[]] * world

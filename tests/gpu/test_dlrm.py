@@ -14,7 +14,7 @@ from stretto.train.config import DLRMTrainConfig, make_config
 from stretto.train.trainer import train
 from tests.gpu.sharing import GpuRanks
 
-pytestmark = pytest.mark.ranks(1, 2, own=(1, 2, 4), among=(1, 2, 4, 8))
+pytestmark = pytest.mark.ranks(2, own=(1, 2, 4), among=(1, 2, 4, 8))
 IMPLEMENTATIONS = ("library", "kernel") if _find_operators() is not None else ("library",)
 
 

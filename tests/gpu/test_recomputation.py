@@ -15,7 +15,7 @@ from tests.gpu.sharing import GpuRanks
 MODES = ("none", "full", "every:2", "products", "communication", "host")
 BATCH, SEQ_LEN = 4, 256
 CONFIG = GPTConfig(layers=8, hidden=256, heads=8, vocab=1003, max_seq_len=SEQ_LEN, positions="rotary", dropout=0.1)
-pytestmark = pytest.mark.ranks(1, 2, own=(1, 2, 4), among=(1, 2))
+pytestmark = pytest.mark.ranks(2, own=(1, 2, 4), among=(1, 2))
 
 
 def train(sizes: dict[str, int], recompute: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def read(folder: Path) -> list[object]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("wrong-*.json"))]
 
 
-@pytest.mark.ranks(2, 8)
+@pytest.mark.ranks(8)
 def test_tiles_are_right_by_push_and_by_pull_past_stragglers(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, gather_in_many_calls, tmp_path, SEED)
     assert read(tmp_path) == [[]] * world, SEED

@@ -122,6 +122,8 @@ class CudaRunner:
         communicator = self._communicator_or_none()
         if communicator is None:
             return _left_to_nccl(self._obstacle or "")
+        if input.device != communicator.workspace.device:
+            return _left_to_nccl(f"the group's kernels run on {communicator.workspace.device}")
         assert call.collective is not None
         buffers = _find_buffers(call.collective, input, output, self._member.rank)
         if buffers is None:

@@ -167,6 +167,10 @@ class Dispatcher:
         if self._debug_check is not None:
             self._debug_check.require_same(call)
         obstacle = find_obstacle(call, self.member.size)
+        with _on_gpu_of(call):
+            return self._start(call, obstacle)
+
+    def _start(self, call: BackendCall, obstacle: str | None) -> "Work | None":
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None and call.is_own:
             raise ValueError(f"no installed schedule runs {call.describe()}: {why}")
@@ -293,6 +297,12 @@ class Dispatcher:
         if not obstacles:
             return None, f"no schedule is installed for {call.collective}"
         return None, "; ".join(f"schedule {name}: {obstacle}" for name, obstacle in obstacles.items())
+
+
+def _on_gpu_of(call: BackendCall) -> contextlib.AbstractContextManager[object]:
+    """A context in which the current GPU is that of the call's tensors, where memory and kernels of the group are."""
+    tensors = (*call.inputs, *call.outputs)
+    return torch.cuda.device(tensors[0].device) if tensors and tensors[0].is_cuda else contextlib.nullcontext()
 
 
 _IGNORE_STRIDES = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "scatter")
