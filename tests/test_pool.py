@@ -120,6 +120,7 @@ def test_one_jobs_settings_do_not_reach_the_next(ranks):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_job_leaves_no_thread_of_its_process_groups_behind(ranks):
+    ranks(4).run(train_a_model)  # a process keeps the threads that its first training starts
     before = ranks(4).run(number_of_threads)
     for turn in range(3):
         ranks(4).run(use_a_mesh, (f"a{turn}", f"b{turn}"))

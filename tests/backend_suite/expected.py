@@ -5,6 +5,7 @@ NAME = "the suite asks for the name of the backend, which is stretto"
 LOGGER = "DDP's logger calls every backend custom that torch does not know"
 NAMED_BY_ALL = "ranks other than 0 look for gloo's words; stretto names the missing rank on all ranks"
 RELOADED = "torch's DDP with a static graph reduces nothing in its first step after torch.load, with any backend"
+OTHER_WORDS = "the suite looks for NCCL's words; a schedule's call that a rank leaves out raises at the group's end too"
 UNEVEN_LISTS = "gloo, which runs all-to-alls of lists of CPU tensors, refuses parts of several sizes"
 
 
@@ -19,6 +20,9 @@ def expected_failures(backend: str, ranks: int) -> dict[str, str]:
         failures["test_monitored_barrier_failure_order"] = NAMED_BY_ALL
     if backend == "nccl":
         failures["test_DistributedDataParallel"] = RELOADED
+        failures["test_ddp_profiling_execution_trace"] = NAME
+        failures["test_monitored_barrier_allreduce_hang"] = OTHER_WORDS
+        failures["test_monitored_barrier_allreduce_hang_wait_all_ranks"] = OTHER_WORDS
     if backend == "mpi":
         for case in ("", "_complex", "_full_group", "_group"):
             failures[f"test_all_to_all{case}"] = UNEVEN_LISTS

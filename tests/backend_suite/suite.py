@@ -46,9 +46,9 @@ def take_the_place() -> None:
     def get_profiling_event(name: str, *args: Any, **options: Any) -> list[Any]:
         """Each call has one range: of stretto, or of the backend that it was left to. Here all have stretto's name.
 
-        Before a group's first call its schedules are installed, for which stretto makes calls of gloo.
+        Before a group's first call stretto makes calls of gloo: it installs schedules, and ranks agree on memory.
         """
-        for by in ("stretto", "gloo", "nccl"):
+        for by in ("stretto", "nccl", "gloo") if ON_GPUS else ("stretto", "gloo"):
             inner = name.replace("stretto:", f"{by}:")
             if found := find_events(inner, *args, **options):
                 for event in found:

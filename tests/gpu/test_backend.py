@@ -241,6 +241,8 @@ def overlap_calls(folder: Path) -> None:
         expect(bool((copy == total).all()), "wait did not wait for its call")
         expect(works[0].is_completed(), "a call was not completed after its wait")
         expect(not works[1].is_completed(), "a call was completed before its peer had come, the second")
+        with pytest.raises(dist.DistBackendError, match="has not ended within 50 ms"):
+            works[1].wait(timedelta(milliseconds=50))
         let_come("second")
     works[1].wait()
     expect(bool((y == total).all()), "the second wait did not wait for its call")

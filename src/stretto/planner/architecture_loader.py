@@ -137,13 +137,15 @@ def _from_table(where: str, table: dict[str, Any], seq_len: int) -> Architecture
             near = did_you_mean(key, types) or f": it has {', '.join(types)}"
             raise ValueError(f"{where}: a model has no option {key!r}{near}")
         _check_option(f"{where}: model.{key}", value, types[key])
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{where}: model.name is {name!r}, but must be a text")
     try:
         if name in PUBLIC_MODELS:
             if given:
                 raise ValueError(f"{where}: model.name is {name!r}, a public model, which takes no other options")
-            return from_hugging_face(str(name), PUBLIC_MODELS[name])
+            return from_hugging_face(name, PUBLIC_MODELS[name])
         if name is not None:
-            config = GPTConfig.preset(str(name), **given)
+            config = GPTConfig.preset(name, **given)
         else:
             if missing := [f"model.{key}" for key in ("layers", "hidden", "heads", "vocab") if key not in given]:
                 raise ValueError(f"{are_missing(missing)}: without model.name, a model must have them")

@@ -32,9 +32,12 @@ class Naming:
 
 
 def judge(
-    job: Job, recorded: Mapping[str, Any], undisturbed: Sequence[Mapping[str, Any]], limit: float
+    job: Job, recorded: Mapping[str, Any], undisturbed: Sequence[Mapping[str, Any]], timeout: float, grace: float
 ) -> list[dict[str, Any]]:
-    """Judge every fault of a job. limit: seconds within which a failure must have been named."""
+    """Judge every fault of a job.
+
+    timeout: of training, in seconds; start-up has its own. grace: seconds after a limit in which a failure must be named.
+    """
     fired = {line["number"]: line for line in recorded["fired"]}
     namings = list(_read_namings(recorded))
     starts = [event for event in recorded["events"] if event["event"] == "first step"]
@@ -56,7 +59,7 @@ def judge(
         until = min((line["time"] for line in fired.values() if line["number"] > fault.number), default=float("inf"))
         own = [naming for naming in namings if happened["time"] < naming.time <= until]
         gave_up = [at for at in recorded["gave_up"] if happened["time"] < at <= until]
-        allowed = max(limit, START_LIMIT) if fault.place in WITH_START_LIMIT else limit
+        allowed = grace + (max(timeout, START_LIMIT) if fault.place in WITH_START_LIMIT else timeout)
         if fault.kind == "loop" and fault.place in ("save", "commit") and own:
             # Training continues while a thread writes, until the next save waits for it.
             steps = [event["time"] for event in recorded["events"] if event["event"] == "step"]

@@ -94,7 +94,7 @@ def bench_faults(setting: FaultsSetting, out: Path) -> dict[str, Any]:
         def run(job: Job) -> Path:
             expected = undisturbed[str(job.grid)]["metrics"]
             record = _run_job(job, work / f"job-{job.number}", setting)
-            rows = judge(job, record, expected, setting.timeout + setting.grace)
+            rows = judge(job, record, expected, setting.timeout, setting.grace)
             # Messages contain the job's paths and this machine's name, which a result must not.
             text = json.dumps(rows).replace(f"{work}/", "")
             rows = json.loads(text.replace(f"(host {socket.gethostname()},", "(host localhost,"))

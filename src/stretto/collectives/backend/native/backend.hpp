@@ -101,7 +101,9 @@ class StrettoBackend : public Backend {
       return cpu_;
     }
     TORCH_CHECK_VALUE(
-        cuda_, "this group of the backend stretto has nothing to run a call on ", device, " tensors: there is no GPU");
+        cuda_,
+        "this group of the backend stretto has nothing to run a call on " + at::Device(device).str() +
+            " tensors: there is no GPU");
     if (bound_device_id_ && !cuda_->getBoundDeviceId()) {
       cuda_->setBoundDeviceId(bound_device_id_);
     }

@@ -23,6 +23,12 @@ namespace stretto {
 
 namespace py = pybind11;
 
+// Messages are strings before torch sees them: a compiler that links a C++ library of its own gives this module tables of
+// locales that are not the process's, and a number that is written to a stream ends the process.
+inline std::string not_ended(const std::string& operation, std::chrono::milliseconds timeout) {
+  return operation + ": the schedule has not ended within " + std::to_string(timeout.count()) + " ms";
+}
+
 // A Python object that any thread may drop, even after the interpreter has ended.
 class OwnedPyObject {
  public:
@@ -108,8 +114,7 @@ class ScheduledWork : public c10d::Work {
       if (timeout == kNoTimeout) {
         cv_.wait(lock, [this] { return completed_; });
       } else if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
-        TORCH_CHECK_WITH(
-            DistBackendError, false, operation_, ": the schedule has not ended within ", timeout.count(), " ms");
+        TORCH_CHECK_WITH(DistBackendError, false, not_ended(operation_, timeout));
       }
       lock.unlock();
       await_future();
@@ -251,12 +256,7 @@ class EnqueuedWork : public c10d::Work {
       const auto limit = std::chrono::steady_clock::now() + timeout;
       while (!end_->query()) {
         TORCH_CHECK_WITH(
-            DistBackendError,
-            std::chrono::steady_clock::now() < limit,
-            operation_,
-            ": the schedule has not ended within ",
-            timeout.count(),
-            " ms");
+            DistBackendError, std::chrono::steady_clock::now() < limit, not_ended(operation_, timeout));
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     }
