@@ -36,7 +36,7 @@ def judge(
 ) -> list[dict[str, Any]]:
     """Judge every fault of a job.
 
-    timeout: of training, in seconds; start-up has its own. grace: seconds after a limit in which a failure must be named.
+    timeout: of training, in seconds; start-up has its own. grace: seconds after either, to name a failure.
     """
     fired = {line["number"]: line for line in recorded["fired"]}
     namings = list(_read_namings(recorded))
