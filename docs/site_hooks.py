@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import reference  # noqa: E402  (beside this file)
 
-OUTSIDE = ("results", "examples", "src/stretto/configs", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+OUTSIDE = ("lab/results", "examples", "src/stretto/configs", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))|(^\[[^\]]+\]: )(\S+)()", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
@@ -31,7 +31,7 @@ VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 # Folders whose pages the search finds after the guides, and down to which level it finds their headings: a public name,
 # a decision's page, and nothing of CONTRIBUTING and results, which guides link to. The theme gives words in a heading
 # 1,000 times the weight of those in a text.
-SEARCH_LEVELS = {"reference": 2, "decisions": 1, "CHANGELOG.md": 1, "CONTRIBUTING.md": 0, "results": 0}
+SEARCH_LEVELS = {"reference": 2, "decisions": 1, "CHANGELOG.md": 1, "CONTRIBUTING.md": 0, "lab": 0}
 SEARCH_BOOST = 1e-4
 
 
@@ -123,7 +123,7 @@ def find_folder(page: Any) -> str:
 def find_in_repository(uri: str) -> PurePosixPath:
     """Where in the repository a page of the site lies."""
     path = PurePosixPath(uri)
-    return path if path.parts[0] in OUTSIDE else PurePosixPath("docs") / path
+    return path if any(path.is_relative_to(name) for name in OUTSIDE) else PurePosixPath("docs") / path
 
 
 def find_on_site(path: PurePosixPath) -> str:

@@ -11,7 +11,7 @@ import pytest
 from stretto.collectives.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab" / "results").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -40,7 +40,7 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 def test_every_picture_of_the_docs_is_shown_and_every_folder_of_results_is_linked() -> None:
     linked = {(page.parent / link).resolve() for page in PAGES for link in LINK.findall(prose(page))}
     assert set((ROOT / "docs").rglob("*.png")) <= linked
-    assert set((ROOT / "results").iterdir()) <= {path.parent for path in linked}
+    assert set((ROOT / "lab" / "results").iterdir()) <= {path.parent for path in linked}
 
 
 def test_the_readme_counts_the_algorithms() -> None:

@@ -20,7 +20,7 @@ import stretto
 from tests.processes import PythonServer
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("src", "tests", "examples", "docs", "results", ".ci")
+FOLDERS = ("src", "tests", "examples", "docs", "lab", ".ci")
 LICENSE_LINE = "SPDX-License-Identifier: Apache-2.0"
 BUILD = "from setuptools import build_meta; import sys; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 

@@ -15,7 +15,7 @@ from stretto import __version__
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build" / "site"
-NO_GUIDES = ("reference/", "decisions/", "results/", "CHANGELOG/")
+NO_GUIDES = ("reference/", "decisions/", "lab/", "CHANGELOG/")
 MAX_INDEX_BYTES = 700_000
 
 if not SITE.is_dir():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.bench.collectives.ablations import COMPOSED, PIPELINED, bench_ablations
-from stretto.bench.collectives.settings import AblationsSetting
+from lab.collectives.ablations import COMPOSED, PIPELINED, bench_ablations
+from lab.collectives.settings import AblationsSetting
 
 
 @pytest.mark.own_gpus("it measures times, NCCL's too")

@@ -9,18 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.operators.ablations import vary
+from lab.operators.plot import plot_ablations
 from stretto.bench.interleaved import Timed
-from stretto.bench.operators.ablations import vary
-from stretto.bench.operators.plot import plot_ablations, plot_operators
+from stretto.bench.operators.plot import plot_operators
 from stretto.bench.operators.settings import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, KernelConfig
 
 
 def bench_dryly(folder, ablations, dtype="bf16"):
     """The bench of operators in tiny shapes, its timing left out; rank 0's rows."""
-    module = importlib.import_module(
-        "stretto.bench.operators.ablations" if ablations else "stretto.bench.operators.run"
-    )
+    module = importlib.import_module("lab.operators.ablations" if ablations else "stretto.bench.operators.run")
     shapes = importlib.import_module("stretto.bench.operators.settings")
 
     def time_nothing(runs, size, **options):

@@ -15,14 +15,14 @@ from tests.peak_memory import PeakMemory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import stretto
-from stretto.bench.plan.memory import KINDS
+from lab.planning.memory import KINDS
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, gather_once, no_sync, parallelize
 from stretto.parallel.comm import gradient_reducer
 from stretto.planner import memory as planned
 from stretto.planner import predict, read_architecture
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "lab" / "results"
 MEASURED = json.loads((RESULTS / "train" / "train.json").read_text())
 RECORDED = [json.loads((RESULTS / "memory" / name).read_text()) for name in ("memory.json", "memory-fitted.json")]
 # The Llama of the first run kept activations that it does not keep any more.

@@ -61,7 +61,7 @@ def test_memory_and_time_of_a_step_are_within_2_percent_of_what_an_h100_took():
 
 def test_a_model_with_state_on_the_host_is_predicted_as_the_committed_run_measured_it():
     """Llama's 32 blocks; a step of the optimizer took from 1.09 to 1.12 times its bytes over the link."""
-    results = Path(__file__).parents[2] / "results" / "offload" / "h100"
+    results = Path(__file__).parents[2] / "lab" / "results" / "offload" / "h100"
     (links,) = json.loads((results / "offload-links.json").read_text())["rows"]
     to_device, to_host, both = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
     machine = replace(H100, host_link=HostLink(to_device, to_host, both))

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import stretto
+from lab.planning.published_pipelines import CHOICES, MEASURED_PHASE, MODELS, plan_stages
 from stretto.axes import GridSizes
-from stretto.bench.plan.published_pipelines import CHOICES, MEASURED_PHASE, MODELS, plan_stages
 from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, HostLink, NetworkLink, NodeLink
 from stretto.execution import ExecutionOptions, StageOptions, StateOptions
@@ -451,7 +451,7 @@ def test_figures_3_3_and_3_4_more_stages_take_longer_and_send_more():
 
 @pytest.mark.exhaustive
 def test_the_choices_of_table_3_1_reach_about_half_of_the_peak():
-    from stretto.bench.plan.published_pipelines import model_flops, predict_pipeline
+    from lab.planning.published_pipelines import model_flops, predict_pipeline
 
     for choice in CHOICES:
         if choice.framework != "AxoNN":

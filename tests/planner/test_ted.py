@@ -3,8 +3,7 @@
 
 import pytest
 
-from stretto.axes import GridSizes
-from stretto.bench.plan.published_experts import (
+from lab.planning.published_experts import (
     STEPS,
     mixture,
     plan_bars,
@@ -12,6 +11,7 @@ from stretto.bench.plan.published_experts import (
     plan_steps,
     ted_bytes,
 )
+from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.planner import plan, predict, read_architecture
 from stretto.planner.experts.ted import (

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
+from lab.training.chunks import bench_chunks
+from lab.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
+from lab.training.settings import ChunksSetting, OffloadSetting
 from stretto.bench.pictures import _PLOTS, describe_origin, draw_result, redraw
-from stretto.bench.training.chunks import bench_chunks
-from stretto.bench.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
-from stretto.bench.training.settings import ChunksSetting, OffloadSetting
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts
@@ -562,7 +562,7 @@ def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[
 
 
 def committed() -> Iterator[Path]:
-    for path in sorted((ROOT / "results").rglob("*.png")):
+    for path in sorted((ROOT / "lab" / "results").rglob("*.png")):
         if path.with_suffix(".json").is_file():
             yield path.relative_to(ROOT)
 
@@ -735,10 +735,10 @@ def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # bench_chunks sets it
-    monkeypatch.setattr("stretto.bench.training.chunks.run_ranks", lambda *_: chunks(3) | {"choices": []})
+    monkeypatch.setattr("lab.training.chunks.run_ranks", lambda *_: chunks(3) | {"choices": []})
     bench_chunks(ChunksSetting(), tmp_path)
     found = {"buckets": (BUCKET_COLUMNS, offload_buckets(5)["rows"]), "tiles": (TILE_COLUMNS, [])}
-    monkeypatch.setattr("stretto.bench.training.offload.run_ranks", lambda *_: found)
+    monkeypatch.setattr("lab.training.offload.run_ranks", lambda *_: found)
     bench_offload(OffloadSetting(), tmp_path)
     bench_offload(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
     assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]

@@ -18,7 +18,7 @@ from tests.processes import LIMIT
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from stretto.bench.flips import FlipsSetting, bench_flips
+from lab.flips import FlipsSetting, bench_flips
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint, training_state

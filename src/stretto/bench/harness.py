@@ -124,7 +124,8 @@ def _command() -> str:
         if argument == "--out":
             del arguments[index : index + 2]
             break
-    return " ".join(["stretto", *arguments])
+    command = ["python -m lab"] if Path(sys.argv[0]).parent.name == "lab" else ["stretto"]
+    return " ".join([*command, *arguments])
 
 
 def _cells(columns: Sequence[Column], row: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the results of benches: which function draws which file, after a measurement and for `stretto bench redraw`.
+"""Draws the results of benches: which function draws which file, after a measurement and for `python -m lab redraw`.
 
 A picture has the path of the JSON that it is drawn from, with another suffix.
 """
@@ -13,43 +13,15 @@ from typing import Any
 from stretto.report.pictures import can_draw, require_drawing
 from stretto.suggestions import did_you_mean_file
 
-# Of file names to functions; the first pattern that matches counts. Imported on use: they import matplotlib.
-_PLOTS = {
-    "train.json": "training.plot:plot_train",
-    "peers-*.json": "training.plot:plot_peers",
-    "overlap.json": "training.plot:plot_overlap",
-    "dlrm.json": "training.plot:plot_dlrm",
-    "ddp.json": "training.plot:plot_ddp",
-    "offload-buckets.json": "training.plot:plot_buckets",
-    "chunks.json": "training.plot:plot_chunks",
-    "pipeline.json": "training.plot:plot_pipeline",
-    "faults.json": "faults.report:plot_faults",
-    "messages.json": "messages.plot:plot_messages",
-    "plan.json": "plan.plot:plot_plan",
-    "layouts-*.json": "plan.plot:plot_layouts",
-    "collectives.json": "collectives.plot:plot_collectives",
-    "compile.json": "collectives.plot:plot_compile",
-    "pipelining.json": "collectives.plot:plot_pipelining",
-    "composition.json": "collectives.plot:plot_composition",
-    "operators.json": "operators.plot:plot_operators",
-    "operators-fp8.json": "operators.plot:plot_operators",
-    "operator-ablations*.json": "operators.plot:plot_ablations",
-    "embedding.json": "embedding.plot:plot_embedding",
-    "two-level.json": "two_level.plot:plot_two_level",
-    "simulated-two-level.json": "studies.plot:plot_two_level_heat_maps",
-    "simulated-curves.json": "studies.plot:plot_curves",
-    "simulated-zero3.json": "studies.plot:plot_zero3",
-    "simulated-dlrm.json": "studies.plot:plot_simulated_dlrm",
-    "simulated-scaling.json": "studies.plot:plot_scaling",
-    "checkouts.json": "checkouts.plot:plot_checkouts",
-    "schedules.json": "plan.plot:plot_schedules",
-    "simulated-steps.json": "plan.plot:plot_simulated_steps",
-    "simulated-pipelines.json": "plan.plot:plot_simulated_pipelines",
-    "moe-demo.json": "training.plot:plot_moe_demo",
-    "experts.json": "training.plot:plot_experts",
-    "simulated-collectives.json": "simulated_schedules.plot:plot_simulated_collectives",
-    "simulated-msccl.json": "simulated_schedules.plot:plot_simulated_msccl",
-    "simulator-speed.json": "simulator_speed:plot_simulator_speed",
+# Of file names to functions; the first pattern that matches counts. Imported on use: they import matplotlib. The lab
+# adds its own.
+PLOTS = {
+    "train.json": "stretto.bench.training.plot:plot_train",
+    "peers-*.json": "stretto.bench.training.plot:plot_peers",
+    "collectives.json": "stretto.bench.collectives.plot:plot_collectives",
+    "operators.json": "stretto.bench.operators.plot:plot_operators",
+    "operators-fp8.json": "stretto.bench.operators.plot:plot_operators",
+    "embedding.json": "stretto.bench.embedding.plot:plot_embedding",
 }
 
 
@@ -60,12 +32,12 @@ def draw_result(result: Path) -> Path | None:
     """
     plot = _find_plot(result)
     if plot is None:
-        raise ValueError(f"{result} has no picture: {', '.join(_PLOTS)} have one")
+        raise ValueError(f"{result} has no picture: {', '.join(PLOTS)} have one")
     if not can_draw():
         return None
     picture = result.with_suffix(".png")
     module, name = plot.split(":")
-    draw: Callable[[Path, Path], None] = getattr(import_module(f"stretto.bench.{module}"), name)
+    draw: Callable[[Path, Path], None] = getattr(import_module(module), name)
     draw(result, picture)
     return picture
 
@@ -93,7 +65,7 @@ def redraw(folder: Path) -> list[Path]:
             if (picture := draw_experts(run)) is not None:
                 pictures.append(picture)
     if not pictures:
-        raise ValueError(f"{folder} has no result of a bench that has a picture ({', '.join(_PLOTS)}), and no run")
+        raise ValueError(f"{folder} has no result of a bench that has a picture ({', '.join(PLOTS)}), and no run")
     return pictures
 
 
@@ -107,4 +79,4 @@ def describe_origin(data: Mapping[str, Any], *, simulated: str = "") -> str:
 
 
 def _find_plot(result: Path) -> str | None:
-    return next((plot for pattern, plot in _PLOTS.items() if fnmatch(result.name, pattern)), None)
+    return next((plot for pattern, plot in PLOTS.items() if fnmatch(result.name, pattern)), None)

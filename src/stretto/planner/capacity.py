@@ -4,11 +4,11 @@
 from collections.abc import Mapping
 
 # By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
-# (results/memory).
+# (lab/results/memory).
 RESERVED = 1.02
 # The fraction of a GPU's memory that a plan may take: the rest covers errors of the prediction.
 USABLE = 0.95
-_OUTSIDE = 1.4e9  # bytes of a process outside of the allocator (results/memory): CUDA's context and kernels' code
+_OUTSIDE = 1.4e9  # bytes of a process outside of the allocator (lab/results/memory): CUDA's context and kernels' code
 _MOST_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 

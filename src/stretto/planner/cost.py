@@ -50,7 +50,7 @@ PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective uses some multiprocessors, memory bandwidth and power, which slows down concurrent kernels.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
 # Copy engines use no multiprocessors: concurrently with their all-gather of 256 MB, of 0.59 ms, products took
-# 0.19 ms longer, and with NCCL's, of 0.67 ms, 0.29 ms (`stretto bench backend`, 4x H200, 2026-11-26).
+# 0.19 ms longer, and with NCCL's, of 0.67 ms, 0.29 ms (`python -m lab backend`, 4x H200, 2026-11-26).
 SLOWDOWN_BESIDE_COPIES = 0.3
 
 

@@ -286,7 +286,7 @@ class MlpLayer(BlockLayer):
         return (self.ffn * (2 if self.is_gated else 1)) / grid.x
 
     def growth(self, grid: GridSizes) -> float:
-        # And the gradient by the block's output; a quarter more is measured (results/memory).
+        # And the gradient by the block's output; a quarter more is measured (lab/results/memory).
         return self.widest(grid) + 1.25 * self.hidden / grid.y
 
 

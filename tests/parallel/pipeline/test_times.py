@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.bench.training.pipeline import Case, prepare_pipeline
+from lab.training.pipeline import Case, prepare_pipeline
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.schedules import StageCosts, build_schedule, simulate

@@ -68,7 +68,7 @@ def test_an_mi210s_times_are_its_datasheets():
     assert MI210.lookup_seconds(RecommendationStep(), 128) == pytest.approx(4.1277e-3, rel=1e-4)
     # 2 x 512 x 682^2 FLOP at half of 45.3 TFLOP/s
     assert MI210.layer_seconds(RecommendationStep()) == pytest.approx(5e-6 + 21.03e-6, rel=1e-3)
-    # results/embedding: 8,192 x 64 tables x 70 rows of 128 numbers in 3.12 ms, the backward pass in 15.29 - 1.01 ms
+    # lab/results/embedding: 8,192 x 64 tables x 70 rows of 128 numbers in 3.12 ms, the backward pass in 15.29 - 1.01 ms
     measured = RecommendationStep(batch=2048, tables=64, dim=128)
     assert H200.lookup_seconds(measured, 4) == pytest.approx(3.12e-3, rel=0.01)
     assert H200.update_seconds(measured, 4) == pytest.approx(14.27e-3, rel=0.01)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill -9 at random moments of asynchronous saves leaves whole checkpoints alone (`stretto bench saves --kills`)."""
+"""Kill -9 at random moments of asynchronous saves leaves whole checkpoints alone (`python -m lab saves --kills`)."""
 
 import multiprocessing
 import random
 
 import pytest
 
-from stretto.bench.saves import kills
-from stretto.bench.saves.kills import kill_runs
+from lab.saves import kills
+from lab.saves.kills import kill_runs
 
 
 def check(count: int, hidden: int, steps: int) -> None:

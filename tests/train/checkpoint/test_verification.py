@@ -24,7 +24,7 @@ from tests.train import runs
 from torch.distributed import checkpoint as dcp
 from typer.testing import CliRunner
 
-from stretto.bench.flips import FlipsSetting
+from lab.flips import FlipsSetting
 from stretto.cli.checkpoint import app as checkpoint_app
 from stretto.models import GPT
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, verification

@@ -11,16 +11,11 @@ from matplotlib.axes import Axes
 from stretto.bench.interleaved import name_size
 from stretto.bench.pictures import describe_origin
 from stretto.report.style import (
-    FOURTH_PEER,
-    GREY,
     GUIDE,
     INK,
     OTHER_PEER,
     PEER,
-    SERIES,
     STRETTO,
-    THIRD_PEER,
-    Look,
     drawing,
     plain_log,
 )
@@ -104,99 +99,3 @@ def _plot_collective(panels: Sequence[Axes], rows: Sequence[Mapping[str, Any]], 
     bandwidth.set_ylabel("GB/s")
     bandwidth.set_ylim(0, 1.06 * max(*limits.values(), *of_nccl, *(row["busbw"] for row in rows)))
     ratio.set_ylim(bottom=0)
-
-
-def plot_pipelining(result: Path, picture: Path) -> None:
-    """A panel an algorithm and mode: microseconds over size, one tile compared with every tile size."""
-    data = json.loads(result.read_text())
-    tiles = sorted({name for row in data["rows"] for name in row if name.startswith("tile ")}, key=_tile_bytes)
-    series = [("whole", "a chunk in one tile", PEER)]
-    labels = [f"tiles of {name_size(_tile_bytes(name))}" for name in tiles]
-    series += zip(tiles, labels, [SERIES[number % len(SERIES)] for number in range(len(tiles))], strict=True)
-    _plot_ablation(
-        data,
-        picture,
-        series,
-        "Pipelining over tiles",
-        "With tiles, a thread block passes a part of a chunk on before it has received the rest.",
-    )
-
-
-def plot_composition(result: Path, picture: Path) -> None:
-    """A panel an algorithm and mode: microseconds over size, one kernel compared with library calls."""
-    series = [
-        ("composed", "the algorithm, composed of NCCL calls", PEER),
-        ("library", "NCCL's own collective", OTHER_PEER),
-        ("interpreted", "the algorithm in one kernel, interpreted", THIRD_PEER),
-        ("kernel", "the algorithm in one kernel, fused", STRETTO),
-    ]
-    _plot_ablation(
-        json.loads(result.read_text()),
-        picture,
-        series,
-        "One kernel beside the same algorithm composed of calls",
-        "Interpreted: the kernel reads the schedule's steps from memory. Fused: it is generated for the schedule.",
-    )
-
-
-def _plot_ablation(
-    data: Mapping[str, Any], picture: Path, series: Sequence[tuple[str, str, Look]], title: str, caption: str
-) -> None:
-    algorithms = list(dict.fromkeys(row["algorithm"] for row in data["rows"]))
-    modes = list(dict.fromkeys(row["mode"] for row in data["rows"]))
-    with drawing(picture, max(6.0, 3.1 * len(algorithms)), 2.3 * max(1, len(modes))) as drawn:
-        panels = drawn.panels(len(modes), len(algorithms), sharey="col")
-        for across, mode in zip(panels, modes, strict=False):
-            for panel, algorithm in zip(across, algorithms, strict=False):
-                rows = [row for row in data["rows"] if (row["algorithm"], row["mode"]) == (algorithm, mode)]
-                rows.sort(key=lambda row: row["bytes"])
-                for key, label, look in series:
-                    points = [(row["bytes"], row[key]) for row in rows if row.get(key) is not None]
-                    if points:
-                        panel.plot([x for x, _ in points], [y for _, y in points], label=label, **look.line)
-                drawn.log_ticks(panel.xaxis, [row["bytes"] for row in rows], name_size)
-        for panel in panels.flat:
-            if panel.has_data():
-                plain_log(panel.yaxis)
-        for panel in panels[-1]:
-            panel.set_xlabel("size of the whole array")
-        for panel, mode in zip(panels[:, 0], modes, strict=False):
-            panel.set_ylabel(f"{_MODES.get(mode, mode)},\nmicroseconds")
-        for panel, algorithm in zip(panels[0], algorithms, strict=False):
-            panel.set_title(algorithm)
-        drawn.title = f"{title}: {data['ranks']} ranks, protocol {data['protocol']}"
-        drawn.subtitle = describe_origin(data)
-        drawn.caption = caption
-
-
-def plot_compile(result: Path, picture: Path) -> None:
-    """Draw the seconds to compile and verify over the schedule's steps, a line an algorithm."""
-    data = json.loads(result.read_text())
-    rows = data["rows"]
-    seconds = [row["compile_seconds"] + row["verify_seconds"] for row in rows]
-    with drawing(picture, 7, 3.8) as drawn:
-        panel = drawn.panels(1, 1)[0, 0]
-        looks = (STRETTO, *SERIES[1:3], FOURTH_PEER, *SERIES[4:])
-        for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-            mine = [(row["steps"], spent) for row, spent in zip(rows, seconds, strict=True) if row["algorithm"] == name]
-            look = looks[number % len(looks)]
-            panel.plot([steps for steps, _ in mine], [spent for _, spent in mine], label=name, **look.line)
-        steps = sorted(row["steps"] for row in rows)
-        slope = min(spent / row["steps"] for row, spent in zip(rows, seconds, strict=True))
-        panel.plot(
-            steps,
-            [slope * each for each in steps],
-            color=GREY,
-            linewidth=1,
-            label=f"{slope * 1e6:.0f} µs for each step",
-        )
-        plain_log(panel.xaxis)
-        plain_log(panel.yaxis)
-        panel.set_xlabel("steps of the schedule")
-        panel.set_ylabel("seconds to compile and verify")
-        drawn.title = "Compiling and verifying a collective, in one process"
-        drawn.subtitle = describe_origin(data)
-
-
-def _tile_bytes(name: str) -> int:
-    return int(name.removeprefix("tile "))

@@ -31,15 +31,13 @@ FEW_ROWS = (1, 8, 16, 64)
 class OperatorsSetting:
     """Which operators are measured, on which shapes, in which dtype and modes. Raises ValueError for unknown names.
 
-    cases: names in `CASES` (empty: all; of an ablation: flux). ms: rows of the whole matrix (empty: each case's own).
+    cases: names in `CASES` (empty: all). ms: rows of the whole matrix (empty: each case's own).
     implementation: of Stretto's calls. dtype: of operands; fp8 is scaled by rows and columns and has bf16 results, and
     its measurements go into a file of their own. tunes: time the configurations of each shape first, and store them.
     """
 
     operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, with commas.", "--only")] = tuple(OPERATORS)
-    cases: Annotated[
-        tuple[str, ...], Option("Models whose shapes are taken, with commas (default: all; ablations: flux).")
-    ] = ()
+    cases: Annotated[tuple[str, ...], Option("Models whose shapes are taken, with commas (default: all).")] = ()
     ms: Annotated[tuple[int, ...], Option("Rows of the whole, with commas (default: each case's own).")] = ()
     modes: Modes = MODES
     implementation: Annotated[str, Option("Implementation of Stretto's calls: auto, kernel, library.")] = "auto"
@@ -51,7 +49,6 @@ class OperatorsSetting:
             "--tune/--no-tune",
         ),
     ] = False
-    is_ablation: Annotated[bool, Option("Vary one choice at a time instead.", "--ablations/--no-ablations")] = False
 
     def __post_init__(self) -> None:
         require_known("operator", self.operators, OPERATORS)
@@ -63,7 +60,7 @@ class OperatorsSetting:
     @property
     def models(self) -> tuple[str, ...]:
         """The cases to measure."""
-        return self.cases or (("flux",) if self.is_ablation else tuple(CASES))
+        return self.cases or tuple(CASES)
 
     @property
     def file_name(self) -> str:

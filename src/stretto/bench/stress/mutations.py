@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes one barrier, wait, acquire or fence at a time, and shows whether the stress or a test of machine code fails.
 
-    python -m stretto.bench.stress.mutations --ranks 2 --jobs 8 --out results/mutations
+    python -m stretto.bench.stress.mutations --ranks 2 --jobs 8 --out lab/results/mutations
 
 Run it in the repository's root, since it runs the tests there. It applies each mutation to a copy of the package's
 source, stresses that copy's configurations until the first finding, for at most a minute, and runs the named tests of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a command of `stretto bench` of a bench's settings: an option for each field, and `--out` and `--json`.
+"""Makes a command of a bench's settings, for `stretto bench` and the lab: an option for each field, `--out`, `--json`.
 
 A command imports its settings when it is used, and its bench, and torch with it, when all that was given has been
 checked.
@@ -21,8 +21,6 @@ from stretto.bench.settings import Ranks, parse_number, require_least, split_wor
 from stretto.cli.commands import App, LazyCommand, make_command
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
 
-app = App(help="Run the benchmarks whose results the README and the documentation report.", no_args_is_help=False)
-
 
 class Needs(Enum):
     """What a bench needs of the machine; the value heads its group in `stretto bench --help`."""
@@ -33,54 +31,102 @@ class Needs(Enum):
     TWO_GPUS = "Need two GPUs or more"
 
 
-_BENCHES: dict[Needs, list[str]] = {each: [] for each in Needs}
+class BenchApp:
+    """A group of benches' commands. help: its own; folder: where results go, each in a folder of its name."""
 
+    def __init__(self, help: str, folder: str) -> None:
+        self.app = App(help=help, no_args_is_help=False)
+        self._folder = folder
+        self._names: dict[Needs, list[str]] = {each: [] for each in Needs}
+        self.app.callback(invoke_without_command=True)(self._about)
 
-@app.callback(invoke_without_command=True)
-def _about(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        from stretto.cluster.detection import may_have_gpus
+    def _about(self, context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            from stretto.cluster.detection import may_have_gpus
 
-        print(context.get_help())
-        if not may_have_gpus():
-            print(f"This machine has no GPU. {describe_cpu_benches()}")
-        raise typer.Exit(BAD_INPUT)
+            print(context.get_help())
+            if not may_have_gpus():
+                print(f"This machine has no GPU. {self._describe()}")
+            raise typer.Exit(BAD_INPUT)
 
+    def _describe(self) -> str:
+        """Say which benches run on a machine without GPUs."""
+        said = {
+            Needs.NO_GPU: "without GPUs these run: {}",
+            Needs.RANKS: "with --ranks N, on N processes of the CPU: {}",
+            Needs.ONE_GPU: "with --cpu: {}",
+        }
+        parts = [text.format(", ".join(sorted(names))) for need, text in said.items() if (names := self._names[need])]
+        text = "; ".join(parts)
+        return f"{text[:1].upper()}{text[1:]}."
 
-def describe_cpu_benches() -> str:
-    """Say which benches run on a machine without GPUs."""
-    names = {need: ", ".join(sorted(benches)) for need, benches in _BENCHES.items()}
-    return (
-        f"Without GPUs these run: {names[Needs.NO_GPU]}; with --ranks N, on N processes of the CPU: "
-        f"{names[Needs.RANKS]}; with --cpu: {names[Needs.ONE_GPU]}."
-    )
+    def command(
+        self,
+        name: str,
+        settings: str,
+        *,
+        needs: Needs = Needs.NO_GPU,
+        out: str | None = None,
+        count: Callable[[int | None], int] | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Make a command of a function that takes the settings and the output folder, and returns what `--json` prints.
 
+        settings: the module of the class that annotates the function's parameter `setting`. needs: what it needs of the
+        machine. out: the folder's name (None: the command's). count: adds an option `--ranks`; the function gets the
+        number of ranks that `count` makes of it as its first argument. A ValueError ends the command with status 2.
+        """
 
-def bench_command(
-    name: str,
-    settings: str,
-    *,
-    needs: Needs = Needs.NO_GPU,
-    out: str | None = None,
-    count: Callable[[int | None], int] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a command of a function that takes the settings and the output folder, and returns what `--json` prints.
+        def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+            def make() -> Any:
+                setting_type = getattr(import_module(settings), run.__annotations__["setting"])
+                folder = Path(self._folder) / (out or name)
+                return make_command(name, _make_function(run, setting_type, folder, count))
 
-    settings: the module of the class that annotates the function's parameter `setting`. needs: what it needs of the
-    machine. out: the default folder (None: results/NAME). count: adds an option `--ranks`; the function gets the number
-    of ranks that `count` makes of it as its first argument. A ValueError ends the command with status 2.
-    """
+            self._names[needs].append(name)
+            self.app.lazy[name] = LazyCommand(name, make, summary=inspect.getdoc(run), panel=needs.value)
+            return run
 
-    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
-        def make() -> Any:
-            setting_type = getattr(import_module(settings), run.__annotations__["setting"])
-            return make_command(name, _make_function(run, setting_type, Path(out or f"results/{name}"), count))
+        return decorate
 
-        _BENCHES[needs].append(name)
-        app.lazy[name] = LazyCommand(name, make, summary=inspect.getdoc(run), panel=needs.value)
-        return run
+    def count_ranks(self, ranks: int | None) -> int:
+        """The number of ranks to start: as given, else the machine's GPUs. Raises ValueError if there are none."""
+        if ranks is not None and ranks < 1:
+            raise ValueError(f"--ranks is {ranks}, but must be at least 1")
+        from stretto.cluster.detection import count_gpus
 
-    return decorate
+        count = ranks or count_gpus()
+        if not count:
+            raise ValueError(f"this machine has no GPU: say how many CPU --ranks to use. {self._describe()}")
+        return count
+
+    def count_gpus(self, ranks: int | None) -> int:
+        """The number of ranks of a bench that needs a GPU a rank. Raises ValueError for more ranks than GPUs."""
+        from stretto.cluster.detection import count_gpus
+
+        there = count_gpus()
+        if not there:
+            raise ValueError(
+                f"this bench takes 2 GPUs or more, one a rank, and this machine has none. {self._describe()}"
+            )
+
+        from stretto.memory import shared_gpus  # imports torch, as counting GPUs has
+
+        if shared_gpus.is_enabled():
+            there = max(there, ranks or 2)
+        if there < 2 or (ranks is not None and not 2 <= ranks <= there):
+            asked = "" if ranks is None else f", and --ranks is {ranks}"
+            raise ValueError(f"this bench takes 2 GPUs or more, one a rank: this machine has {there}{asked}")
+        return ranks or there
+
+    def count_ranks_on_gpus(self, ranks: int | None) -> int:
+        """The number of ranks of a bench on GPUs, which more ranks may share: as given, or the machine's GPUs."""
+        from stretto.cluster.detection import count_gpus
+
+        if not (there := count_gpus()):
+            raise ValueError(f"this bench takes GPUs, and this machine has none. {self._describe()}")
+        if (count := ranks or there) < 2:
+            raise ValueError(f"this bench takes 2 ranks or more, not {count}; --ranks 2 would share the GPU")
+        return count
 
 
 def _make_function(

@@ -19,7 +19,7 @@ TILE = 1_800_000
 """Numbers of a tile on a CPU: those of Singh, section 7.2, whose fp32 gradients take 7.2 MB."""
 GPU_TILE = 1 << 26
 """Numbers of a tile on a GPU: 256 MB. A tile costs the host 0.13 ms, which a GPU's time for small ones does not hide
-(results/offload)."""
+(lab/results/offload)."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 

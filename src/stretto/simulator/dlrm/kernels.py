@@ -2,7 +2,7 @@
 """How long the kernels of a DLRM step take: its shape, and a GPU's rates.
 
 Punniyamurthy et al. simulate with times of an MI210 that they do not give. No time here is theirs: `MI210` has that
-GPU's datasheet, and `H200` what `stretto bench embedding` measured (results/embedding).
+GPU's datasheet, and `H200` what `stretto bench embedding` measured (lab/results/embedding).
 """
 
 import math
@@ -137,7 +137,7 @@ H200 = KernelRates(
     memory=4.8e12,
     flops=67e12 / 2,
     launch=5e-6,
-    source="results/embedding, 8192 x 64 x 128 x 70: the look-up alone (3.12 ms: above its memory's bandwidth, since "
+    source="lab/results/embedding, 8192 x 64 x 128 x 70: the look-up alone (3.12 ms: above its memory's bandwidth, since "
     "caches hold rows), and the batched backward pass less its exchange (15.29 - 1.01 ms); its datasheet's memory "
     "bandwidth and half its fp32 peak",
 )

@@ -2,7 +2,7 @@
 """The costs of running a schedule other than its links': protocols and executors of one machine, in a file.
 
 MSCCLang, section 6.1: LL has the lowest latency and bandwidth, Simple the highest, and LL128 is between. The figures
-here say how much on one machine; `stretto bench simulated-collectives` fits them to measurements.
+here say how much on one machine; `python -m lab simulated-collectives` fits them to measurements.
 """
 
 import json

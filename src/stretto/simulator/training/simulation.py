@@ -28,7 +28,7 @@ from stretto.simulator.training.step import StepPrograms, record_step
 Fidelity = Literal["closed-form", "event-driven"]
 COPY_ENGINE_SLOWDOWN = 0.5
 """Of what computation loses beside a kernel that communicates, what it loses beside copy engines. Fitted to the steps
-of 2 H200 with z=2 and batch 4 (results/plan-2-gpus)."""
+of 2 H200 with z=2 and batch 4 (lab/results/plan-2-gpus)."""
 MOST_OPERATIONS = 6_000_000
 """Of a graph: about a minute, and 4 GB."""
 MOST_AVERAGED = 64

@@ -49,7 +49,7 @@ AsyncSave = Literal["auto"] | bool
 USABLE_MEMORY = 0.8
 """Of the host memory that is left: copies take so much at most. The rest is for files that are read and written."""
 MAX_WRITERS = 4
-"""Writer threads of a rank, at most; results/saves has what more of them gain."""
+"""Writer threads of a rank, at most; lab/results/saves has what more of them gain."""
 MAX_END = 30.0
 """Seconds for which a rank that has failed alone waits for the write that runs."""
 

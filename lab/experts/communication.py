@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab experts`: what duplicate token dropping and communication-aware checkpointing save (figure 7.5).
+
+Three runs train the same mixture of experts with the same grid: TED's baseline, which recomputes whole blocks and sends
+every token from each rank of x; with dropped duplicates (Singh, section 7.3.1); and with communication that is kept as
+well (section 7.3.2). Ranks are processes of one machine, and a link's bandwidth is emulated by waiting: each collective
+begins after the time that a ring algorithm's bytes take. x has a fast link, as within a node, and all other axes a slow
+one. Nothing is overlapped (overlap=False). The planner predicts the bytes before anything is timed.
+"""
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lab.experts.settings import ExpertsSetting
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.pictures import draw_result
+from stretto.bench.training.runs import (
+    Step,
+    Stepped,
+    TrainingRun,
+    cluster_of_a_byte_a_second,
+    local_batch,
+    measure,
+    whole_gpt,
+)
+from stretto.models import GPTConfig
+from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
+from stretto.parallel.comm.collectives import running_collective
+from stretto.parallel.comm.counting import CollectiveCall
+from stretto.planner import predict
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A bar of figure 7.5: a name, options of parallelize, and by how much the paper's times are less (section 7.3)."""
+
+    name: str
+    options: Mapping[str, Any]
+    published: Mapping[str, float]
+
+
+ALL_TO_ALL, OVER_X, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS, STEP = (
+    "all-to-all",
+    "all over x",
+    "all-reduce",
+    "reduce-scatter, all-gather",
+    "gradients, and all else",
+    "step",
+)
+PARTS = (ALL_TO_ALL, OVER_X, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS, STEP)
+BASELINE = "baseline"
+BARS = (
+    ComparedRun(BASELINE, {"recompute": "full", "drop_duplicates": False}, {}),
+    ComparedRun("DTD", {"recompute": "full"}, {ALL_TO_ALL: 0.48, STEP: 0.1321}),
+    ComparedRun("DTD and CAC", {"recompute": "communication"}, {ALL_TO_ALL: 0.6412, OVER_X: 0.33, STEP: 0.207}),
+)
+COLUMNS = (
+    Column("name", "run"),
+    Column("part", "of it"),
+    Column("calls", "calls a MoE block"),
+    Column("megabytes", "sent by a rank (MB)", "{:.3f}"),
+    Column("predicted_megabytes", "predicted (MB)", "{:.3f}"),
+    Column("milliseconds", "time (ms)", "{:,.0f}"),
+    Column("predicted_milliseconds", "predicted (ms)", "{:,.0f}"),
+    Column("saved", "less than baseline", "{:.1%}"),
+    Column("predicted_saved", "predicted", "{:.1%}"),
+    Column("published_saved", "figure 7.5", "{:.1%}"),
+    Column("loss", "first loss", "{:.5f}"),
+    Column("gradient_norm", "gradient norm", "{:.5f}"),
+)
+_PREDICTED = ("name", "part", "predicted_megabytes", "predicted_milliseconds", "predicted_saved", "published_saved")
+
+
+def bench_experts(setting: ExpertsSetting, out: Path) -> list[dict[str, Any]]:
+    """Predict, measure, print both tables, and write experts.json, .md and .png to `out`. Returns the rows."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
+    predictions = {bar.name: predict_bytes(setting, bar) for bar in BARS}
+    columns = [column for column in COLUMNS if column.key in _PREDICTED]
+    print_table(
+        "Before measuring: bytes by the planner, over the links' rates", columns, tabulate(setting, predictions)
+    )
+    runs, calls = run_ranks(setting.ranks, measure_bars, setting)
+    rows = tabulate(setting, predictions, runs, calls)
+    print_table(f"Figure 7.5 on {setting.ranks} CPU ranks, links made by waiting", COLUMNS, rows)
+    draw_result(write_result(out, "experts", COLUMNS, rows, setting=asdict(setting), runs=runs))
+    return rows
+
+
+def predict_bytes(setting: ExpertsSetting, bar: ComparedRun) -> dict[str, float]:
+    """Bytes that a rank sends in a step, by part, where every expert has as many tokens."""
+    sent = predict(
+        setting.model,
+        cluster_of_a_byte_a_second(setting.ranks),
+        grid=setting.grid,
+        batch=setting.batch,
+        seq_len=setting.seq_len,
+        dtype="fp32",
+        optimizer="sgd",
+        overlaps=False,
+        imbalance=1.0,
+        **bar.options,
+    ).communication
+    return {ALL_TO_ALL: sent["all_to_all"], OVER_X: sent["all_reduce_x"], GRADIENTS: sent["all_reduce_data"]}
+
+
+def measure_bars(setting: ExpertsSetting) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]]]:
+    """The job of each rank: a row for each bar, without links and with them, and a block's calls by bar and part."""
+    grid = Grid(data=setting.data, x=setting.x, expert=setting.data, device="cpu")
+    calls = {bar.name: count_calls(grid, bar) for bar in BARS}
+    cases = [(is_slow, bar) for is_slow in (False, True) for bar in BARS]
+    runs = [
+        TrainingRun(
+            f"{bar.name}, {'slow' if is_slow else 'no'} links", partial(_TrainStep, setting, grid, bar, is_slow)
+        )
+        for is_slow, bar in cases
+    ]
+    rows = measure(runs, setting, grid.device, extra=_describe_messages)
+    return [{"bar": bar.name, "is_slow": is_slow} | row for (is_slow, bar), row in zip(cases, rows, strict=True)], calls
+
+
+class _TrainStep:
+    """A training step over slow links; records the bytes that the last step sent and its seconds of waits, by part."""
+
+    def __init__(self, setting: ExpertsSetting, grid: Grid, bar: ComparedRun, is_slow: bool) -> None:
+        self._grid = grid
+        self._rates = (setting.node_link * 1e6, setting.link * 1e6) if is_slow else None
+        self._batch = local_batch(setting, grid.coordinate("batch"), grid.size("batch"), grid.device)
+        model = whole_gpt(setting.model, grid.device)
+        self._model = parallelize(model, grid, overlap=False, **bar.options)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self.sent: dict[str, int] = {}
+        self.waited: dict[str, float] = {}
+
+    def __call__(self) -> Stepped:
+        self.sent, self.waited = defaultdict(int), defaultdict(float)
+        with count_collectives(self._grid, before=self._wait):
+            loss = self._model(*self._batch)
+            loss.backward()
+        norm = clip_grad_norm_(self._model.parameters(), 1.0, self._grid)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Stepped(loss.detach(), norm)
+
+    def _wait(self, call: CollectiveCall) -> None:
+        part = _part_of(call)
+        self.sent[part] += call.bytes_sent
+        if self._rates is not None:
+            began = time.perf_counter()
+            time.sleep(call.bytes_sent / self._rates[call.axis != "x"])
+            self.waited[part] += time.perf_counter() - began
+
+
+def _part_of(call: CollectiveCall) -> str:
+    kind = running_collective() or call.kind  # CPUs reduce-scatter experts' rows by an all-to-all
+    if call.axis == "x":
+        return ALL_REDUCE if kind == "all_reduce" else IN_ITS_PLACE
+    return ALL_TO_ALL if call.axis == "expert" and kind == "all_to_all" else GRADIENTS
+
+
+def _describe_messages(step: Step) -> dict[str, Any]:
+    """Means over ranks of the bytes that the last step sent, and of the seconds that it waited."""
+    assert isinstance(step, _TrainStep)
+    parts = (ALL_TO_ALL, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS)
+    means = torch.tensor(
+        [[step.sent.get(part, 0) for part in parts], [step.waited.get(part, 0.0) for part in parts]],
+        dtype=torch.float64,
+    )
+    dist.all_reduce(means)
+    sent, waited = (dict(zip(parts, each, strict=True)) for each in (means / dist.get_world_size()).tolist())
+    return {"sent": sent, "waited": waited}
+
+
+def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
+    """How often a block with experts sends tokens or rows in a step, by part: two such blocks less one.
+
+    Smaller messages (numbers of rows, routers' weights) are not counted.
+    """
+    tokens, hidden, experts = 128, 32 * grid.size("x"), 4 * grid.size("expert")
+    least = tokens * hidden / grid.size("x")  # bytes: a quarter of what is sent where experts have as many tokens each
+    counts: list[Counter[str]] = []
+    for layers in (2, 1):
+        heads, k = grid.size("x"), 2
+        config = GPTConfig(
+            layers,
+            hidden,
+            heads,
+            ffn=16 * heads,
+            vocab=64,
+            max_seq_len=tokens,
+            num_experts=experts,
+            experts_per_token=k,
+        )
+        found: Counter[str] = Counter()
+
+        def count(call: CollectiveCall, found: Counter[str] = found) -> None:
+            if call.axis in ("x", "expert") and call.bytes_sent > least:
+                found[_part_of(call)] += 1
+
+        model = parallelize(whole_gpt(config, grid.device), grid, overlap=False, **bar.options)
+        generator = torch.Generator().manual_seed(grid.coordinate("batch"))
+        batch = torch.randint(64, (1, tokens), generator=generator)
+        with count_collectives(grid, before=count):
+            model(batch, batch).backward()
+        counts.append(found)
+    counts[0].subtract(counts[1])
+    return dict(+counts[0])
+
+
+def tabulate(
+    setting: ExpertsSetting,
+    predictions: Mapping[str, Mapping[str, float]],
+    runs: Sequence[Mapping[str, Any]] = (),
+    calls: Mapping[str, Mapping[str, int]] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows for each bar and part of a step, with the prediction and the paper's value.
+
+    A predicted step is the time of its bytes over the links plus, once measured, the step without links.
+    """
+    found = {(run["bar"], run["is_slow"]): run for run in runs if "error" not in run}
+    rates = {ALL_TO_ALL: setting.link, OVER_X: setting.node_link, GRADIENTS: setting.link}
+    rows: list[dict[str, Any]] = []
+    for bar in BARS:
+        predicted = predictions[bar.name]
+        milliseconds = {part: sent / rates[part] / 1e3 for part, sent in predicted.items()}
+        milliseconds[STEP] = sum(milliseconds.values())
+        if (plain := found.get((bar.name, False))) is not None:
+            milliseconds[STEP] += plain["step_milliseconds"]
+        run = found.get((bar.name, True))
+        measured = {} if run is None else _measured_parts(run)
+        for part in PARTS:
+            sent, spent = measured.get(part, (None, None))
+            row: dict[str, Any] = {
+                "name": bar.name,
+                "part": part,
+                "calls": None if calls is None else calls.get(bar.name, {}).get(part),
+                "megabytes": sent,
+                "predicted_megabytes": predicted[part] / 1e6 if part in predicted else None,
+                "milliseconds": spent,
+                "predicted_milliseconds": milliseconds.get(part),
+                "published_saved": bar.published.get(part),
+            }
+            if part == STEP and run is not None:
+                row |= {"loss": run["loss"], "gradient_norm": run["gradient_norm"]}
+            first = next((other for other in rows if other["part"] == part), row)
+            for time_of, saved in (("milliseconds", "saved"), ("predicted_milliseconds", "predicted_saved")):
+                if (
+                    first is not row
+                    and first[time_of]
+                    and row[time_of] is not None
+                    and part in (ALL_TO_ALL, OVER_X, ALL_REDUCE, STEP)
+                ):
+                    row[saved] = 1 - row[time_of] / first[time_of]
+            rows.append(row)
+    return rows
+
+
+def _measured_parts(run: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
+    """(MB that a rank has sent, ms) of each part."""
+    parts: dict[str, tuple[float | None, float]] = {
+        part: (sent / 1e6, run["waited"][part] * 1e3) for part, sent in run["sent"].items()
+    }
+    over_x = [[value or 0.0 for value in parts[part]] for part in (ALL_REDUCE, IN_ITS_PLACE)]
+    sent, spent = map(sum, zip(*over_x, strict=True))
+    return parts | {OVER_X: (sent, spent), STEP: (None, run["step_milliseconds"])}

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab moe-layers`: layers of Qwen3-30B-A3B on one GPU, by Stretto and by transformers' `grouped_mm`.
+
+The model is transformers' own, once as it is and once parallelized on a grid of one rank (expert=1); both have bf16
+weights and compute forward and backward pass and the gradients' norm, eagerly and with each layer compiled. A run with
+fp32 weights shows the memory that the planner predicts, and each run how often a step makes the host wait for the GPU.
+
+Without transformers the model is Stretto's GPT of the same sizes (heads are hidden / heads wide then), and its peer the
+same GPT with experts in plain PyTorch: tokens sorted by expert, two grouped products, and a weighted sum.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.experts.settings import MoeLayersSetting
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
+from stretto.cluster import Cluster
+from stretto.models import GPT, GPTConfig
+from stretto.models.moe import Experts
+from stretto.parallel import Grid, gradient_norm, parallelize
+from stretto.planner import predict
+
+COLUMNS = (
+    Column("name", "run"),
+    Column("tokens_per_second_per_gpu", "tokens/s", "{:,.0f}"),
+    Column("step_milliseconds", "step (ms)", "{:.1f}"),
+    Column("speed", "speed to the peer", "{:.3f}"),
+    Column("peak_memory_gib", "peak memory (GiB)", "{:.2f}"),
+    Column("predicted_memory_gib", "predicted by the planner (GiB)", "{:.2f}"),
+    Column("memory_ratio", "predicted to measured", "{:.3f}"),
+    Column("host_waits", "waits of the host in a step"),
+    Column("loss", "first loss", "{:.5f}"),
+    Column("gradient_norm", "gradient norm", "{:.4f}"),
+    Column("error", "error"),
+)
+
+
+def bench_moe_layers(setting: MoeLayersSetting, out: Path) -> dict[str, Any]:
+    """Measure all runs, print the table, and write moe-layers.json and .md to `out`; returns {"rows": ...}.
+
+    Raises ValueError where there is no GPU, or where peer is transformers, which is not installed.
+    """
+    if not setting.on_cpu and not torch.cuda.is_available():
+        raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
+    if setting.peer == "transformers" and find_spec("transformers") is None:
+        raise ValueError("--peer is 'transformers', which is not installed: --peer torch would do")
+    if setting.on_cpu:
+        setting = replace(setting, vocab=min(setting.vocab, 256), seq_len=min(setting.seq_len, 64))
+    rows = run_ranks(1, measure_layers, setting)
+    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
+    print_table(f"{setting.layers} layers of Qwen3-30B-A3B", columns, rows)
+    write_result(out, "moe-layers", columns, rows, setting=asdict(setting), shape=setting.shape())
+    return {"rows": rows}
+
+
+def measure_layers(setting: MoeLayersSetting) -> list[dict[str, Any]]:
+    """The job of the only rank: a row for each run, which are measured in turn."""
+    grid = Grid(device="cpu" if setting.on_cpu else "cuda")
+    make, peer = _choose_model(setting)
+    runs: list[TrainingRun] = []
+    for suffix in ("", ", compiled") if setting.compiled else ("",):
+        options = {"is_compiled": bool(suffix)}
+        build = partial(_build_peer, setting, grid, make, **options)
+        runs.append(TrainingRun(f"{peer}{suffix}", build, is_peer=True, **options))
+        runs.append(TrainingRun(f"Stretto{suffix}", partial(_build_stretto, setting, grid, make, **options), **options))
+    if setting.has_masters:
+        build = partial(_build_stretto, setting, grid, make, is_compiled=False, has_masters=True)
+        runs.append(TrainingRun("Stretto, fp32 weights", build))
+    rows = measure(runs, setting, grid.device, extra=partial(_count_host_waits, grid.device))
+    speeds = {row["name"]: row["tokens_per_second_per_gpu"] for row in rows if "error" not in row}
+    for row in rows:
+        counterpart = row["name"].replace("Stretto", peer)
+        if row["name"] in speeds and not row["is_peer"] and counterpart in speeds:
+            row["speed"] = speeds[row["name"]] / speeds[counterpart]
+        if row["name"].endswith("fp32 weights") and "error" not in row:
+            row |= _predict_memory(setting, make, row["peak_memory_gib"])
+    return rows
+
+
+Make = Callable[[bool], nn.Module]
+"""Makes the model on the default device, in the form for Stretto's run or for the peer's."""
+
+
+def _choose_model(setting: MoeLayersSetting) -> tuple[Make, str]:
+    """The function that makes the model, and the peer's name."""
+    if setting.peer != "torch" and find_spec("transformers") is not None:
+        return partial(_make_qwen, setting), "transformers, grouped_mm"
+    return partial(_make_gpt, setting), "plain PyTorch, experts as transformers' grouped_mm"
+
+
+def _make_qwen(setting: MoeLayersSetting, is_peer: bool) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = setting.shape()
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # arguments of every configuration are not in its signature
+        vocab_size=setting.vocab,
+        hidden_size=shape["hidden"],
+        num_hidden_layers=setting.layers,
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        num_experts=shape["experts"],
+        num_experts_per_tok=shape["k"],
+        moe_intermediate_size=shape["width"],
+        norm_topk_prob=True,
+        max_position_embeddings=max(setting.seq_len, 64),
+        use_cache=False,
+        architectures=["Qwen3MoeForCausalLM"],
+        experts_implementation="grouped_mm",
+        attn_implementation="sdpa",
+    )
+    return _Loss(Qwen3MoeForCausalLM(config)) if is_peer else Qwen3MoeForCausalLM(config)
+
+
+class _Loss(nn.Module):
+    """transformers' model, called as Stretto's are: the loss of tokens and the next ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, shift_labels=targets, labels=targets).loss
+        return loss
+
+
+class GroupedExperts(Experts):
+    """Experts in plain PyTorch, computed as transformers' `grouped_mm` experts are."""
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens, k = top_k_index.shape
+        experts, order = top_k_index.flatten().sort()
+        bounds = torch.arange(self.num_experts, device=experts.device)
+        offsets = torch.searchsorted(experts, bounds, right=True).to(torch.int32)
+        product = nn.functional.grouped_mm if hasattr(nn.functional, "grouped_mm") else torch._grouped_mm
+        inner: Tensor = product(hidden[order // k], self.gate_up_proj.mT, offs=offsets)
+        gate, up = inner.chunk(2, dim=-1)
+        rows: Tensor = product(self.act_fn(gate) * up, self.down_proj.mT, offs=offsets)
+        weighted = rows * top_k_weights.flatten()[order, None].to(rows.dtype)
+        return weighted[order.argsort()].view(tokens, k, -1).sum(1)
+
+
+def _make_gpt(setting: MoeLayersSetting, is_peer: bool) -> nn.Module:
+    shape = setting.shape()
+    model = GPT(
+        GPTConfig(
+            setting.layers,
+            shape["hidden"],
+            shape["heads"],
+            kv_heads=shape["kv_heads"],
+            vocab=setting.vocab,
+            max_seq_len=setting.seq_len,
+            positions="rotary",
+            activation="swiglu",
+            norm="rmsnorm",
+            bias=False,
+            tie_embeddings=False,
+            num_experts=shape["experts"],
+            experts_per_token=shape["k"],
+            expert_ffn=shape["width"],
+            balance="none",
+        )
+    )
+    if is_peer:
+        for module in model.modules():
+            if type(module) is Experts:
+                module.__class__ = GroupedExperts
+    return model
+
+
+def _new_model(setting: MoeLayersSetting, grid: Grid, make: Make, *, is_peer: bool, dtype: torch.dtype) -> nn.Module:
+    """The model with the same weights for every run. A CPU computes in fp32, whose products support any size."""
+    torch.manual_seed(0)
+    with grid.device:
+        return make(is_peer).to(dtype if grid.device.type == "cuda" else torch.float32)
+
+
+def _build_peer(setting: MoeLayersSetting, grid: Grid, make: Make, *, is_compiled: bool) -> Step:
+    model = _new_model(setting, grid, make, is_peer=True, dtype=torch.bfloat16)
+
+    def norm() -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    return _make_step(setting, grid, model, model, norm, is_compiled)
+
+
+def _build_stretto(
+    setting: MoeLayersSetting, grid: Grid, make: Make, *, is_compiled: bool, has_masters: bool = False
+) -> Step:
+    dtype = torch.float32 if has_masters else torch.bfloat16
+    whole = _new_model(setting, grid, make, is_peer=False, dtype=dtype)
+    model = parallelize(whole, grid, dtype=torch.bfloat16 if has_masters and grid.device.type == "cuda" else None)
+    called = model if isinstance(model, GPT) else _Loss(model)
+    return _make_step(setting, grid, model, called, lambda: gradient_norm(model.parameters(), grid), is_compiled)
+
+
+def _make_step(
+    setting: MoeLayersSetting,
+    grid: Grid,
+    model: nn.Module,
+    called: nn.Module,
+    norm: Callable[[], Tensor],
+    is_compiled: bool,
+) -> Step:
+    if is_compiled:
+        for name, module in model.named_modules():
+            if name.rpartition(".")[0].endswith(("layers", "blocks")):
+                module.compile()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(setting.vocab, (setting.batch, setting.seq_len + 1), generator=generator).to(grid.device)
+    tokens, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+    is_fused = grid.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_fused) if setting.steps_optimizer else None
+
+    def step() -> Stepped:
+        loss = called(tokens, targets)
+        loss.backward()
+        length = norm()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return Stepped(loss.detach(), length)
+
+    return step
+
+
+def _count_host_waits(device: torch.device, step: Step) -> dict[str, Any]:
+    """How often a step makes the host wait for the GPU, by torch's synchronization warnings, and in which files'
+    lines; None on a CPU."""
+    if device.type != "cuda":
+        return {"host_waits": None}
+    step()  # so that nothing is set up in the step that counts
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = ["/".join(Path(each.filename).parts[-2:]) for each in caught if "synchroniz" in str(each.message)]
+    places = [place for place in places if place != "cuda/__init__.py"]  # where torch itself warns of the mode
+    return {"host_waits": ", ".join([str(len(places)), *sorted(set(places))])}
+
+
+def _predict_memory(setting: MoeLayersSetting, make: Make, measured: float | None) -> dict[str, Any]:
+    """The planner's peak memory of a step with fp32 weights, and the measured one (None on a CPU)."""
+    with torch.device("meta"):
+        model = make(False)
+    plan = predict(
+        model,
+        Cluster.find("dgx-h100"),
+        grid={},
+        batch=setting.batch,
+        seq_len=setting.seq_len,
+        dtype="bf16",
+        optimizer="adamw" if setting.steps_optimizer else "sgd",
+        keep_gathered=True,
+    )
+    predicted = plan.peak_memory / 2**30
+    return {"predicted_memory_gib": predicted, "memory_ratio": predicted / measured if measured else None}

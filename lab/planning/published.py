@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab published`: plans for each run of Table 5.2 of Singh's dissertation, with its measured FLOP/s."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stretto.bench.harness import Column, print_table, write_result
+from stretto.cluster import Cluster, name_grid
+from stretto.models import GPTConfig
+from stretto.planner import plan
+
+# The text does not give them; every run is assumed to have a global batch of 16.8 million tokens.
+BATCH, SEQ_LEN = 8192, 2048
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A row of Table 5.2."""
+
+    cluster: str
+    gpus: int
+    model: str
+    petaflops: float
+
+
+RUNS = tuple(
+    PublishedRun(cluster, gpus, model, petaflops)
+    for cluster, rows in {
+        "perlmutter": [
+            (512, "gpt-5b", 80.8), (1024, "gpt-10b", 197.8), (2048, "gpt-20b", 352.5), (4096, "gpt-40b", 620.1),
+        ],
+        "frontier": [
+            (512, "gpt-5b", 40.4), (1024, "gpt-10b", 77.3), (2048, "gpt-20b", 145.7), (4096, "gpt-40b", 295.9),
+            (8192, "gpt-80b", 571.4), (16384, "gpt-160b", 1019.9), (32768, "gpt-320b", 1381.0),
+        ],
+        "alps": [
+            (1024, "gpt-10b", 310.0), (2048, "gpt-20b", 621.6), (4096, "gpt-40b", 1095.8), (6144, "gpt-60b", 1423.1),
+        ],
+    }.items()
+    for gpus, model, petaflops in rows
+)  # fmt: skip
+
+COLUMNS = (
+    Column("cluster", "machine"),
+    Column("gpus", "GPUs", "{:,}"),
+    Column("model", "model"),
+    Column("paper_grid", "best grid, paper's model"),
+    Column("paper_seconds", "its communication (s)", "{:.3g}"),
+    Column("full_grid", "best grid, full model"),
+    Column("full_seconds", "its step (s)", "{:.3g}"),
+    Column("exposed_seconds", "of it exposed (s)", "{:.3g}"),
+    Column("predicted_petaflops", "predicted PFLOP/s", "{:,.1f}"),
+    Column("petaflops", "published PFLOP/s", "{:,.1f}"),
+)
+
+
+def bench_published(out: Path, batch: int = BATCH) -> list[dict[str, Any]]:
+    """Plan every run with both cost models, print the table, and write published.json to `out`."""
+    rows = [_row(run, batch) for run in RUNS]
+    print_table(f"Table 5.2's runs, {batch} sequences of {SEQ_LEN} tokens", COLUMNS, rows)
+    write_result(out, "published", COLUMNS, rows, batch=batch, seq_len=SEQ_LEN)
+    return rows
+
+
+def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
+    cluster = Cluster.preset(run.cluster)
+    # The paper's runs recompute activations.
+    paper, full = (
+        plan(
+            paper_model(run.model),
+            cluster,
+            gpus=run.gpus,
+            batch=batch,
+            seq_len=SEQ_LEN,
+            cost=cost,
+            checkpoint_activations=True,
+        )[0]
+        for cost in ("paper", "full")
+    )
+    return {
+        "cluster": run.cluster,
+        "gpus": run.gpus,
+        "model": run.model,
+        "paper_grid": name_grid(paper.grid),
+        "paper_seconds": paper.step_time,
+        "full_grid": name_grid(full.grid),
+        "full_seconds": full.step_time,
+        "exposed_seconds": sum(full.exposed.values()),
+        "predicted_petaflops": model_flops(GPTConfig.preset(run.model), batch) / full.step_time / 1e15,
+        "petaflops": run.petaflops,
+    }
+
+
+def paper_model(name: str) -> GPTConfig:
+    """A preset as the paper trained it: with dropout, so that a block that is recomputed is computed to its end."""
+    return replace(GPTConfig.preset(name), dropout=0.1)
+
+
+def model_flops(model: GPTConfig, batch: int) -> float:
+    """Narayanan et al.'s model FLOPs of a step, including the recomputed forward pass (section 5.2.3)."""
+    layers, hidden = model.layers, model.hidden
+    return (
+        96 * batch * SEQ_LEN * layers * hidden**2 * (1 + SEQ_LEN / (6 * hidden) + model.vocab / (16 * layers * hidden))
+    )

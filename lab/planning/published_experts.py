@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chapter 7 of Singh's dissertation, mixtures of experts on Summit: plans for its runs, and the measured results.
+
+`bench_published_experts` writes four tables: the largest models that fit (figure 7.9), steps with and without the
+optimizations of communication (figures 7.8, 7.10 and 7.11, Table 7.1), the saving of each (figure 7.5), and plans of
+two current models compared with their authors' layouts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.planning.modern_experts import MODERN_COLUMNS, plan_modern
+from stretto.axes import GridSizes
+from stretto.bench.harness import Column, print_table, write_result
+from stretto.cluster import Cluster
+from stretto.execution import ExecutionOptions, StateOptions
+from stretto.models import GPTConfig
+from stretto.planner import GridPlan, predict, read_architecture
+from stretto.planner.capacity import most_allocated, peak
+from stretto.planner.experts.ted import least_memory, list_memory
+from stretto.planner.memory import step_memory, whole_logits
+from stretto.planner.workload import StepConfig, StepWorkload
+
+SEQ_LEN, PEAK, GPU_BYTES = 2048, 125e12, 16e9
+# Table 4.1's base models, with GPT-3's sizes (Brown et al., table 2.1; 13B has 5120 there 5140), and its batches.
+BASES = {
+    "1.3B": (24, 2048, 16, 512),
+    "2.7B": (32, 2560, 32, 512),
+    "6.7B": (32, 4096, 32, 1024),
+    "13B": (40, 5120, 40, 2048),
+}
+TENSOR = {"1.3B": 1, "2.7B": 2, "6.7B": 4, "13B": 8}  # section 7.4.4
+EXPERTS = (4, 8, 16, 32, 64, 128)
+MOST_TENSOR = 6
+# Section 7.2: upper bound of fp32 gradients of an optimizer tile. Without tiles, all parameters of a GPU have them.
+TILE_BYTES = 1e9
+STATE = StateOptions("device")  # 16-bit weights and gradients, as there
+
+
+def mixture(base: str, experts: int) -> GPTConfig:
+    """A base model with top-1 experts in every second block."""
+    layers, hidden, heads, _ = BASES[base]
+    return GPTConfig(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        max_seq_len=SEQ_LEN,
+        num_experts=experts,
+        experts_per_token=1,
+        moe_layers="every:2",
+        dropout=0.1,  # as of published_pipelines
+    )
+
+
+# Figure 7.9: which models fit.
+
+SIZE_COLUMNS = (
+    Column("gpus", "GPUs"),
+    Column("largest", "largest with x up to 6"),
+    Column("billions", "parameters (10^9)", "{:.1f}"),
+    Column("gigabytes", "memory (GB)", "{:.1f}"),
+    Column("largest_alone", "largest with x = 1"),
+    Column("billions_alone", "parameters (10^9)", "{:.1f}"),
+    Column("gigabytes_alone", "memory (GB)", "{:.1f}"),
+    Column("ratio", "ratio", "{:.2f}"),
+    Column("published_ratio", "published", "{:.2f}"),
+    Column("ratio_by_equation", "eq. 7.5 alone", "{:.2f}"),
+)
+PUBLISHED_RATIO = {32: 1.09, 512: 4.8}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A mixture that fits: its base, experts and ranks of x, its parameters in billions, and bytes of a GPU."""
+
+    base: str
+    experts: int
+    tensor: int
+    billions: float
+    num_bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.base}, {self.experts} experts" + (f", x={self.tensor}" if self.tensor > 1 else "")
+
+
+def plan_sizes(gpus: int) -> dict[str, Any]:
+    """The largest mixture that fits with tensor parallelism and without it, on `gpus` GPUs of Summit."""
+    with_tensor = _largest(gpus, MOST_TENSOR)
+    alone = _largest(gpus, 1)
+    by_equation = [_largest_by_equation(gpus, most) for most in (MOST_TENSOR, 1)]
+    return {
+        "gpus": gpus,
+        "largest": str(with_tensor),
+        "billions": with_tensor.billions,
+        "gigabytes": with_tensor.num_bytes / 1e9,
+        "largest_alone": str(alone),
+        "billions_alone": alone.billions,
+        "gigabytes_alone": alone.num_bytes / 1e9,
+        "ratio": with_tensor.billions / alone.billions,
+        "published_ratio": PUBLISHED_RATIO.get(gpus),
+        "ratio_by_equation": by_equation[0] / by_equation[1],
+    }
+
+
+def _candidates(gpus: int, most_tensor: int) -> Iterator[tuple[str, int, int]]:
+    """Base, experts and x: one expert a rank at most (the paper has G_expert = E), within a node."""
+    for base, (_, _, heads, batch) in BASES.items():
+        for experts in EXPERTS:
+            for tensor in range(1, most_tensor + 1):
+                fits_grid = gpus % tensor == 0 and heads % tensor == 0 and gpus // tensor % experts == 0
+                if fits_grid and batch % (gpus // tensor) == 0:
+                    yield base, experts, tensor
+
+
+def _largest(gpus: int, most_tensor: int) -> Fit:
+    limit = most_allocated(GPU_BYTES)
+    fitting = []
+    for base, experts, tensor in _candidates(gpus, most_tensor):
+        num_bytes = ted_bytes(base, experts, gpus, tensor, is_tiled=most_tensor > 1)
+        if num_bytes <= limit:
+            parameters = read_architecture(mixture(base, experts), SEQ_LEN).parameters
+            fitting.append(Fit(base, experts, tensor, parameters / 1e9, num_bytes))
+    return max(fitting, key=lambda fit: (fit.billions, -fit.num_bytes))
+
+
+def ted_bytes(base: str, experts: int, gpus: int, tensor: int, *, is_tiled: bool) -> float:
+    """Bytes of a GPU: equation 7.4, and the larger of the optimizer's fp32 gradients and the checkpointed activations
+    of one sequence with the loss. Logits are sharded over x, but not computed in slices as in Stretto, since neither
+    system does that. is_tiled: whether the optimizer steps tiles (section 7.2)."""
+    grid = GridSizes(data=gpus // tensor, x=tensor, expert=experts)
+    model = read_architecture(mixture(base, experts), SEQ_LEN)
+    states = list_memory(model, grid)
+    # Optimizer state is 12 bytes a parameter, so the 4 bytes of its fp32 gradient are a third of that.
+    gradients = states["optimizer"] / 3
+    workload = StepWorkload(model, grid.batch_parts, SEQ_LEN, dtype="fp16")
+    in_step = step_memory(workload, StepConfig(grid, 1, ExecutionOptions(recompute="full"), STATE))
+    loss = in_step["activations"] + whole_logits(workload, SEQ_LEN) / tensor
+    passes = max(loss, in_step["activations"] + in_step["logits"] + in_step["temporary"])
+    return peak(states) + max(passes, min(gradients, TILE_BYTES) if is_tiled else gradients)
+
+
+def _largest_by_equation(gpus: int, most_tensor: int) -> float:
+    """Billions of parameters of the largest mixture by equation 7.5 alone, with the rounded sizes of the bases."""
+    sizes = {"1.3B": 1.3, "2.7B": 2.7, "6.7B": 6.7, "13B": 13.0}
+    return max(
+        sizes[base] * (2 + experts) / 3
+        for base, experts, tensor in _candidates(gpus, most_tensor)
+        if least_memory(sizes[base] * 1e9, experts, gpus, tensor) <= GPU_BYTES
+    )
+
+
+# Figures 7.8, 7.10 and 7.11, and Table 7.1: steps.
+
+
+@dataclass(frozen=True)
+class PublishedSteps:
+    """Steps of one figure with and without DTD and CAC. gain: the published range, in percent; peak: percent."""
+
+    figure: str
+    base: str
+    gpus: int
+    experts: int
+    gain: tuple[float, float]
+    peak: float | None = None
+
+
+# Figure 7.8 annotates its experts in the picture alone: a quarter of the GPUs, of 4 to 128, are assumed.
+STEPS = (
+    *(PublishedSteps("7.8", "1.3B", gpus, gpus // 4, (4, 7)) for gpus in (32, 64, 128, 256)),
+    *(PublishedSteps("7.8", "2.7B", gpus, gpus // 4, (19, 23)) for gpus in (64, 128, 256)),
+    *(PublishedSteps("7.8", "6.7B", gpus, gpus // 4, (25, 29)) for gpus in (128, 256, 512)),
+    *(PublishedSteps("7.10", "6.7B", gpus, 4, (25, 29)) for gpus in (128, 256, 512)),
+    PublishedSteps("7.11", "1.3B", 32, 16, (6, 6), 36.7),
+    PublishedSteps("7.11", "2.7B", 64, 16, (20, 20), 30.0),
+    PublishedSteps("7.11", "6.7B", 128, 16, (25, 25), 26.2),
+    PublishedSteps("7.11", "13B", 256, 16, (36, 36), 11.7),
+)
+STEP_COLUMNS = (
+    Column("figure", "figure"),
+    Column("base", "base"),
+    Column("gpus", "GPUs"),
+    Column("experts", "experts"),
+    Column("grid", "grid"),
+    Column("baseline_seconds", "baseline (s)", "{:.2f}"),
+    Column("seconds", "DTD + CAC (s)", "{:.2f}"),
+    Column("gain", "gain", "{:.0%}"),
+    Column("published_gain", "published"),
+    Column("peak_share", "of the peak", "{:.1%}"),
+    Column("published_peak", "published", "{:.1%}"),
+)
+
+
+def plan_steps(steps: PublishedSteps, micro_batch: int) -> dict[str, Any]:
+    """Predict one run with full checkpointing and duplicates, and with communication kept and no duplicates."""
+    batch, tensor = BASES[steps.base][3], TENSOR[steps.base]
+    grid = GridSizes(data=steps.gpus // tensor, x=tensor, expert=steps.experts)
+    baseline, improved = (
+        _predict(steps.base, steps.experts, grid, batch, micro_batch, *options)
+        for options in (("full", False), ("communication", True))
+    )
+    low, high = steps.gain
+    return {
+        "figure": steps.figure,
+        "base": steps.base,
+        "gpus": steps.gpus,
+        "experts": steps.experts,
+        "grid": str(grid),
+        "baseline_seconds": baseline.step_time,
+        "seconds": improved.step_time,
+        "gain": baseline.step_time / improved.step_time - 1,
+        "published_gain": f"{low:g}%" if low == high else f"{low:g} to {high:g}%",
+        "peak_share": _model_flops(steps.base, batch) / improved.step_time / steps.gpus / PEAK,
+        "published_peak": None if steps.peak is None else steps.peak / 100,
+    }
+
+
+# Figure 7.5: the saving of each optimization.
+
+BAR_COLUMNS = (
+    Column("bar", "run"),
+    Column("seconds", "step (s)", "{:.2f}"),
+    Column("saved", "saved", "{:.1%}"),
+    Column("published_saved", "published", "{:.1%}"),
+    Column("all_to_all_seconds", "all-to-alls (s)", "{:.2f}"),
+    Column("all_to_all_saved", "saved", "{:.1%}"),
+    Column("published_all_to_all_saved", "published", "{:.1%}"),
+    Column("over_x_seconds", "over x (s)", "{:.2f}"),
+    Column("all_to_all_share", "all-to-alls of the step", "{:.0%}"),
+)
+BARS = {
+    "baseline": ("full", False, None, None),
+    "DTD": ("full", True, 0.1321, 0.48),
+    "DTD + CAC": ("communication", True, 0.207, 0.6412),
+}
+
+
+def plan_bars(micro_batch: int) -> list[dict[str, Any]]:
+    """Predict the three bars: 6.7B with 32 experts on 128 GPUs, x = 4."""
+    grid = GridSizes(data=32, x=4, expert=32)
+    plans = {
+        bar: _predict("6.7B", 32, grid, 1024, micro_batch, recompute, drops)
+        for bar, (recompute, drops, _, _) in BARS.items()
+    }
+    first = plans["baseline"]
+    exchanged = first.communication["all_to_all"]
+    rows = []
+    for bar, (_, _, saved, saved_all_to_all) in BARS.items():
+        found = plans[bar]
+        is_first = bar == "baseline"
+        rows.append(
+            {
+                "bar": bar,
+                "seconds": found.step_time,
+                "saved": None if is_first else 1 - found.step_time / first.step_time,
+                "published_saved": saved,
+                "all_to_all_seconds": found.communication["all_to_all"],
+                "all_to_all_saved": None if is_first else 1 - found.communication["all_to_all"] / exchanged,
+                "published_all_to_all_saved": saved_all_to_all,
+                "over_x_seconds": found.communication["all_reduce_x"],
+                "all_to_all_share": found.communication["all_to_all"] / found.step_time,
+            }
+        )
+    return rows
+
+
+def bench_published_experts(out: Path, micro_batch: int) -> dict[str, list[dict[str, Any]]]:
+    """Plan all runs, print the tables, and write them to `out` as JSON and Markdown."""
+    sizes = [plan_sizes(gpus) for gpus in (32, 64, 128, 256, 512)]
+    steps = [plan_steps(each, micro_batch) for each in STEPS]
+    tables: dict[str, tuple[str, tuple[Column, ...], list[dict[str, Any]]]] = {
+        "sizes": ("Figure 7.9: the largest mixture", SIZE_COLUMNS, sizes),
+        "steps": ("Figures 7.8, 7.10, 7.11 and Table 7.1", STEP_COLUMNS, steps),
+        "bars": ("Figure 7.5: 6.7B, 32 experts, 128 GPUs", BAR_COLUMNS, plan_bars(micro_batch)),
+        "modern": ("Mixtures of today on H100", MODERN_COLUMNS, plan_modern()),
+    }
+    for name, (title, columns, rows) in tables.items():
+        print_table(title, columns, rows)
+        write_result(out, f"experts-{name}", columns, rows, micro_batch=micro_batch, seq_len=SEQ_LEN)
+    return {name: rows for name, (_, _, rows) in tables.items()}
+
+
+def _predict(
+    base: str, experts: int, grid: GridSizes, batch: int, micro_batch: int, recompute: str, drops_duplicates: bool
+) -> GridPlan:
+    return predict(
+        mixture(base, experts),
+        Cluster.preset("summit"),
+        grid=grid.sizes(),
+        batch=batch,
+        seq_len=SEQ_LEN,
+        micro_batch=micro_batch,
+        dtype="fp16",
+        state=STATE,
+        recompute=recompute,
+        drop_duplicates=drops_duplicates,
+        imbalance=1.0,
+    )
+
+
+def _model_flops(base: str, batch: int) -> float:
+    """Narayanan et al.'s model FLOPs of a step of the base model, which top-1 experts do not change."""
+    layers, hidden, _, _ = BASES[base]
+    vocab = mixture(base, 4).vocab
+    return 96 * batch * SEQ_LEN * layers * hidden**2 * (1 + SEQ_LEN / (6 * hidden) + vocab / (16 * layers * hidden))

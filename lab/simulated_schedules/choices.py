@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the simulator's choices with the fastest ones that `stretto bench collectives --tune` measured."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lab.simulated_schedules.cases import MeasuredSchedule
+from lab.simulated_schedules.fit import SchedulePredictor
+from stretto.bench.harness import Column
+from stretto.simulator.schedules import MachineCosts
+
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+    "allreduce": ("one-shot-all-reduce", "two-shot-all-reduce"),
+    "allgather": ("direct-all-gather",),
+    "reducescatter": ("direct-reduce-scatter",),
+    "alltoall": ("direct-all-to-all",),
+}
+"""Candidates of the tuner of GPU collectives, each by LL and LL128 and, the last of each collective, by copy engines.
+
+The tuner also tries Simple, which was never the fastest: no result has a time of it, and no costs could be fitted.
+"""
+CHOICES = (
+    Column("collective", "collective"),
+    Column("ranks", "ranks"),
+    Column("bytes", "bytes", "{:,}"),
+    Column("measured", "fastest, measured"),
+    Column("simulated", "fastest, simulated"),
+    Column("loss", "simulated: slower by"),
+)
+
+
+def list_choices(
+    cases: Sequence[MeasuredSchedule], predictor: SchedulePredictor, costs: MachineCosts
+) -> list[dict[str, Any]]:
+    """For each collective and size (bf16, in CUDA graphs): the fastest choice measured, and simulated.
+
+    loss: by how much the measured choice is slower than the simulated one, in the simulation; None where they are one.
+    """
+    contests: dict[str, list[MeasuredSchedule]] = defaultdict(list)
+    for case in cases:
+        if case.mode == "graph" and case.dtype == "bf16" and case.contest.split(",")[0] in ALGORITHMS:
+            contests[case.contest].append(case)
+    rows = []
+    for contest, members in contests.items():
+        collective = contest.split(",")[0]
+        library = next(case for case in members if case.executor == "nccl")
+        # Where Stretto called NCCL, that was the fastest, or less than 3% slower.
+        chosen = next((case for case in members if case.executor != "nccl"), library)
+        tried = [library]
+        for algorithm in ALGORITHMS[collective]:
+            for protocol in ("LL", "LL128"):
+                tried.append(replace(library, algorithm=algorithm, executor="fused", protocol=protocol))
+        last = ALGORITHMS[collective][-1]
+        tried.append(replace(library, algorithm=last, executor="copy-engine", protocol="Copy"))
+        seconds = {_name(case): predictor.predict(case, costs) for case in tried}
+        best = min(seconds, key=seconds.__getitem__)
+        measured = _name(chosen)
+        rows.append(
+            {
+                "collective": collective,
+                "ranks": library.ranks,
+                "bytes": library.num_bytes,
+                "measured": measured,
+                "simulated": best,
+                "loss": None if best == measured else f"{seconds[measured] / seconds[best] - 1:.1%}",
+                "is_same": best == measured,
+                "is_same_algorithm": best.split()[0] == measured.split()[0],
+                "is_close": seconds[measured] < 1.05 * seconds[best],
+            }
+        )
+    return rows
+
+
+def summarize_choices(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence: how often the simulator's choice is the measured one."""
+    same, algorithm, close = (sum(row[key] for row in rows) for key in ("is_same", "is_same_algorithm", "is_close"))
+    return (
+        f"Of {len(rows)} sizes the simulator chooses the measured algorithm and protocol in {same}, the measured "
+        f"algorithm in {algorithm}, and finds the measured choice at most 5% slower than its own in {close}."
+    )
+
+
+def _name(case: MeasuredSchedule) -> str:
+    return "NCCL" if case.executor == "nccl" else f"{case.algorithm} {case.protocol}"

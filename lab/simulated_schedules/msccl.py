@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab simulated-msccl`: MSCCLang's figures 8c, 8e, 8g and 11 simulated, compared with the paper.
+
+Costs are those of NCCL 2.8's own model (`nccl-2.8-a100` and `-v100`), on which MSCCLang's runtime is built; nothing is
+fitted to the paper. `CLAIMS` has predictions made by hand before the first run. The paper's figures are curves without
+numbers, so only the numbers in its text are compared.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lab.simulated_schedules.peers import (
+    chained_trees_all_reduce,
+    dgx1_topology,
+    direct_sends,
+    rotated_rings_all_reduce,
+    two_step_exchanges,
+)
+from lab.simulated_schedules.settings import SimulatedMscclSetting
+from stretto.atomic_files import write_atomically
+from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.interleaved import name_size
+from stretto.bench.pictures import draw_result
+from stretto.cluster import Cluster
+from stretto.collectives.algorithms import find
+from stretto.collectives.schedule import Schedule
+from stretto.simulator.network import NetworkTopology
+from stretto.simulator.schedules import MachineCosts, simulate_schedule
+
+MEMORY_BANDWIDTH = {"azure-ndv4": 1555e9, "dgx-2": 900e9}  # bytes/s, reads and writes together
+COSTS = {"azure-ndv4": "nccl-2.8-a100", "dgx-2": "nccl-2.8-v100"}
+TITLES = {"azure-ndv4": "NDv4", "dgx-2": "DGX-2"}
+COLUMNS = (
+    Column("study", "study"),
+    Column("size", "bytes"),
+    Column("variant", "variant"),
+    Column("best", "as"),
+    Column("time_us", "simulated (us)", "{:,.1f}"),
+    Column("baseline_us", "baseline (us)", "{:,.1f}"),
+    Column("speedup", "speed-up", "{:.2f}"),
+)
+CLAIM_COLUMNS = (
+    Column("figure", "figure"),
+    Column("claim", "the paper says"),
+    Column("prediction", "predicted before the first run"),
+    Column("simulated", "simulated"),
+    Column("is_met", "the paper's claim is"),
+)
+Times = dict[int, tuple[float, str]]
+"""By bytes: the best simulated seconds, and the configuration that reached them."""
+
+
+@dataclass(frozen=True)
+class ClusterSimulation:
+    """Simulates schedules on nodes of one cluster with its costs, and selects the best of several configurations."""
+
+    cluster: Cluster
+    costs: MachineCosts
+    tiles: int
+
+    def best(
+        self,
+        schedules: Sequence[tuple[str, Schedule]],
+        sizes: Sequence[int],
+        *,
+        protocols: Sequence[str] = ("LL", "LL128", "Simple"),
+        instances: Sequence[int] = (1,),
+        executor: str = "interpreter",
+        topology: NetworkTopology | None = None,
+    ) -> Times:
+        """The fastest of all schedules, protocols and instances by size, as the paper tunes them by hand.
+
+        Of each schedule and protocol, more instances are tried until they are slower.
+        """
+        found: Times = {}
+        for num_bytes in sizes:
+            times: list[tuple[float, str]] = []
+            for name, schedule in schedules:
+                for protocol in protocols:
+                    fastest = math.inf
+                    for count in instances:
+                        if not self._fits(schedule, count, executor):
+                            break
+                        seconds = self._simulate(schedule, num_bytes, protocol, count, executor, topology)
+                        times.append((seconds, f"{name} {protocol} r={count}"))
+                        if seconds > fastest:
+                            break
+                        fastest = seconds
+            found[num_bytes] = min(times)
+        return found
+
+    def _fits(self, schedule: Schedule, instances: int, executor: str) -> bool:
+        most = self.costs.executor(executor).max_blocks
+        blocks = max(len(program.thread_blocks) for program in schedule.ranks)
+        return instances == 1 or most is None or blocks * instances <= most
+
+    def _simulate(
+        self,
+        schedule: Schedule,
+        num_bytes: int,
+        protocol: str,
+        instances: int,
+        executor: str,
+        topology: NetworkTopology | None,
+    ) -> float:
+        network = topology or self.costs.topology(self.cluster, schedule.collective.ranks)
+        return simulate_schedule(
+            schedule,
+            num_bytes,
+            network,
+            self.costs.executor(executor),
+            protocol=protocol,
+            ranks_per_node=self.cluster.gpus_per_node,
+            instances=instances,
+            max_tiles=self.tiles,
+        ).seconds
+
+
+def on_cluster(name: str, tiles: int) -> ClusterSimulation:
+    """A cluster of the paper by its preset."""
+    return ClusterSimulation(Cluster.preset(name), MachineCosts.find(COSTS[name]), tiles)
+
+
+def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Figure 8c: hierarchical all-reduce and the same composed of NCCL's calls, over NCCL's all-reduce."""
+    where = on_cluster(name, tiles)
+    gpus = where.cluster.gpus_per_node
+    rings = rotated_rings_all_reduce.compile(nodes=nodes, gpus=gpus, rings=int(where.cluster.require("nics_per_node")))
+    trees = chained_trees_all_reduce.compile(nodes=nodes, gpus=gpus)
+    # NCCL 2.8 uses 24 channels on A100, and fewer for small buffers: a ring a NIC of a node, once or three times.
+    nccl = where.best([("ring", rings), ("tree", trees)], sizes, instances=(1, 3))
+    ours = where.best(
+        [
+            (f"parallel={parallel}", find("hierarchical-all-reduce").compile(nodes=nodes, gpus=gpus, parallel=parallel))
+            for parallel in ((1, 4, 8) if gpus == 8 else (1, 4))
+        ],
+        sizes,
+        instances=(1, 2, 4, 8),
+    )
+    alone = ClusterSimulation(where.cluster, where.costs, tiles)
+    in_node = alone.costs.topology(where.cluster, gpus)
+    ring_options: dict[str, Any] = {"instances": (1, 24), "topology": in_node}
+    scatter = alone.best([("", find("ring-reduce-scatter").compile(ranks=gpus))], sizes, **ring_options)
+    gather = alone.best([("", find("ring-all-gather").compile(ranks=gpus))], sizes, **ring_options)
+    between = _one_gpu_a_node(where)
+    shares = {size: size // gpus for size in sizes}
+    reduce = between.best(
+        [("", find("ring-all-reduce").compile(ranks=nodes))], sorted(set(shares.values())), instances=(1, 4)
+    )
+    composed = {size: (scatter[size][0] + reduce[shares[size]][0] + gather[size][0], "3 calls") for size in sizes}
+    study = f"8c: hierarchical all-reduce, {nodes} {TITLES[name]} nodes, over NCCL"
+    yield from _rows(study, "MSCCLang", ours, nccl, 1.4)
+    yield from _rows(study, "composed of NCCL calls", composed, nccl, 1.4)
+
+
+def _one_gpu_a_node(where: ClusterSimulation) -> ClusterSimulation:
+    """The ranks with the same local rank on all nodes, with their share of the NICs."""
+    cluster = where.cluster
+    share = min(1.0, (cluster.nics_per_node or 1) / cluster.gpus_per_node)
+    link = replace(cluster.between_nodes, bandwidth=cluster.require("between_nodes.bandwidth") * share)
+    return replace(where, cluster=replace(cluster, gpus_per_node=1, nics_per_node=1, between_nodes=link))
+
+
+def two_step_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Figure 8e: two-step all-to-all and NCCL's, over two-step written by hand with NCCL's sends and receives."""
+    where = on_cluster(name, tiles)
+    gpus = where.cluster.gpus_per_node
+    ours = where.best([("", find("two-step-all-to-all").compile(nodes=nodes, gpus=gpus))], sizes)
+    sends: dict[str, Any] = {"protocols": ("Simple",), "executor": "nccl"}  # as NCCL 2.8 sends and receives
+    nccl = where.best([("", find("direct-all-to-all").compile(ranks=nodes * gpus))], sizes, **sends)
+    first, second = (where.best([("", each)], sizes, **sends) for each in two_step_exchanges(nodes, gpus))
+    copied = 2 / MEMORY_BANDWIDTH[name]  # seconds a byte: read and written once
+    by_hand = {size: (first[size][0] + copied * size + second[size][0], "3 kernels") for size in sizes}
+    study = f"8e: two-step all-to-all, {nodes} {TITLES[name]} nodes, over hand-written"
+    yield from _rows(study, "MSCCLang", ours, by_hand, 1.3)
+    yield from _rows(study, "NCCL", nccl, by_hand, 1.3)
+
+
+def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Figure 8g: AllToNext with r instances, over each GPU's one send to the next."""
+    where = on_cluster(name, tiles)
+    gpus = where.cluster.gpus_per_node
+    direct = where.best(
+        [("", direct_sends(nodes * gpus, gpus))], sizes, protocols=("Simple",), instances=(1, 2), executor="nccl"
+    )
+    schedule = find("all-to-next").compile(nodes=nodes, gpus=gpus)
+    study = f"8g: AllToNext, {nodes} {TITLES[name]} nodes, over direct sends"
+    blocks = max(len(program.thread_blocks) for program in schedule.ranks)
+    for instances in (1, 4, 12):
+        if blocks * instances > (where.costs.executor("interpreter").max_blocks or blocks):
+            continue  # they would not all be resident
+        yield from _rows(
+            study, f"r={instances}", where.best([("", schedule)], sizes, instances=(instances,)), direct, 14.5
+        )
+
+
+def sccl_study(tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Figure 11: the (1,2,2) all-gather on a DGX-1 by MSCCLang's protocols, over SCCL's direct copies.
+
+    The baseline is Simple without the copy out of slots, and without slots to wait for.
+    """
+    where = ClusterSimulation(Cluster.preset("dgx-1v"), MachineCosts.find("nccl-2.8-v100"), tiles)
+    schedule = [("", find("dgx1-all-gather").compile())]
+    options: dict[str, Any] = {"topology": dgx1_topology(where.costs.link_latency)}
+    several: dict[str, Any] = {"instances": (1, 2, 4)}
+    direct = where.best(schedule, sizes, protocols=("Simple",), executor="direct-copy", **several, **options)
+    study = "11: (1,2,2) all-gather, one DGX-1, over SCCL"
+    for protocol in ("LL", "Simple"):
+        found = where.best(schedule, sizes, protocols=(protocol,), **several, **options)
+        yield from _rows(study, protocol, found, direct, None)
+
+
+def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float | None) -> Iterator[dict[str, Any]]:
+    for num_bytes, (seconds, best) in times.items():
+        yield {
+            "study": study,
+            "variant": variant,
+            "bytes": num_bytes,
+            "size": name_size(num_bytes),
+            "best": best.strip(),
+            "time_us": seconds * 1e6,
+            "baseline_us": baseline[num_bytes][0] * 1e6,
+            "speedup": baseline[num_bytes][0] / seconds,
+            "claim": claim,
+        }
+
+
+@dataclass(frozen=True)
+class PublishedClaim:
+    """One claim of the paper. value: finds our number in the rows of a study; low, high: the range of agreement."""
+
+    figure: str
+    study: str
+    claim: str
+    prediction: str
+    value: Callable[[Sequence[dict[str, Any]]], float]
+    low: float
+    high: float
+
+
+def most(variant: str, least: int = 0, largest: int = 1 << 62) -> Callable[[Sequence[dict[str, Any]]], float]:
+    """The largest speed-up of a variant between two sizes."""
+    return lambda rows: max(
+        row["speedup"] for row in rows if row["variant"].startswith(variant) and least <= row["bytes"] <= largest
+    )
+
+
+def _two_step_over_nccl(rows: Sequence[dict[str, Any]]) -> float:
+    ours, nccl = (
+        {row["bytes"]: row["time_us"] for row in rows if row["variant"] == name} for name in ("MSCCLang", "NCCL")
+    )
+    return max(nccl[size] / ours[size] for size in ours if size > 512 << 20)
+
+
+_MB, _GB = 1 << 20, 1 << 30
+CLAIMS = (
+    PublishedClaim(
+        "8c", "8c: hierarchical all-reduce, 2 NDv4", "small sizes: up to 1.4x NCCL",
+        "1.0 to 1.2x: NCCL's trees take as many hops", most("MSCCLang", largest=_MB), 1.2, 1.6,
+    ),
+    PublishedClaim(
+        "8c", "8c: hierarchical all-reduce, 2 NDv4", "above 1 GB: up to 11% faster than NCCL",
+        "0 to 10%: both fill the NICs", most("MSCCLang", least=_GB), 1.0, 1.2,
+    ),
+    PublishedClaim(
+        "8c", "8c: hierarchical all-reduce, 2 NDv4", "composed of NCCL calls: slower than NCCL",
+        "0.3x below 1 MB, 0.7x above 1 GB: phases do not overlap", most("composed"), 0.0, 1.0,
+    ),
+    PublishedClaim(
+        "8e", "8e: two-step all-to-all, 8 NDv4", "large sizes: up to 1.3x hand-written",
+        "1.2 to 1.4x: the phases overlap", most("MSCCLang", least=64 * _MB), 1.15, 1.45,
+    ),
+    PublishedClaim(
+        "8e", "8e: two-step all-to-all, 8 NDv4", "above 512 MB: NCCL is faster than hand-written",
+        "1.2x: it sends as many bytes over the NICs, in one kernel", most("NCCL", least=512 * _MB + 1), 1.0, 9.0,
+    ),
+    PublishedClaim(
+        "8e", "8e: two-step all-to-all, 8 NDv4", "above 512 MB: 20% faster than NCCL",
+        "0 to 5%: what a message costs beside its bytes no longer counts", _two_step_over_nccl, 1.1, 1.3,
+    ),
+    PublishedClaim(
+        "8g", "8g: AllToNext, 3 NDv4", "small buffers: slower than direct sends",
+        "0.4 to 0.8x at 1 KB", most("r=1", largest=16 << 10), 0.0, 1.0,
+    ),
+    PublishedClaim(
+        "8g", "8g: AllToNext, 3 NDv4", "large buffers: up to 14.5x direct sends",
+        "at most 8x: 8 NICs instead of one", most("r="), 12.0, 17.0,
+    ),
+    PublishedClaim(
+        "11", "11: ", "small sizes: LL is faster than SCCL",
+        "2x: a third of the latency", most("LL", largest=64 << 10), 1.0, 99.0,
+    ),
+    PublishedClaim(
+        "11", "11: ", "middle sizes: Simple is slower than SCCL",
+        "0.6 to 0.8x: each byte is copied twice more", most("Simple", least=_MB, largest=16 * _MB), 0.0, 0.99,
+    ),
+)  # fmt: skip
+
+
+def bench_simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> dict[str, Any]:
+    """Simulate all studies, print tables, and write simulated-msccl.json, .md and .png to `out`."""
+    all_reduce = [1 << power for power in (12, 16, 20, 24, 28, 30, 32)]
+    large = [1 << power for power in range(18, 31, 2)]
+    rows: list[dict[str, Any]] = []
+    for study in (
+        hierarchical_study("azure-ndv4", 2, setting.tiles, all_reduce),
+        hierarchical_study("dgx-2", 2, setting.tiles, all_reduce),
+        two_step_study("azure-ndv4", 8, setting.tiles, large),
+        two_step_study("dgx-2", 4, setting.tiles, large),
+        next_study("azure-ndv4", 3, setting.tiles, [1 << power for power in range(10, 31, 2)]),
+        next_study("dgx-2", 3, setting.tiles, [1 << power for power in range(10, 31, 2)]),
+        sccl_study(setting.tiles, [1 << power for power in range(10, 29, 2)]),
+    ):
+        rows += study
+        print(f"{rows[-1]['study']}: done", file=sys.stderr, flush=True)
+    claims = list_claims(rows)
+    print_table("MSCCLang's figures 8 and 11, simulated", COLUMNS, rows)
+    print_table("Beside the paper's text", CLAIM_COLUMNS, claims)
+    path = write_result(out, "simulated-msccl", COLUMNS, rows, claims=claims)
+    table = path.with_suffix(".md")
+    heading, _, every = table.read_text().partition("\n\n")
+    write_atomically(table, f"{heading}\n\n" + "\n".join(markdown_table(CLAIM_COLUMNS, claims)) + f"\n\n{every}")
+    draw_result(path)
+    return {"claims": claims, "rows": rows}
+
+
+def list_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each claim with the simulated number, and whether that is in the claim's range."""
+    found = []
+    for claim in CLAIMS:
+        number = claim.value([row for row in rows if row["study"].startswith(claim.study)])
+        found.append(
+            {
+                "figure": claim.figure,
+                "claim": claim.claim,
+                "prediction": claim.prediction,
+                "simulated": f"{number:.2f}x",
+                "is_met": "met" if claim.low <= number <= claim.high else "missed",
+            }
+        )
+    return found

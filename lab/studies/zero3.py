@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto bench simulated-zero3`: figure 6.12 of Singh's dissertation, ZeRO-3 over flat and two-level collectives.
+
+All ranks act identically, so one is simulated: a stream of products, and one of collectives, which run one at a time in
+the order in which DeepSpeed issues them. The durations of collectives are those of `python -m lab simulated-two-level`.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+from lab.studies import symmetric
+from lab.studies.machines import MACHINES, StudiedMachine
+from lab.studies.settings import SimulatedZero3Setting
+from stretto.axes import GridSizes
+from stretto.bench.harness import ANY_CPU, Column, print_table, write_result
+from stretto.bench.pictures import draw_result
+from stretto.collectives.two_level.model import Collective
+from stretto.models import GPTConfig
+from stretto.planner import read_architecture
+from stretto.planner.compute import Device, compute
+from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.simulator import ClosedFormNetwork, Execution, GraphBuilder, execute, parse_topology
+
+SEQ_LEN = 2048
+# GPT-3's sizes (Brown et al., table 2.1).
+MODELS = {"7B": GPTConfig(layers=32, hidden=4096, heads=32), "13B": GPTConfig(layers=40, hidden=5120, heads=40)}
+# DeepSpeed's default bucket of gradients, in numbers (reduce_bucket_size).
+REDUCE_BUCKET = 500_000_000
+ELEMENT = 2  # bytes
+PACKET = 64 * 1024
+
+Seconds = Callable[[Collective, float], float]
+Library = Literal["vendor", "two levels"]
+# The part of the batch time that two levels save, by machine and GPUs: of 7B and of 13B, lowest and highest.
+PUBLISHED = {
+    ("frontier", 512): {"7B": (0.30, 0.30), "13B": (0.16, 0.16)},
+    ("frontier", 1024): {"7B": (0.60, 0.60), "13B": (0.39, 0.39)},
+    ("frontier", 2048): {"7B": (0.70, 0.80), "13B": (0.70, 0.80)},
+    ("perlmutter", 256): {"7B": (-0.06, -0.06), "13B": (-0.06, -0.06)},
+    ("perlmutter", 512): {"7B": (0.07, 0.07), "13B": (0.07, 0.07)},
+    ("perlmutter", 1024): {"7B": (0.20, 0.20), "13B": (0.20, 0.20)},
+}
+COLUMNS = (
+    Column("machine", "machine"),
+    Column("model", "model"),
+    Column("ranks", "ranks", "{:,}"),
+    Column("compute_seconds", "computation (s)", "{:.2f}"),
+    Column("vendor_seconds", "vendor's ring (s)", "{:.2f}"),
+    Column("vendor_exposed", "of it exposed (s)", "{:.2f}"),
+    Column("two_level_seconds", "two levels (s)", "{:.2f}"),
+    Column("two_level_exposed", "of it exposed (s)", "{:.2f}"),
+    Column("saved", "saved", "{:.0%}"),
+    Column("speedup", "speed-up less 1", "{:.0%}"),
+    Column("published", "published"),
+    Column("event_saved", "saved, event-driven", "{:.0%}"),
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A unit that ZeRO-3 gathers at once: a linear or a table, in numbers, with its seconds in each pass."""
+
+    numbers: float
+    forward: float
+    backward: float
+
+
+def bench_simulated_zero3(setting: SimulatedZero3Setting, out: Path) -> list[dict[str, Any]]:
+    """Simulate all steps, print the table, and write simulated-zero3.json, .md and .png to `out`."""
+    rows = [
+        _row(MACHINES[machine], model, ranks, setting)
+        for machine, counts in setting.runs()
+        for model in setting.models
+        for ranks in counts
+    ]
+    print_table(f"ZeRO-3, {setting.batch} sequences of {SEQ_LEN} tokens", COLUMNS, rows)
+    path = write_result(
+        out, "simulated-zero3", COLUMNS, rows, machine=ANY_CPU, setting=asdict(setting), seq_len=SEQ_LEN
+    )
+    draw_result(path)
+    return rows
+
+
+def _row(machine: StudiedMachine, model: str, ranks: int, setting: SimulatedZero3Setting) -> dict[str, Any]:
+    pieces = list_pieces(MODELS[model], machine, ranks, setting.batch)
+    runs = {
+        (library, is_event): run_step(pieces, partial(_seconds, machine.name, library, ranks, is_event=is_event))
+        for library in ("vendor", "two levels")
+        for is_event in (False, True)
+    }
+    times = {key: run.makespan for key, run in runs.items()}
+    vendor, two_level = times["vendor", False], times["two levels", False]
+    compute_seconds = runs["vendor", False].busy(0, "compute")
+    low, high = PUBLISHED.get((machine.name, ranks), {}).get(model, (None, None))
+    published = None if low is None else f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}"
+    return {
+        "machine": machine.name,
+        "model": model,
+        "ranks": ranks,
+        "compute_seconds": compute_seconds,
+        "vendor_seconds": vendor,
+        "vendor_exposed": vendor - compute_seconds,
+        "two_level_seconds": two_level,
+        "two_level_exposed": two_level - compute_seconds,
+        "saved": 1 - two_level / vendor,
+        "speedup": vendor / two_level - 1,
+        "published": published,
+        "event_saved": 1 - times["two levels", True] / times["vendor", True],
+    }
+
+
+@cache
+def _seconds(
+    machine: str, library: Library, ranks: int, collective: Collective, num_bytes: float, *, is_event: bool
+) -> float:
+    """Seconds of one collective by a library."""
+    studied = MACHINES[machine]
+    if library == "vendor":
+        if is_event:
+            return symmetric.flat_seconds(studied, studied.choose_protocol(num_bytes, ranks), num_bytes, ranks, PACKET)
+        return studied.flat_seconds(num_bytes, ranks)
+    if is_event:
+        return symmetric.two_level_seconds(studied, collective, "recursive", num_bytes, ranks, PACKET)
+    return studied.two_level_seconds(collective, "recursive", num_bytes, ranks)
+
+
+def list_pieces(config: GPTConfig, machine: StudiedMachine, ranks: int, batch: int) -> list[Piece]:
+    """The model in the order of the forward pass: each linear of each block, then the head.
+
+    Each rank computes all of its sequences at once. The time of norms, attention and element-wise work is distributed
+    over the linears by their weights. The token embedding is the head's table; the time of its look-up is neglected.
+    """
+    architecture = read_architecture(config, SEQ_LEN)
+    workload = StepWorkload(architecture, batch, SEQ_LEN)
+    work = compute(workload, StepConfig(GridSizes(z=ranks), batch // ranks), Device(machine.cluster, "bf16"))
+    linears = architecture.linears
+    weights = sum(linear.weights for linear in linears)
+    of_block = [
+        Piece(
+            linear.weights,
+            work.forward / architecture.layers * linear.weights / weights,
+            work.backward / architecture.layers * linear.weights / weights,
+        )
+        for linear in linears
+    ]
+    head = Piece(architecture.vocab * architecture.hidden, work.head / 3, 2 * work.head / 3)
+    return of_block * architecture.layers + [head]
+
+
+def run_step(pieces: list[Piece], seconds: Seconds) -> Execution:
+    """Execute one step on one rank. seconds: of a collective that gathers or reduces the given bytes.
+
+    Forward, every piece is gathered while the one before it is computed. Backward, blocks are computed again
+    (activation checkpointing) from weights that are gathered again, which then stay for their gradients: DeepSpeed
+    keeps what is used again within a billion numbers. A bucket of gradients is reduce-scattered when it is full, and
+    after the last.
+    """
+    builder = GraphBuilder()
+    done: list[int] = []  # products, in the order of their pieces
+
+    def gather(piece: Piece) -> int:
+        time = seconds("all_gather", piece.numbers * ELEMENT)
+        # While one piece is computed, the next is gathered, and none after that.
+        return builder.compute(0, time, stream="collectives", after=done[-2:-1], category="communication")
+
+    def add(time: float, after: list[int]) -> None:
+        done.append(builder.compute(0, time, after=after))
+
+    for piece in pieces:
+        add(piece.forward, [gather(piece)])
+    *blocks, head = pieces
+    add(head.backward, [])  # its table is still there
+    filled = head.numbers
+    per_block = 4
+    for last in range(len(blocks), 0, -per_block):
+        block = blocks[last - per_block : last]
+        for piece in block:
+            add(piece.forward, [gather(piece)])
+        for piece in reversed(block):
+            add(piece.backward, [])
+            filled += piece.numbers
+            if filled >= REDUCE_BUCKET:
+                _reduce(builder, seconds, filled, done)
+                filled = 0
+    if filled:
+        _reduce(builder, seconds, filled, done)
+    return execute(builder.build(), ClosedFormNetwork(parse_topology("full:2", 1e9, 0.0)))
+
+
+def _reduce(builder: GraphBuilder, seconds: Seconds, numbers: float, done: list[int]) -> None:
+    time = seconds("reduce_scatter", numbers * ELEMENT)
+    builder.compute(0, time, stream="collectives", after=done[-1:], category="communication")

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab offload`: training with optimizer state on the host, on one GPU.
+
+buckets: steps of flat state without a model, for sizes and numbers of buckets, and the host links' bound. tiles: a step
+of SGD with momentum in tiles, at once, and by torch's own optimizer: time, and additional peak memory. train: tokens/s
+and memory of a model with state on the host and, where that fits, on the device. peers: the same, compared with FSDP2
+with `CPUOffloadPolicy`. largest: the largest model that the planner predicts to fit, and one layer more.
+"""
+
+import gc
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.training.settings import OffloadSetting
+from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, time_steps, write_result
+from stretto.bench.pictures import draw_result
+from stretto.bench.probe import measure_host_link
+from stretto.bench.training.torch_peers import build_offloaded
+from stretto.cluster import Cluster, HostLink
+from stretto.execution import StateOptions
+from stretto.models import GPT, GPTConfig
+from stretto.optim.state.store import OptimizerStateStore, StoredParameter
+from stretto.optim.state.updates import GPU_TILE, TILE
+from stretto.parallel import Grid, no_sync, parallelize
+from stretto.planner import GridPlan, predict, read_architecture
+from stretto.train.stored_optimizer import (
+    MakeUpdate,
+    NoRanks,
+    StoredOptimizer,
+    adamw_update,
+    build_store,
+    sgd_update,
+    tiled_update,
+)
+
+GIB = 1 << 30
+LEARNING_RATE = 1e-5
+LONG = 32  # micro-batches of a step that is timed once
+
+LINK_COLUMNS = (
+    Column("to_device", "to the device (GB/s)", "{:.1f}"),
+    Column("to_host", "to the host (GB/s)", "{:.1f}"),
+    Column("both", "both at once (GB/s)", "{:.1f}"),
+)
+BUCKET_COLUMNS = (
+    Column("step_on", "step on"),
+    Column("weights", "fp32 weights"),
+    Column("bucket", "bucket (M numbers)", "{:.0f}"),
+    Column("buffers", "sets of buffers"),
+    Column("seconds", "step (s)", "{:.3f}"),
+    Column("limit_seconds", "bytes / duplex link (s)", "{:.3f}"),
+    Column("ratio", "ratio", "{:.2f}"),
+)
+TILE_COLUMNS = (
+    Column("name", "step"),
+    Column("milliseconds", "time (ms)", "{:.2f}"),
+    Column("spike_mib", "memory above what lies there (MiB)", "{:.1f}"),
+)
+TRAIN_COLUMNS = (
+    Column("name", "state"),
+    Column("parameters", "parameters (billions)", "{:.2f}"),
+    Column("micro_batches", "micro-batches a step"),
+    Column("tokens_per_second", "tokens/s", "{:,.0f}"),
+    Column("step_seconds", "step (s)", "{:.2f}"),
+    Column("optimizer_seconds", "of which optimizer (s)", "{:.2f}"),
+    Column("optimizer_ratio", "bytes / duplex link, times", "{:.2f}"),
+    Column("peak_gib", "peak memory (GiB)", "{:.2f}"),
+    Column("predicted_gib", "4 phi + buffers + activations (GiB)", "{:.2f}"),
+    Column("loss", "loss", "{:.4f}"),
+    Column("error", "error"),
+)
+
+
+LARGEST_COLUMNS = (
+    Column("layers", "layers"),
+    Column("parameters", "parameters (billions)", "{:.2f}"),
+    Column("fits", "fits, by stretto plan"),
+    Column("predicted_gib", "GPU memory, predicted (GiB)", "{:.2f}"),
+    Column("peak_gib", "GPU memory, measured (GiB)", "{:.2f}"),
+    Column("host_gib", "host memory, predicted (GiB)", "{:.1f}"),
+    Column("step_seconds", "step (s)", "{:.2f}"),
+    Column("loss", "loss", "{:.4f}"),
+    Column("error", "refused or failed"),
+)
+
+
+def bench_offload(setting: OffloadSetting, out: Path) -> Any:
+    """Measure the parts one after another, and write a result for each; that of buckets is also drawn."""
+    results = run_ranks(1, _measure, setting)
+    for name, (columns, rows) in results.items():
+        print_table(f"Optimizer state on the host: {name}", columns, rows)
+        path = write_result(out, f"offload-{name}", columns, rows)
+        if name == "buckets" and not setting.cpu:
+            draw_result(path)
+    return {name: rows for name, (_, rows) in results.items()}
+
+
+def _measure(setting: OffloadSetting) -> dict[str, Any]:
+    device = torch.device("cpu" if setting.cpu else "cuda")
+    grid = Grid(device=device)
+    links = measure_links(device)
+    found: dict[str, Any] = {"links": (LINK_COLUMNS, [links])}
+    if "buckets" in setting.parts:
+        found["buckets"] = (BUCKET_COLUMNS, list(_buckets(setting, device, links["both"] * 1e9)))
+    if "tiles" in setting.parts:
+        found["tiles"] = (TILE_COLUMNS, list(_tiles(setting, device)))
+    if "train" in setting.parts:
+        found["train"] = (TRAIN_COLUMNS, list(_train(setting, grid, links["both"] * 1e9)))
+    if "peers" in setting.parts:
+        found["peers"] = (TRAIN_COLUMNS, list(_peers(setting, grid, links["both"] * 1e9)))
+    if "largest" in setting.parts:
+        found["largest"] = (LARGEST_COLUMNS, list(_largest(setting, grid, links)))
+    return found
+
+
+def measure_links(device: torch.device) -> dict[str, float]:
+    """GB/s between pinned host memory and the device: each direction alone, and the sum of both at once."""
+    if device.type != "cuda":
+        return {"to_device": 10.0, "to_host": 10.0, "both": 20.0}  # there is no link: a try
+    link = measure_host_link(device, partial(time_steps, warm_up=2, repeats=7))
+    rates = (link.to_device_bandwidth, link.to_host_bandwidth, link.duplex_bandwidth)
+    return {name: (rate or 0.0) / 1e9 for name, rate in zip(("to_device", "to_host", "both"), rates, strict=True)}
+
+
+def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> Iterator[dict[str, Any]]:
+    """Steps of AdamW over flat state, for each size of a bucket."""
+    numbers = setting.numbers if not setting.cpu else 1 << 16
+    scale = 1 if not setting.cpu else 1 << 10
+    tried = [(True, size, 3, "device") for size in (1, 2, 4, 8, 16, 32, 64)]
+    tried += [(True, 16, 1, "device"), (True, 16, 2, "device"), (True, 16, 4, "device")]
+    tried += [(False, size, 3, "device") for size in (4, 16, 64)] + [(False, 16, 3, "host")]
+    for is_split, size, buffers, place in tried:
+        options = StateOptions(
+            "host",
+            bucket_size=(size << 20) // scale,
+            buffer_sets=buffers,
+            splits_weights=is_split,
+            step_on=place,  # type: ignore[arg-type]
+        )
+        store = _flat_store(numbers, device, adamw_update(betas=(0.9, 0.95), eps=1e-8), options)
+        seconds = statistics.median(_time_step(store) for _ in range(3 + setting.repeats))
+        bytes_each = 4 if place == "host" else 2 * (10 if is_split else 12)
+        limit = numbers * bytes_each / duplex
+        yield {
+            "step_on": place,
+            "weights": "split" if is_split else "whole",
+            "bucket": size,
+            "buffers": buffers,
+            "seconds": seconds,
+            "limit_seconds": limit,
+            "ratio": seconds / limit,
+        }
+        del store
+        _free(device)
+
+
+def _flat_store(
+    numbers: int, device: torch.device, make: MakeUpdate, options: StateOptions, *, gradient: float = 1e-3
+) -> OptimizerStateStore:
+    parameter = StoredParameter("flat", torch.Size((numbers,)), (), 1, 0.0)
+    store = build_store([parameter], make, torch.bfloat16, options, device, NoRanks())
+    store.prepare()
+    store.gradients.fill_(gradient)
+    return store
+
+
+def _time_step(store: OptimizerStateStore) -> float:
+    store.add(0, store.gradients[: store.parameters[0].shape.numel()])  # itself
+    store.finish()
+    _synchronize(store.device)
+    began = time.perf_counter()
+    store.step(LEARNING_RATE)
+    store.residence.synchronize()
+    _synchronize(store.device)
+    return time.perf_counter() - began
+
+
+def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, Any]]:
+    """SGD with momentum over bf16 gradients: in tiles, all at once, and by torch's optimizer over fp32 gradients."""
+    numbers = 1_100_000_000 if not setting.cpu else 1 << 16  # of a rank of Singh's figure 7.4: 4.4 GB in fp32
+    is_cuda = device.type == "cuda"
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, fused=is_cuda)
+
+    sizes = (TILE, 1 << 22, 1 << 23, 1 << 24, 1 << 25, GPU_TILE, 1 << 27)
+    tiles = [(f"tiles of {size / 1e6:.1f}M numbers", size) for size in sizes]
+    for name, size in (("kernel", 0), *tiles, ("one tile", numbers)):
+        options = StateOptions("device", bucket_size=max(1 << 24, -(-size // 64) * 64))
+        update = tiled_update(make, tile=size) if size else sgd_update(momentum=0.9)
+        store = _flat_store(numbers, device, update, options)
+        _time_step(store)  # the first one makes the momentum
+        store.update._scratch = torch.empty(0)  # type: ignore[attr-defined]
+        _free(device)
+        spike = _spike(device, partial(_time_step, store))
+        seconds = [_time_step(store) for _ in range(3 + setting.repeats)]
+        yield {"name": name, "milliseconds": 1e3 * statistics.median(seconds), "spike_mib": spike}
+        del store
+        _free(device)
+    master = torch.nn.Parameter(torch.zeros(numbers, device=device))
+    gradient = torch.full((numbers,), 1e-3, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
+    optimizer = make([master])
+
+    def step() -> float:
+        _synchronize(device)
+        began = time.perf_counter()
+        master.grad = gradient.float()
+        optimizer.step()
+        weight.copy_(master.detach())
+        master.grad = None
+        _synchronize(device)
+        return time.perf_counter() - began
+
+    step()
+    _free(device)
+    spike = _spike(device, step)
+    seconds = [step() for _ in range(3 + setting.repeats)]
+    yield {"name": "torch.optim.SGD", "milliseconds": 1e3 * statistics.median(seconds), "spike_mib": spike}
+
+
+def _spike(device: torch.device, step: Callable[[], Any]) -> float | None:
+    """MiB that a step allocates in addition to the memory allocated before it."""
+    if device.type != "cuda":
+        step()
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return (torch.cuda.max_memory_allocated(device) - before) / (1 << 20)
+
+
+def _train(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
+    """State on the host compared with state on the device, for each number of micro-batches."""
+    config = setting.model()
+    for name, options in (
+        ("host, split", StateOptions("host")),
+        ("device", StateOptions("device")),
+    ):
+        rows = [{"name": name, "micro_batches": count} for count in setting.micro_batches]
+        try:
+            yield from _train_one(setting, grid, config, name, options, setting.micro_batches, duplex)
+        except FAILURES as error:
+            yield from (row | {"error": in_one_line(error)} for row in rows)
+        _free(grid.device)
+
+
+def _train_one(
+    setting: OffloadSetting,
+    grid: Grid,
+    config: GPTConfig,
+    name: str,
+    options: StateOptions,
+    micro_batches: tuple[int, ...],
+    duplex: float,
+) -> Iterator[dict[str, Any]]:
+    device = grid.device
+    with torch.device("meta"):
+        model = GPT(config)
+    parallelize(model, grid, dtype=torch.bfloat16, checkpoint_activations=True)
+    optimizer = StoredOptimizer(
+        model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", clip=1.0, options=options
+    )
+    store = optimizer.store
+    phi = store.layout.size
+    state = sum(array.element_size() for array in store.residence.arrays.values())
+    is_on_host = options.location == "host"
+    tokens, targets = _draw(setting, config, device)
+
+    def pass_once(count: int, is_last: bool) -> Tensor:
+        with nullcontext() if is_last else no_sync(model):
+            loss: Tensor = model(tokens, targets, targets.numel() * count)
+            optimizer.scale_loss(loss).backward()
+        return loss.detach() * count
+
+    pass_once(1, True)
+    store.step(0.0)
+    _free(device)
+    fixed = 4 * phi + (options.buffer_sets * options.bucket_size * state if is_on_host else state * phi)
+    activations = _activations(device, store, lambda: pass_once(1, False))
+    store.drop()
+    pass_once(1, True)
+    store.step(0.0)
+    for count in micro_batches:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        times, updates, losses = [], [], []
+        for _ in range(setting.repeats if count < LONG else 1):
+            _synchronize(device)
+            began = time.perf_counter()
+            for number in range(count):
+                loss = pass_once(count, number == count - 1)
+            _synchronize(device)
+            passed = time.perf_counter()
+            optimizer.step(LEARNING_RATE)
+            store.residence.synchronize()
+            _synchronize(device)
+            ended = time.perf_counter()
+            times.append(ended - began)
+            updates.append(ended - passed)
+            losses.append(float(loss))
+        step, update = min(times), min(updates)
+        print(f"{name}, {count} micro-batches: {step:.2f} s a step, {update:.2f} s of it the optimizer's", flush=True)
+        yield {
+            "name": name,
+            "parameters": phi / 1e9,
+            "micro_batches": count,
+            "tokens_per_second": count * tokens.numel() / step,
+            "step_seconds": step,
+            "optimizer_seconds": update,
+            "optimizer_ratio": update / (2 * state * phi / duplex) if is_on_host else None,
+            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
+            "predicted_gib": (fixed + activations) / GIB if device.type == "cuda" else None,
+            "loss": losses[-1],
+        }
+
+
+def _activations(device: torch.device, store: OptimizerStateStore, run: Callable[[], Any]) -> float:
+    """Bytes that a forward and backward pass takes in addition to weights, gradients and state."""
+    if device.type != "cuda":
+        run()
+        return 0.0
+    _synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _largest(setting: OffloadSetting, grid: Grid, links: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Train the most layers that the planner predicts to fit this machine; and one layer more, which it refuses."""
+    machine = Cluster.detect()
+    rates = (links[name] * 1e9 for name in ("to_device", "to_host", "both"))
+    machine = replace(machine, host_link=HostLink(*rates))
+    config, options = setting.model(), StateOptions("host")
+
+    def plan(layers: int) -> GridPlan:
+        return predict(
+            replace(config, layers=layers),
+            machine,
+            grid={},
+            batch=setting.micro_batch,
+            micro_batch=setting.micro_batch,
+            seq_len=config.max_seq_len,
+            recompute="full",
+            state=options,
+        )
+
+    layers = bisect_right(range(1, 4096), False, key=lambda count: not plan(count).fits)
+    for count in (layers, layers + 1):
+        planned = plan(count)
+        row = {
+            "layers": count,
+            "fits": "yes" if planned.fits else "no",
+            "parameters": read_architecture(replace(config, layers=count), config.max_seq_len).parameters / 1e9,
+            "predicted_gib": planned.peak_memory / GIB,
+            "host_gib": planned.host_memory_of_node / GIB,
+        }
+        if not planned.fits:
+            yield row | {"error": planned.why}
+            continue
+        once = replace(setting, repeats=2)
+        with _failing_softly("host, split", (1,)) as failed:
+            for measured in _train_one(once, grid, replace(config, layers=count), "largest", options, (1,), 1.0):
+                yield row | {name: measured[name] for name in ("peak_gib", "step_seconds", "loss")}
+        yield from (row | {"error": one["error"]} for one in failed)
+        _free(grid.device)
+
+
+def _peers(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
+    """The same model by Stretto and by FSDP2 with CPUOffloadPolicy, each after the other."""
+    config = setting.model()
+    counts = setting.micro_batches
+    with _failing_softly("host, split", counts) as failed:
+        yield from _train_one(setting, grid, config, "Stretto, host", StateOptions("host"), counts, duplex)
+    yield from failed
+    _free(grid.device)
+    with _failing_softly("FSDP2, CPUOffloadPolicy", counts) as failed:
+        yield from _train_fsdp(setting, grid, config, counts)
+    yield from failed
+
+
+@contextmanager
+def _failing_softly(name: str, counts: tuple[int, ...]) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    try:
+        yield rows
+    except FAILURES as error:
+        rows += [{"name": name, "micro_batches": count, "error": in_one_line(error)} for count in counts]
+
+
+def _train_fsdp(
+    setting: OffloadSetting, grid: Grid, config: GPTConfig, counts: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
+    device = grid.device
+    model, optimizer = build_offloaded(config, device, learning_rate=LEARNING_RATE)
+    tokens, targets = _draw(setting, config, device)
+    phi = sum(parameter.numel() for parameter in model.parameters())
+    for count in (1, *counts):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        times, updates = [], []
+        for _ in range(setting.repeats if count != 1 else 1):
+            _synchronize(device)
+            began = time.perf_counter()
+            for number in range(count):
+                model.set_requires_gradient_sync(number == count - 1)  # type: ignore[operator]
+                loss = model(tokens, targets, targets.numel() * count)
+                loss.backward()
+            _synchronize(device)
+            passed = time.perf_counter()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            _synchronize(device)
+            times.append(time.perf_counter() - began)
+            updates.append(time.perf_counter() - passed)
+        if count == 1 and 1 not in counts:
+            continue  # a step to warm up
+        yield {
+            "name": "FSDP2, CPUOffloadPolicy",
+            "parameters": phi / 1e9,
+            "micro_batches": count,
+            "tokens_per_second": count * tokens.numel() / min(times),
+            "step_seconds": min(times),
+            "optimizer_seconds": min(updates),
+            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
+            "loss": float(loss.detach()) * count,
+        }
+
+
+def _draw(setting: OffloadSetting, config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    length = config.max_seq_len if setting.cpu else setting.seq_len
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab, (setting.micro_batch, length + 1), generator=generator).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

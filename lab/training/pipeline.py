@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab pipeline`: a step in pipeline stages that sleep, by schedule, and the timing model's makespan.
+
+Ranks are processes of one machine, whose blocks sleep for their part of a unit instead of computing: F, I and W of a
+stage take a unit each. The host's work for an action is a part of its unit, as on a GPU, which computes meanwhile: a
+unit begins when the previous one has ended, or when an awaited message has arrived. Messages are real, and arrive a
+latency after they were sent. Measured are the order in which ranks compute and the time that they wait, which sleeping
+processes show even where they share a few cores.
+"""
+
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lab.training.settings import PipelineSetting
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.pictures import draw_result
+from stretto.execution import StageOptions
+from stretto.parallel import Grid, Pipeline, parallelize
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.pipeline.messages import MessageKey
+from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
+from stretto.schedules import (
+    PipelineSchedule,
+    PipelineTimeline,
+    ServeFirst,
+    StageCosts,
+    StageLinks,
+    build_schedule,
+    live_micro_batches,
+    simulate,
+    simulate_message_driven,
+)
+
+COLUMNS = (
+    Column("stages", "stages"),
+    Column("micro_batches", "micro-batches"),
+    Column("latency_ms", "latency (ms)", "{:g}"),
+    Column("schedule", "schedule"),
+    Column("live", "live"),
+    Column("units", "measured (units)", "{:.2f}"),
+    Column("model_units", "model (units)", "{:.2f}"),
+    Column("to_model", "to the model", "{:.3f}"),
+    Column("to_1f1b", "to 1f1b", "{:.3f}"),
+)
+
+_BACKWARD_FIRST: ServeFirst = "backward"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule and its options. live: the most micro-batches that a rank has in flight, of whole stages."""
+
+    label: str
+    schedule: str
+    placement: Literal["loops", "v"] = "loops"
+    virtual_stages: int = 1
+    extra_warm_up: int = 0
+    limit: int | None = None
+    serve_first: ServeFirst | None = None
+
+
+class Pace:
+    """The time at which a rank's units end: they follow each other, however long the host needs between them."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def waited(self) -> None:
+        """Begin the next unit now: its message has just arrived."""
+        self.free_at = max(self.free_at, time.perf_counter())
+
+    def spend(self, seconds: float) -> None:
+        """Compute for so long."""
+        self.free_at += seconds
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+
+
+LEAST_WAIT = 2e-4
+"""Seconds. A message that is taken in less was there."""
+
+
+class _SleepForward(torch.autograd.Function):
+    """Sleeps in place of a block's forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: "SleepingBlock") -> Tensor:
+        block.pace.spend(block.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SleepBackward(torch.autograd.Function):
+    """Sleeps in place of a block's backward pass, or of I alone, where W is left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: "SleepingBlock") -> Tensor:
+        ctx.block = block
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        block = ctx.block
+        deferred = None if block.reducer is None else block.reducer.deferred
+        block.pace.spend(block.seconds if deferred is not None else 2 * block.seconds)
+        if deferred is not None:
+            deferred.append(lambda: block.pace.spend(block.seconds))
+        return gradient, None
+
+
+class SleepingBlock(nn.Module):
+    """A block whose F, I and W sleep for `seconds` each."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.seconds = seconds
+        self.reducer: GradientReducer | None = None
+        self.pace = Pace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, 8]. The block's real computation precedes each sleep and counts as a part of it."""
+        if (
+            torch.is_grad_enabled() and not x.requires_grad
+        ):  # the model's input: the first block has a backward pass, too
+            x = x.detach().requires_grad_()
+        return _SleepForward.apply(self.linear(_SleepBackward.apply(x, self)), self)
+
+
+class SleepingModel(nn.Module):
+    """Blocks that sleep, and a loss of no meaning."""
+
+    def __init__(self, blocks: int, seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SleepingBlock(seconds) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, 8]."""
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class DelayedCarrier(SharedMemoryCarrier):
+    """Delivers messages of other ranks `latency` seconds after they were sent. Processes share one clock."""
+
+    latency = 0.0
+    pace = Pace()
+
+    def begin_step(self, expected: Any) -> None:
+        """Begin a step."""
+        self.pace.free_at = time.perf_counter()
+        self._early: dict[MessageKey, tuple[float, list[Tensor | None]]] = {}
+        super().begin_step(expected)
+
+    def send(self, destination: int, key: MessageKey, tensors: Any) -> None:
+        """Send a message with the time at which it may be seen."""
+        due = 0.0 if destination == self.rank else time.perf_counter() + self.latency
+        super().send(destination, key, [*tensors, torch.tensor(due, dtype=torch.float64)])
+
+    def poll(self) -> list[MessageKey]:
+        """Report the messages that are due."""
+        for key in super().poll():
+            self._keep(key, super().take(key))
+        return self._pop_due()
+
+    def wait_any(self) -> MessageKey:
+        """Wait until a message is due."""
+        while not (found := self.poll()):
+            if self._early:
+                time.sleep(2e-4)
+            else:
+                key = super().wait_any()
+                self._keep(key, super().take(key))
+        for key in found[1:]:
+            due, tensors = self._seen.pop(key)
+            self._early[key] = due, tensors
+        self.pace.waited()
+        return found[0]
+
+    def take(self, key: MessageKey, source: int | None = None) -> list[Tensor | None]:
+        """Take a message once it is due."""
+        began = time.perf_counter()
+        found = self._seen.pop(key, None) or self._early.pop(key, None)
+        due, tensors = found or _split(super().take(key, source))
+        time.sleep(max(0.0, due - time.perf_counter()))
+        if time.perf_counter() - began > LEAST_WAIT:
+            self.pace.waited()
+        return tensors
+
+    @property
+    def _seen(self) -> dict[MessageKey, tuple[float, list[Tensor | None]]]:
+        return self.__dict__.setdefault("_reported", {})
+
+    def _keep(self, key: MessageKey, message: list[Tensor | None]) -> None:
+        self._early[key] = _split(message)
+
+    def _pop_due(self) -> list[MessageKey]:
+        now = time.perf_counter()
+        due = sorted((when, key) for key, (when, _) in self._early.items() if when <= now)
+        for _, key in due:
+            self._seen[key] = self._early.pop(key)
+        return [key for _, key in due]
+
+
+def _split(message: list[Tensor | None]) -> tuple[float, list[Tensor | None]]:
+    *tensors, due = message
+    assert due is not None
+    return float(due), tensors
+
+
+def list_cases(pipe: int, micro_batches: int, latency: float) -> list[Case]:
+    """Each schedule; message-driven as the paper has it and as planned, and 1F1B with as many live micro-batches.
+
+    latency: in units.
+    """
+    limit, serve_first = plan_message_driven(pipe, micro_batches, latency)
+    cases = [
+        Case("gpipe", "gpipe"),
+        Case("1f1b", "1f1b"),
+        Case("interleaved, 2 stages a rank", "interleaved", virtual_stages=2),
+        Case("zb-h1", "zb-h1"),
+        Case("zb-v", "zb-v", "v", 2),
+        Case("dualpipe-v", "dualpipe-v", "v", 2),
+        Case(f"message-driven, limit {pipe}, arrival", "message-driven", limit=pipe, serve_first="arrival"),
+        Case(f"message-driven, limit {pipe}, backward", "message-driven", limit=pipe, serve_first="backward"),
+    ]
+    if limit != pipe:
+        name = f"message-driven as planned: limit {limit}, {serve_first}"
+        cases.append(Case(name, "message-driven", limit=limit, serve_first=serve_first))
+        cases.append(Case(f"1f1b, warm-up of {limit}", "1f1b", extra_warm_up=limit - pipe))
+    return cases
+
+
+def plan_message_driven(pipe: int, micro_batches: int, latency: float) -> tuple[int, ServeFirst]:
+    """The limit, at most twice the stages, and the order (`serve_first`) with the shortest step in the timing model."""
+    costs, links = StageCosts.uniform(pipe), StageLinks(latency)
+    orders: tuple[ServeFirst, ...] = ("backward", "arrival")
+
+    def makespan(limit: int, order: ServeFirst) -> float:
+        return simulate_message_driven(micro_batches, costs, links, limit=limit, serve_first=order).makespan
+
+    options = [
+        (round(makespan(limit, order), 6), limit, order) for limit in range(pipe, 2 * pipe + 1) for order in orders
+    ]
+    _, limit, order = min(options, key=lambda option: option[:2])
+    return limit, order
+
+
+def model_of(case: Case, pipe: int, micro_batches: int, latency: float) -> PipelineTimeline:
+    """The timing model's prediction of a case, in units."""
+    links = StageLinks(latency)
+    if case.schedule == "message-driven":
+        costs = StageCosts.uniform(pipe)
+        return simulate_message_driven(
+            micro_batches, costs, links, limit=case.limit, serve_first=case.serve_first or _BACKWARD_FIRST
+        )
+    share = 1 / case.virtual_stages
+    costs = StageCosts.uniform(pipe * case.virtual_stages, share, share, share)
+    return simulate(_schedule(case, pipe, micro_batches), costs, links)
+
+
+def _schedule(case: Case, pipe: int, micro_batches: int) -> PipelineSchedule:
+    return build_schedule(case.schedule, pipe, micro_batches, case.virtual_stages, case.extra_warm_up)
+
+
+def bench_pipeline(setting: PipelineSetting, out: Path) -> list[dict[str, Any]]:
+    """Measure each schedule on each pipeline and link, print the table, and write pipeline.json, .md and .png."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # stages sleep, and messages are between processes of the CPU
+    rows: list[dict[str, Any]] = []
+    for pipe, micro_batches in zip(setting.stages, setting.micro_batches, strict=True):
+        rows += run_ranks(pipe, measure, setting, pipe, micro_batches)
+    print_table("A step in pipeline stages that sleep", COLUMNS, rows)
+    draw_result(write_result(out, "pipeline", COLUMNS, rows, setting=asdict(setting)))
+    return rows
+
+
+def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[dict[str, Any]]:
+    """The job of each rank: every case, in turn, `repeats` times."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    grid = Grid(pipe=pipe, device="cpu")
+    rows: list[dict[str, Any]] = []
+    for latency in setting.latencies:
+        cases = list_cases(pipe, micro_batches, latency / setting.unit)
+        runs = {case: prepare_pipeline(case, grid, setting.unit, latency) for case in cases}
+        x = torch.ones(micro_batches, 8)
+        for pipeline in runs.values():
+            pipeline.step(x)  # connects, and exchanges shapes
+        times: dict[Case, list[float]] = {case: [] for case in cases}
+        for _ in range(setting.repeats):
+            for case, pipeline in runs.items():
+                dist.barrier()
+                pipeline.step(x)
+                times[case].append(_makespan(pipeline))
+        for pipeline in runs.values():
+            pipeline.close()
+        found = [
+            _row(case, pipe, micro_batches, latency, setting.unit, statistics.median(times[case])) for case in cases
+        ]
+        base = next(row["units"] for row in found if row["schedule"] == "1f1b")
+        rows += [row | {"to_1f1b": row["units"] / base} for row in found]
+    return rows
+
+
+def _row(case: Case, pipe: int, micro_batches: int, latency: float, unit: float, seconds: float) -> dict[str, Any]:
+    timeline = model_of(case, pipe, micro_batches, latency / unit)
+    live = live_micro_batches(timeline.schedule)
+    return {
+        "stages": pipe,
+        "micro_batches": micro_batches,
+        "latency_ms": latency * 1e3,
+        "schedule": case.label,
+        "live": max(live.ranks) / case.virtual_stages,
+        "units": seconds / unit,
+        "model_units": timeline.makespan,
+        "to_model": seconds / unit / timeline.makespan,
+        "idle": list(timeline.idle),
+    }
+
+
+def prepare_pipeline(case: Case, grid: Grid, unit: float, latency: float) -> Pipeline:
+    """Make the pipeline of a case, of stages that sleep `unit` seconds for each of F, I and W."""
+    pipe = grid.size("pipe")
+    torch.manual_seed(0)
+    pace = Pace()
+    model = SleepingModel(2 * pipe, unit / 2)
+    stages = StageOptions(case.virtual_stages, case.placement)
+    parallelize(model, grid, roles={"blocks.*.linear": "colwise"}, stages=stages)
+    for module in model.modules():
+        if isinstance(module, SleepingBlock):
+            module.reducer = model.gradient_reducer  # type: ignore[assignment]
+            module.pace = pace
+    carrier = DelayedCarrier(grid.group("pipe"), "cpu")
+    carrier.latency, carrier.pace = latency, pace
+    return Pipeline(
+        model,
+        grid,
+        schedule=case.schedule,
+        micro_batch_size=1,
+        limit=case.limit,
+        serve_first=case.serve_first,
+        extra_warm_up=case.extra_warm_up,
+        carrier=carrier,
+    )
+
+
+def _makespan(pipeline: Pipeline) -> float:
+    """Seconds from the first action of any rank to the end of the last one."""
+    bounds = torch.tensor([-pipeline.computed[0].start, pipeline.computed[-1].end], dtype=torch.float64)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    return float(bounds.sum())

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab stages`: the overhead of a pipeline: several virtual stages on one rank, compared with accumulation.
+
+On one rank a pipeline has no bubbles and sends nothing, so the difference to plain accumulation of micro-batches is the
+price of cutting the model's forward into stages, and of their backward passes, which autograd runs one by one.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lab.training.settings import StagesSetting
+from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
+from stretto.bench.training.runs import Step, Stepped, TrainingRun, compile_blocks, measure, meta_gpt
+from stretto.execution import StageOptions
+from stretto.memory import allocated_bytes
+from stretto.models import GPT
+from stretto.parallel import Grid, Pipeline, gradient_norm, no_sync, parallelize
+from stretto.schedules import Action, PipelineOperation, PipelineSchedule, build_schedule
+
+COLUMNS = (
+    Column("name", "run"),
+    Column("step_milliseconds", "step (ms)", "{:.1f}"),
+    Column("to_accumulation", "speed to accumulation", "{:.3f}"),
+    Column("host_milliseconds", "host, a stage call (ms)", "{:.2f}"),
+    Column("peak_memory_gib", "peak memory (GiB)", "{:.2f}"),
+    Column("growth_mib", "growth over 10 steps (MiB)", "{:.1f}"),
+    Column("error", "error"),
+)
+
+STEPS_FOR_GROWTH = 10
+
+
+def bench_stages(setting: StagesSetting, out: Path) -> list[dict[str, Any]]:
+    """Measure all runs, print the table, and write stages.json and .md to `out`."""
+    rows = run_ranks(1, _measure, setting)
+    print_table(f"{setting.virtual_stages} virtual stages on one rank", COLUMNS, rows)
+    write_result(out, "stages", COLUMNS, rows, setting=asdict(setting))
+    return rows
+
+
+def _measure(setting: StagesSetting) -> list[dict[str, Any]]:
+    grid = Grid()
+    runs: list[TrainingRun] = []
+    for is_compiled in (False, True) if setting.compiled else (False,):
+        suffix = ", compiled" if is_compiled else ""
+        add = partial(_add, runs, is_compiled)
+        add(f"accumulation{suffix}", partial(_accumulate, setting, grid, is_compiled=is_compiled))
+        for splits in (False, True):
+            name = "interleaved 1F1B, W split" if splits else "interleaved 1F1B"
+            build = partial(_pipeline, setting, grid, is_compiled=is_compiled, splits=splits)
+            add(f"{name}{suffix}", build)
+        of_weights = partial(_pipeline, setting, grid, is_compiled=is_compiled, splits=False, has_masters=False)
+        add(f"interleaved 1F1B, weights in {setting.dtype}{suffix}", of_weights)
+        of_torch = partial(_torch_pipeline, setting, grid, is_compiled=is_compiled)
+        add(f"torch's pipelining, weights in {setting.dtype}{suffix}", of_torch, True)
+    rows = measure(runs, setting, grid.device, extra=partial(_inspect, grid.device))
+    base = {is_compiled: _milliseconds(rows, f"accumulation{', compiled' * is_compiled}") for is_compiled in (0, 1)}
+    for row in rows:
+        whole = base["compiled" in row["name"]]
+        if "error" not in row and whole is not None:
+            row["to_accumulation"] = whole / row["step_milliseconds"]
+    return rows
+
+
+def _add(
+    runs: list[TrainingRun], is_compiled: bool, name: str, build: Callable[[], Step], is_peer: bool = False
+) -> None:
+    runs.append(TrainingRun(name, build, is_peer, is_compiled))
+
+
+def _milliseconds(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    return next((row.get("step_milliseconds") for row in rows if row["name"] == name), None)
+
+
+def _draw(setting: StagesSetting, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (setting.batch, setting.seq_len + 1)
+    tokens = torch.randint(0, setting.model().vocab, shape, generator=generator).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _build(
+    setting: StagesSetting,
+    grid: Grid,
+    *,
+    is_compiled: bool,
+    stages: StageOptions | None = None,
+    has_masters: bool = True,
+) -> nn.Module:
+    """has_masters: weights and their gradients are fp32, otherwise of the compute dtype."""
+    dtype = TORCH_DTYPES[setting.dtype]
+    plain = meta_gpt(setting.model())
+    model = parallelize(plain if has_masters else plain.to(dtype), grid, dtype=dtype, stages=stages or StageOptions())
+    if is_compiled:
+        compile_blocks(model)
+    return model
+
+
+def _accumulate(setting: StagesSetting, grid: Grid, *, is_compiled: bool) -> Step:
+    model = _build(setting, grid, is_compiled=is_compiled)
+    tokens, targets = _draw(setting, grid.device)
+    count = targets.numel()
+
+    def step() -> Stepped:
+        model.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=grid.device)
+        for number in range(setting.batch):
+            rows = slice(number, number + 1)
+            if number < setting.batch - 1:
+                with no_sync(model):
+                    total += _pass(model, tokens[rows], targets[rows], count)
+            else:
+                total += _pass(model, tokens[rows], targets[rows], count)
+        return Stepped(total, gradient_norm(model.parameters(), grid))
+
+    return step
+
+
+def _pass(model: nn.Module, tokens: Tensor, targets: Tensor, count: int) -> Tensor:
+    loss = model(tokens, targets, num_targets=count)
+    loss.backward()
+    return loss.detach()
+
+
+class _StagedStep:
+    """A step through a pipeline, and the host's seconds in its actions."""
+
+    def __init__(self, pipeline: Pipeline, tokens: Tensor, targets: Tensor) -> None:
+        self.pipeline, self.tokens, self.targets = pipeline, tokens, targets
+
+    def __call__(self) -> Stepped:
+        model = self.pipeline.model
+        model.zero_grad(set_to_none=True)
+        loss = self.pipeline.step(self.tokens, self.targets)
+        return Stepped(loss, gradient_norm(model.parameters(), self.pipeline.grid))
+
+    def host_milliseconds(self) -> float:
+        """The median of the host's time for one action of the last step."""
+        return statistics.median(action.end - action.start for action in self.pipeline.computed) * 1e3
+
+
+def _pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool, splits: bool, has_masters: bool = True) -> Step:
+    stages = StageOptions(setting.virtual_stages)
+    model = _build(setting, grid, is_compiled=is_compiled, stages=stages, has_masters=has_masters)
+    schedule = build_schedule("interleaved", 1, setting.batch, setting.virtual_stages)
+    pipeline = Pipeline(model, grid, schedule=split_backward(schedule) if splits else schedule, micro_batch_size=1)
+    return _StagedStep(pipeline, *_draw(setting, grid.device))
+
+
+def split_backward(schedule: PipelineSchedule) -> PipelineSchedule:
+    """The schedule with each B as I and then W."""
+    ranks = []
+    for actions in schedule.ranks:
+        made: list[Action] = []
+        for action in actions:
+            if action.operation is PipelineOperation.BACKWARD:
+                parts = (PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT)
+                made += [Action(action.stage, part, action.micro_batch) for part in parts]
+            else:
+                made.append(action)
+        ranks.append(tuple(made))
+    return PipelineSchedule(f"{schedule.name}, split", schedule.stage_ranks, schedule.micro_batches, tuple(ranks))
+
+
+class _TorchStage(nn.Module):
+    """A part of a GPT's blocks, as the module of a stage of torch.distributed.pipelining."""
+
+    def __init__(self, model: GPT, blocks: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(model.blocks[index] for index in blocks)
+        self.embedding = model.embedding if is_first else None
+        self.norm = model.norm if is_last else None
+        self.head = model.head if is_last else None
+        self.head_dim = model.config.head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        from stretto.models.fused import rotary_angles
+
+        angles = rotary_angles(x.shape[1], self.head_dim, x.device)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, angles)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def _torch_pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool) -> Step:
+    """torch's own stages and schedule, with weights in the compute dtype."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    config, count = setting.model(), setting.virtual_stages
+    torch.manual_seed(0)
+    with torch.device(grid.device):
+        model = GPT(config).to(TORCH_DTYPES[setting.dtype])
+    if is_compiled:
+        compile_blocks(model)
+    share = config.layers // count
+    parts = [
+        _TorchStage(model, range(index * share, (index + 1) * share), is_first=index == 0, is_last=index == count - 1)
+        for index in range(count)
+    ]
+    stages = [
+        PipelineStage(part, index, count, grid.device, group=dist.group.WORLD) for index, part in enumerate(parts)
+    ]
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    schedule = ScheduleInterleaved1F1B(stages, setting.batch, loss_fn=loss_of)  # type: ignore[arg-type]
+    tokens, targets = _draw(setting, grid.device)
+
+    def step() -> Stepped:
+        for part in parts:
+            part.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        schedule.step(tokens, target=targets, losses=losses)
+        norms = torch._foreach_norm([p.grad for part in parts for p in part.parameters() if p.grad is not None])
+        return Stepped(torch.stack(losses).mean().detach(), torch.linalg.vector_norm(torch.stack(norms)))
+
+    return step
+
+
+def _inspect(device: torch.device, step: Step) -> dict[str, Any]:
+    """How much the memory grows over some steps, and the host's time for a stage."""
+    found: dict[str, Any] = {}
+    sizes = []
+    for _ in range(STEPS_FOR_GROWTH):
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            sizes.append(torch.cuda.memory_allocated(device) + allocated_bytes(device))
+    if sizes:
+        found["growth_mib"] = (sizes[-1] - sizes[0]) / 2**20
+    if isinstance(step, _StagedStep):
+        step()
+        found["host_milliseconds"] = step.host_milliseconds()
+    return found

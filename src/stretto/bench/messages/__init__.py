@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`stretto bench messages`: messages between pipeline stages by carrier, and all-reduces by back end."""

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`stretto bench two-level`: two-level collectives between network namespaces, compared with the performance model."""

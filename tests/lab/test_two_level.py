@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench between network namespaces: what it sets up and removes, its delay, and what it predicts and writes."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from lab.two_level import namespaces
+from lab.two_level import run as two_level
+from lab.two_level.delayed import DelayedTransport
+from lab.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
+from lab.two_level.run import bench_two_level
+from lab.two_level.settings import TwoLevelSetting
+from stretto.cli import app
+from stretto.collectives.two_level import GroupTransport, Message, predict
+
+NETWORK = Network(nodes=2, leaf_nodes=1, node_bandwidth=1e6, loopback_bandwidth=2e6, trunk_bandwidth=1e6)
+OVERHEADS = {"inside": 1e-3, "between": 2e-3}
+
+
+def can_make_namespaces() -> bool:
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        return False
+    try:
+        with shaped_network(NETWORK):
+            return True
+    except ValueError:
+        return False
+
+
+@pytest.fixture
+def network():
+    """Two namespaces, or a skipped test where they cannot be made."""
+    if not can_make_namespaces():
+        pytest.skip("needs root, and a Linux kernel with network namespaces, veth, bridge and tbf")
+    with shaped_network(NETWORK):
+        yield
+
+
+def test_nodes_reach_each_other_over_shaped_links_and_nothing_is_left(network):
+    in_node = ["ip", "netns", "exec", namespace_of(0)]
+    text = subprocess.run([*in_node, "tc", "qdisc"], capture_output=True, text=True, check=True).stdout
+    assert "tbf" in text
+    assert "rate 8Mbit" in text  # its own link: 1 MB/s
+    assert "rate 16Mbit" in text  # its loopback
+    server = (
+        "import socket; s = socket.create_server(('10.213.77.2', 4000)); print(flush=True); s.accept()[0].send(b'x')"
+    )
+    client = "import socket; print(socket.create_connection(('10.213.77.2', 4000), 10).recv(1))"
+    with subprocess.Popen(
+        ["ip", "netns", "exec", namespace_of(1), "python3", "-c", server], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline()
+        output = subprocess.run([*in_node, "python3", "-c", client], capture_output=True, text=True, check=True).stdout
+    assert output == "b'x'\n"
+    assert len(list_leftovers()) == 2 + 2 + 2 + 2  # namespaces, switches, ports, both ends of the trunk
+
+
+def test_nothing_is_left_after_an_error_and_a_killed_runs_rest_is_removed(monkeypatch):
+    if not can_make_namespaces():
+        pytest.skip("needs root, and a Linux kernel with network namespaces, veth, bridge and tbf")
+    with pytest.raises(KeyboardInterrupt):
+        with shaped_network(NETWORK):
+            raise KeyboardInterrupt
+    assert list_leftovers() == []
+    subprocess.run(["ip", "netns", "add", namespace_of(0)], check=True)
+    subprocess.run(["ip", "link", "add", "strt-leaf0", "type", "bridge"], check=True)
+    with shaped_network(NETWORK):
+        with pytest.raises(ValueError, match="another process uses Stretto's network namespaces"):
+            with shaped_network(NETWORK):
+                pass
+        assert len(list_leftovers()) == 8  # what another run has is not removed
+    assert list_leftovers() == []
+
+
+def test_without_root_the_command_raises(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
+    result = CliRunner().invoke(app, ["bench", "two-level", "--out", str(tmp_path)])
+    assert (result.exit_code, "needs root" in result.output) == (2, True), result.output
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    result = CliRunner().invoke(app, ["bench", "two-level", "--out", str(tmp_path)])
+    assert (result.exit_code, "ip and tc not found: install iproute2" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nodes": 3}, "3 nodes have no two halves; 4 would do"),
+        ({"nodes": 128}, "a network of 128 nodes: 2 to 64 will do"),
+        ({"bandwidth": 0}, "node_bandwidth is 0 bytes/s"),
+        ({"sizes": 1}, "sizes is 1, but must be at least 2"),
+        ({"delay": -1}, "delay is -1, but must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        TwoLevelSetting(**change)
+
+
+def test_the_model_is_given_the_links_as_they_were_set():
+    links = TwoLevelSetting().links(OVERHEADS)
+    assert links.latency == pytest.approx(0.042)
+    assert (links.node_bandwidth, links.in_node_bandwidth) == (6.25e6, 12.5e6)  # 50 Mbit/s; 200 for two ranks
+    assert (links.leaf_nodes, links.oversubscription) == (2, 2.0)
+
+
+def send_with_delay() -> tuple[float, float, bool]:
+    """Seconds until messages with a delay of 0.2 s and with none have come, and whether sending returned before."""
+    group = dist.group.WORLD
+    transport = DelayedTransport(GroupTransport(group), lambda peer: 0.2 if peer == 1 else 0.0)
+    rank = dist.get_rank()
+    limit = timedelta(seconds=20)
+    dist.barrier()
+    begin = time.monotonic()
+    if rank == 0:
+        data = [torch.full((1000,), number, dtype=torch.uint8) for number in range(3)]
+        sends, _ = transport.start([Message(data[0], 1), Message(data[1], 1)], [])
+        direct, _ = transport.start([Message(data[2], 2)], [])
+        sent = time.monotonic() - begin
+        assert all(send.wait(limit) for send in [*sends, *direct])
+        return sent, time.monotonic() - begin, True
+    found = [torch.empty(1000, dtype=torch.uint8) for _ in range(2 if rank == 1 else 1)]
+    _, receives = transport.start([], [Message(data, 0) for data in found])
+    assert all(receive.wait(limit) for receive in receives)
+    return time.monotonic() - begin, 0.0, [int(data[0]) for data in found] == ([0, 1] if rank == 1 else [2])
+
+
+def test_a_delayed_message_arrives_later_and_in_order_while_the_sender_continues(ranks):
+    (sent, waited, _), (delayed, _, in_order), (_, _, is_whole) = ranks(3).run(send_with_delay)
+    assert (in_order, is_whole) == (True, True)
+    assert sent < 0.2 <= waited  # starting does not wait; the buffer is in use until the message has left
+    assert delayed > 0.15  # after the barrier, which the ranks leave at slightly different times
+
+
+def test_tables_have_the_prediction_the_measurement_and_both_crossovers(monkeypatch, tmp_path):
+    setting = TwoLevelSetting(sizes=6)
+    links = setting.links(OVERHEADS)
+
+    def run(given: TwoLevelSetting) -> dict[str, object]:
+        """What a machine would measure that is as the model says, but 10% slower, and ring 5% more."""
+        rows = []
+        for collective in ("all_gather", "reduce_scatter"):
+            for size in given.job("").shard_bytes:
+                seconds = {}
+                for name, factor in (("recursive", 1.1), ("ring", 1.15), ("flat", 1.1)):
+                    value = factor * predict(collective, name, size, 4, 2, links)
+                    seconds[name] = {"median": value, "least": value, "most": value}
+                rows.append(
+                    {"collective": collective, "shard_bytes": size, "seconds": seconds | {"library": seconds["flat"]}}
+                )
+        return {"overheads": OVERHEADS, "rows": rows}
+
+    monkeypatch.setattr(two_level, "_run", run)
+    monkeypatch.setattr(two_level, "require_namespaces", lambda: None)
+    monkeypatch.setattr(two_level, "shaped_network", lambda network: namespaces.contextlib.nullcontext())
+    result = bench_two_level(setting, tmp_path)
+    written = json.loads((tmp_path / "two-level.json").read_text())
+    assert written["rows"] == result["rows"]
+    first = written["rows"][0]
+    assert first["recursive_ms"] == pytest.approx(1.1 * first["recursive_model_ms"])
+    assert (first["fastest"], first["chosen"], first["chosen_loss"]) == ("recursive", "recursive", 0)
+    crossing = written["crossovers"][0]
+    # 42 ms = 2 blocks of 2 L / 6.25 MB/s at L = 64 KiB (65,625 bytes); a slower ring wins later
+    assert crossing["predicted_kib"] == pytest.approx(65_625 / 1024, rel=0.01)
+    assert 1.05 < crossing["ratio"] < 1.5
+    assert "| all_gather | recursive, ring |" in (tmp_path / "two-level.md").read_text()
+    assert (tmp_path / "two-level.png").stat().st_size > 1000
