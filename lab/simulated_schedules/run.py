@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab simulated-collectives`: simulated schedules compared with measured ones, costs fitted to half of them.
 
-The measurements are those of lab/results/collectives, lab/results/collectives-2-gpus and lab/results/ablations (2 and 4 H200), and
-of 8 processes over shaped links, which this bench measures. One set of costs a machine is fitted to every second size;
-the other sizes are predicted.
+The measurements are those of lab/results/collectives, lab/results/collectives-2-gpus and lab/results/ablations (2 and 4
+H200), and of 8 processes over shaped links, which this bench measures. One set of costs a machine is fitted to
+every second size; the other sizes are predicted.
 """
 
 import json
@@ -150,8 +150,8 @@ def bench_simulated_collectives(setting: SimulatedCollectivesSetting, out: Path)
     groups, winners = list_groups(rows), list_winners(rows)
     choices = list_choices(gpu_cases, on_gpus, gpu_costs)
     source = (
-        f"python -m lab simulated-collectives, fitted to every second size of lab/results/collectives, collectives-2-gpus "
-        f"and ablations with {1e6 * START.link_latency:g} us from GPU to GPU"
+        f"python -m lab simulated-collectives, fitted to every second size of lab/results/collectives, "
+        f"collectives-2-gpus and ablations with {1e6 * START.link_latency:g} us from GPU to GPU"
     )
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "h200.json", MachineCosts.to_json(_named(gpu_costs, source)))

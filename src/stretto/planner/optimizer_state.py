@@ -23,8 +23,8 @@ from stretto.execution import BUCKET_ALIGNMENT, ExecutionOptions, StateLocation,
 from stretto.planner.workload import NumberTypes, StepConfig
 
 # What a step reaches of the host link's duplex bandwidth: on an H100, steps took 0.98 to 1.07 times their bytes over
-# what two copies reached in the same run (lab/results/offload/h100); some 1% of it is the first bucket's way to the device
-# and the last one's back.
+# what two copies reached in the same run (lab/results/offload/h100); some 1% of it is the first bucket's way to the
+# device and the last one's back.
 HOST_LINK_EFFICIENCY = 0.95
 # Of a node's memory, what plans put into pinned memory: the rest is for the processes and the system.
 USABLE_OF_HOST = 0.9
