@@ -32,7 +32,7 @@ class Naming:
 
 
 def judge(
-    job: Job, recorded: Mapping[str, Any], undisturbed: Sequence[Mapping[str, Any]], timeout: float, grace: float
+    job: Job, recorded: Mapping[str, Any], undisturbed: Sequence[Mapping[str, Any]], timeout: float, grace: float = 0
 ) -> list[dict[str, Any]]:
     """Judge every fault of a job.
 

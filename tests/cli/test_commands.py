@@ -16,7 +16,9 @@ from tests.cli.answers import walk_commands
 from typer.testing import CliRunner
 
 import stretto
+from lab.commands import app as lab_app
 from stretto.cli import app
+from stretto.cli.bench import app as bench_app
 from stretto.cli.console import print_any_text
 from stretto.models.public_models import PUBLIC_MODELS
 from stretto.train.config import TrainConfig, load_config
@@ -244,7 +246,8 @@ def test_with_json_an_error_is_json_too(run_file: Path) -> None:
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure_in_json_too(arguments: tuple[str, ...], words: str) -> None:
-    result = CliRunner().invoke(app, ["bench", *arguments, "--json"])
+    benches = bench_app if arguments[0] in bench_app.lazy else lab_app
+    result = CliRunner().invoke(benches, [*arguments, "--json"])
     assert result.exit_code == 2
     assert words in json.loads(result.output.splitlines()[-1])["error"]
 

@@ -7,9 +7,9 @@ import pytest
 from tests.lab.workloads import start_on_pool
 from typer.testing import CliRunner
 
+from lab.commands import app
 from lab.training import blocks
 from lab.training.settings import BLOCK_MODELS, BlocksSetting
-from stretto.cli import app
 
 
 def row(name: str, milliseconds: float, memory: float | None) -> dict[str, object]:
@@ -49,6 +49,6 @@ def test_both_compute_the_same(ranks, tmp_path, monkeypatch, model):
 
 
 def test_an_unknown_model_is_refused():
-    result = CliRunner().invoke(app, ["bench", "blocks", "--ranks", "2", "--models", "unet"])
+    result = CliRunner().invoke(app, ["blocks", "--ranks", "2", "--models", "unet"])
     assert result.exit_code == 2
     assert "there is no model 'unet'" in result.output

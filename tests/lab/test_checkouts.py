@@ -29,9 +29,9 @@ from lab.checkouts.ranks import CheckoutRanks, RanksFailed
 from lab.checkouts.report import MeasuredCase, find_interval
 from lab.checkouts.run import bench_checkouts
 from lab.checkouts.settings import CheckoutsSetting
+from lab.commands import app
 from stretto import ops
 from stretto.bench.mps import mps_daemon
-from stretto.cli import app
 from stretto.collectives.selection import CHOICES, AlgorithmChoice
 from stretto.ops.gemm.config import decode
 
@@ -96,7 +96,7 @@ def test_the_same_checkout_twice_is_measured_from_end_to_end_and_nothing_is_left
     before = children()
     arguments = ["--before", str(SOURCE), "--cpu", "--ranks", "2", "--rounds", "2", "--most-rounds", "2"]
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["bench", "checkouts", *arguments, "--seconds", "200", "--out", str(out)])
+    result = CliRunner().invoke(app, ["checkouts", *arguments, "--seconds", "200", "--out", str(out)])
     assert result.exit_code == 0, result.output
     found = json.loads((out / "checkouts.json").read_text())
     assert [(row["case"], row["rounds"], row["is_bounded"]) for row in found["rows"]] == [
@@ -196,7 +196,7 @@ def test_ranks_that_are_lost_again_and_again_leave_what_was_measured_and_status_
     assert len(found["refused"]) == 4
     assert json.loads((tmp_path / "out" / "checkouts.json").read_text())["failure"] == found["failure"]
     arguments = ["--before", str(SOURCE), "--cpu", "--ranks", "2", "--out", str(tmp_path / "out")]
-    assert CliRunner().invoke(app, ["bench", "checkouts", *arguments]).exit_code == 1
+    assert CliRunner().invoke(app, ["checkouts", *arguments]).exit_code == 1
 
 
 @pytest.mark.long
@@ -325,7 +325,7 @@ def test_a_machine_without_mps_raises(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(arguments, words):
-    result = CliRunner().invoke(app, ["bench", "checkouts", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["checkouts", *arguments], env={"COLUMNS": "200"})
     assert (result.exit_code, words in result.output) == (2, True), result.output
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benches' commands refuse, and what needs no ranks."""
 
-import importlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,14 +10,17 @@ from typing import Annotated
 import pytest
 from typer.testing import CliRunner
 
+import stretto
+from lab.commands import app as lab_app
 from stretto.bench.settings import Option
-from stretto.cli import app
-from stretto.cli.commands import App
+from stretto.cli.bench import app as bench_app
+from stretto.cli.bench.command import BenchApp
 
 
 def bench(*arguments: object) -> tuple[int, str]:
     """The exit status, and what was printed on either stream."""
-    result = CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)], env={"COLUMNS": "200"})
+    app = bench_app if arguments[0] in bench_app.lazy else lab_app
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
     return result.exit_code, result.output
 
 
@@ -44,6 +47,56 @@ def test_every_bench_has_help(command):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["parity", "--ranks", "0"], "0"),
+        (["peers", "--ranks", "2", "--batches", "few"], "--batches has 'few'"),
+        (["overlap", "--ranks", "2", "--grids", "q=2"], "q"),
+        (["plan", "--dtype", "fp7"], "--dtype is bf16 or fp32"),
+        (["plan", "--ranks", "2"], "predictions.json"),
+        (["layouts", "--file", "nowhere.toml"], "there is no file of layouts nowhere.toml"),
+        (["layouts", "--repeats", "0"], "repeats is 0, but must be at least 1"),
+        (["compile", "--largest", "4"], "the smallest case has 8 ranks"),
+        (["published", "--batch", "0"], "0"),
+        (["simulated-pipelines", "--batch", "100"], "128 would do"),
+        (["simulated-steps", "--plans", "nowhere"], "nowhere, which has no probed.toml"),
+        (["published-pipelines", "--batch", "100"], "128 would do"),
+        (["published-experts", "--micro-batch", "3"], "would do"),
+        (["simulated-dlrm", "--ranks", "100"], "128, 256, 512, 1024"),
+        (["simulated-two-level", "--ranks", "12"], "16 would do"),
+        (["simulated-two-level", "--machines", "summit"], "there is no machine 'summit'"),
+        (["simulated-scaling", "--batch", "100"], "4096 would do"),
+        (["saves", "--parts", "all"], "there are steps, size"),
+        (["saves", "--kills", "-1"], "kills is -1, but must be at least 0"),
+        (["saves", "--writers", "0"], "--writers has '0'"),
+        (["backend", "--parts", "alnoe"], "did you mean 'alone'"),
+        (["backend", "--bucket-mb", "x"], "--bucket-mb has 'x', which is no number"),
+        (["backend", "--ranks", "2"], "this machine has none"),
+        (["ablations", "--step", "1"], "by a factor of 1"),
+        (["dlrm", "--tables", "0"], "--tables is 0"),
+        (["faults", "--kinds", "kil"], "did you mean 'kill'"),
+        (["faults", "--ranks", "3"], "must be one of 2, 4, 8"),
+        (["two-level", "--nodes", "1"], "1"),
+        (["simulated-collectives", "--sizes", "1"], "sizes is 1, but must be at least 2"),
+        (["simulated-collectives", "--no-measure", "--results", "nowhere"], "nowhere"),
+        (["simulated-msccl", "--tiles", "1"], "tiles is 1, but must be at least 2"),
+        (["blocks", "--ranks", "2", "--models", "unet"], "there is no model 'unet'"),
+        (["recompute", "--hidden", "100"], "must be 64 times a number of heads"),
+        (["recompute", "--modes", "most"], "recompute is 'most', but must be one of"),
+        (["checkouts", "--before", "missing"], "missing"),
+        (["ddp", "--before", "missing"], "missing"),
+        (["chunks", "--bucket", "100"], "must be a multiple of 64"),
+        (["pipeline", "--stages", "4", "--micro-batches", "4"], "4 and 8 would do"),
+        (["stages", "--layers", "6"], "8 would do"),
+        (["moe-demo", "--steps", "1"], "1"),
+        (["moe-layers", "--peer", "jax"], "there is no peer 'jax'"),
+        (["experts", "--layers", "3"], "4 would do"),
+        (["flips", "--flips", "0"], "flips is 0, but must be at least 1"),
+        (["messages"], "Without GPUs these run"),
+        (["messages", "--ranks", "1"], "2 would do"),
+        (["messages", "--ranks", "2", "--sizes", "0"], "a size of 0 MiB"),
+        (["offload", "--parts", "everything"], "there is no part 'everything'"),
+        (["schedules", "--sizes", "4"], "a size is stages x micro-batches, such as 4x16"),
+        (["simulator-speed", "--largest", "1000"], "512 would do"),
+        (["memory", "--smallest", "90", "--largest", "60"], "is no range of percents"),
         (["overlap", "--ranks", 2], "the grid x=2 z=2 has 4 ranks, but 2 are used"),
         (["peers", "--ranks", 2, "--grids", "z=4"], "the grid z=4 has 4 ranks, but 2 are used"),
         (["peers", "--ranks", 2, "--models", "llama-8b"], "no model is named 'llama-8b'"),
@@ -113,19 +166,16 @@ class MadeUpSetting:
         (["--quick", "--seed", "3"], MadeUpSetting(fast=True, seed=3)),
     ],
 )
-def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, monkeypatch, tmp_path):
-    commands = importlib.import_module("stretto.cli.bench.command")
-    monkeypatch.setattr(commands, "app", made := App())
-    monkeypatch.setitem(commands._BENCHES, commands.Needs.NO_GPU, [])
+def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, tmp_path):
+    benches = BenchApp("Made up.", str(tmp_path))
     given = []
 
     def run(setting: "MadeUpSetting", out: Path) -> list[str]:
         given.append((setting, out))
         return []
 
-    commands.bench_command("made-up", __name__)(run)
-    made.callback()(lambda: None)
-    result = CliRunner().invoke(made, ["made-up", *arguments, "--out", str(tmp_path), "--json"])
+    benches.command("made-up", __name__)(run)
+    result = CliRunner().invoke(benches.app, ["made-up", *arguments, "--out", str(tmp_path), "--json"])
     assert (result.exit_code, json.loads(result.output)) == (0, {"rows": []})
     assert given == [(setting, tmp_path)]
 
@@ -133,3 +183,9 @@ def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, m
 def test_an_empty_list_of_names_is_refused():
     status, text = bench("ops", "--ranks", 2, "--only", "")
     assert (status, "--only is empty" in text) == (2, True), text
+
+
+def test_the_library_imports_nothing_of_the_lab_or_the_tests():
+    source = Path(stretto.__file__).parent
+    imports = re.compile(r"^\s*(?:from|import) (?:lab|tests)\b", re.MULTILINE)
+    assert [path for path in source.rglob("*.py") if imports.search(path.read_text())] == []

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 import stretto
+from lab.commands import app
 from lab.training import ddp
 from lab.training.ddp import split_kernels
-from stretto.cli import app
 from stretto.train.observe.timeline import subtract, total
 
 SOURCE = Path(stretto.__file__).parents[1]
@@ -25,7 +25,7 @@ def test_collectives_are_exposed_where_none_of_the_models_kernels_runs():
 
 @pytest.mark.exhaustive
 def test_two_checkouts_train_and_are_measured(tmp_path):
-    result = CliRunner().invoke(app, ["bench", "ddp", *OPTIONS, "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["ddp", *OPTIONS, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "ddp.json").read_text())
     assert [(row["checkout"], row["rank"]) for row in found["rows"]] == [
@@ -48,6 +48,6 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_stretto_is_refused(tmp_path):
-    result = CliRunner().invoke(app, ["bench", "ddp", "--before", str(tmp_path)])
+    result = CliRunner().invoke(app, ["ddp", "--before", str(tmp_path)])
     assert result.exit_code == 2
     assert "holds no package stretto" in result.output

@@ -7,6 +7,7 @@ import pytest
 from tests.lab.workloads import start_on_pool
 from typer.testing import CliRunner
 
+from lab.commands import app
 from lab.experts import communication
 from lab.experts.communication import (
     ALL_REDUCE,
@@ -19,7 +20,6 @@ from lab.experts.communication import (
     tabulate,
 )
 from lab.experts.settings import ExpertsSetting
-from stretto.cli import app
 
 NAMES = [bar.name for bar in BARS]
 
@@ -96,6 +96,6 @@ def test_predictions_are_bytes_over_rates_and_the_step_without_links_on_top():
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments, words):
-    result = CliRunner().invoke(app, ["bench", "experts", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["experts", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

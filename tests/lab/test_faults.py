@@ -117,13 +117,13 @@ def problems_of(change: Callable[[dict[str, Any]], None]) -> tuple[list[list[str
     """The problems of the two faults, and of the job's end, in a record with this change."""
     changed = record()
     change(changed)
-    rows = judge(JOB, changed, UNDISTURBED, timeout=10.0, grace=0)
+    rows = judge(JOB, changed, UNDISTURBED, timeout=10.0)
     return [row["problems"] for row in rows], judge_end(JOB, changed, UNDISTURBED)[1]
 
 
 def test_a_job_in_which_all_goes_as_it_should_has_no_problem():
     assert problems_of(lambda changed: None) == ([[], []], [])
-    first, second = judge(JOB, record(), UNDISTURBED, timeout=10.0, grace=0)
+    first, second = judge(JOB, record(), UNDISTURBED, timeout=10.0)
     assert (first["seconds_named"], first["seconds_again"]) == pytest.approx((0.95, 9.55))
     assert (first["steps_lost"], second["steps_lost"]) == (1, 2)
     assert first["loss_difference"] == second["loss_difference"] == 0
@@ -172,14 +172,14 @@ def test_a_deviation_is_reported_for_the_fault_that_it_concerns(change: Any, fau
 
 
 def test_a_failure_that_is_named_too_late_is_no_success():
-    rows = judge(JOB, record(), UNDISTURBED, timeout=0.9, grace=0)
+    rows = judge(JOB, record(), UNDISTURBED, timeout=0.9)
     assert "named after 0.9 s" in rows[0]["problems"][0] or "named after 1.0 s" in rows[0]["problems"][0]
 
 
 def test_a_failure_is_named_when_the_screen_shows_it_although_its_file_is_written_later():
     changed = record()
     changed["screen"] = [(11.0, "WARNING: slow"), (11.1, "restart 1: rank 2"), (21.1, "restart 2: rank 1")]
-    assert judge(JOB, changed, UNDISTURBED, timeout=10.0, grace=0)[0]["seconds_named"] == pytest.approx(0.55)
+    assert judge(JOB, changed, UNDISTURBED, timeout=10.0)[0]["seconds_named"] == pytest.approx(0.55)
 
 
 def test_a_loop_in_the_thread_that_writes_is_named_in_time_after_training_waits_for_it():
@@ -189,8 +189,8 @@ def test_a_loop_in_the_thread_that_writes_is_named_in_time_after_training_waits_
     reason = "rank 1 (host a, pid 7) is stuck in step 5, phase save"
     changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "stalled", "reason": reason}))]
     changed["stalls"] = [{"time": 14.9, "files": [f"rank-{rank}-stack.txt" for rank in range(4)] + ["report.txt"]}]
-    assert judge(job, changed, UNDISTURBED, timeout=4.6, grace=0)[0]["problems"] == []  # the last step ended at 10.5
-    assert "named after" in judge(job, changed, UNDISTURBED, timeout=4.4, grace=0)[0]["problems"][0]
+    assert judge(job, changed, UNDISTURBED, timeout=4.6)[0]["problems"] == []  # the last step ended at 10.5
+    assert "named after" in judge(job, changed, UNDISTURBED, timeout=4.4)[0]["problems"][0]
 
 
 @pytest.mark.parametrize(
@@ -214,19 +214,17 @@ def test_a_stuck_rank_is_named_as_such_with_the_stack_of_every_rank():
     changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason}))]
     files = ["rank-0-stack.txt", "rank-1-stack.txt", "report.txt"]
     changed["stalls"] = [{"time": 14.9, "files": files}]
-    assert judge(job, changed, UNDISTURBED, timeout=10.0, grace=0)[0]["problems"] == []
+    assert judge(job, changed, UNDISTURBED, timeout=10.0)[0]["problems"] == []
     changed["stalls"][0]["files"] = files[1:]
-    assert judge(job, changed, UNDISTURBED, timeout=10.0, grace=0)[0]["problems"] == [
-        "out/stalls/ lacks rank-0-stack.txt"
-    ]
+    assert judge(job, changed, UNDISTURBED, timeout=10.0)[0]["problems"] == ["out/stalls/ lacks rank-0-stack.txt"]
     changed["stalls"][0]["files"] = files
     changed["restarts"] = [
         (15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason.replace("step 6", "step 3")}))
     ]
-    assert "host and step 6 were not named" in judge(job, changed, UNDISTURBED, timeout=10.0, grace=0)[0]["problems"][0]
+    assert "host and step 6 were not named" in judge(job, changed, UNDISTURBED, timeout=10.0)[0]["problems"][0]
     changed["restarts"] = [(15.0, json.dumps({"rank": 1, "kind": "silent", "reason": reason}))]
     changed["stalls"][0]["time"] = 9.0  # of another failure
-    assert "lacks report.txt" in judge(job, changed, UNDISTURBED, timeout=10.0, grace=0)[0]["problems"][0]
+    assert "lacks report.txt" in judge(job, changed, UNDISTURBED, timeout=10.0)[0]["problems"][0]
 
 
 def test_a_dropped_connection_is_named_by_both_of_its_ends():
@@ -239,7 +237,7 @@ def test_a_dropped_connection_is_named_by_both_of_its_ends():
         changed = record()
         changed["fired"].pop()
         changed["restarts"] = [(11.0, json.dumps({"rank": 1, "kind": "lost connection", "reason": reason}))]
-        assert (judge(job, changed, UNDISTURBED, timeout=10.0, grace=0)[0]["problems"] == []) == is_right, reason
+        assert (judge(job, changed, UNDISTURBED, timeout=10.0)[0]["problems"] == []) == is_right, reason
 
 
 def test_only_connections_with_the_peer_are_found():
@@ -281,7 +279,7 @@ def test_processes_are_found_by_their_environment(tmp_path):
 def test_a_campaign_in_parts_keeps_the_jobs_of_the_same_draw(tmp_path):
     from lab.faults.run import Campaign
 
-    rows = judge(JOB, record(), UNDISTURBED, timeout=10.0, grace=0)
+    rows = judge(JOB, record(), UNDISTURBED, timeout=10.0)
     end = {"job": 1, "loss_difference": 0.0, "problems": []}
     Campaign(FaultsSetting(only=(1,)), tmp_path).add(rows, end)
     other = [row | {"job": 2, "problems": ["it was not named"]} for row in rows]

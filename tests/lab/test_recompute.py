@@ -7,9 +7,9 @@ import pytest
 from tests.lab.workloads import start_on_pool
 from typer.testing import CliRunner
 
+from lab.commands import app
 from lab.training import recompute
 from lab.training.settings import RecomputeSetting
-from stretto.cli import app
 
 
 @pytest.mark.long
@@ -58,6 +58,6 @@ def test_the_prediction_is_the_removed_bytes_over_the_link():
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments, words):
-    result = CliRunner().invoke(app, ["bench", "recompute", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["recompute", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from lab.commands import app
 from lab.two_level import namespaces
 from lab.two_level import run as two_level
 from lab.two_level.delayed import DelayedTransport
 from lab.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
 from lab.two_level.run import bench_two_level
 from lab.two_level.settings import TwoLevelSetting
-from stretto.cli import app
 from stretto.collectives.two_level import GroupTransport, Message, predict
 
 NETWORK = Network(nodes=2, leaf_nodes=1, node_bandwidth=1e6, loopback_bandwidth=2e6, trunk_bandwidth=1e6)
@@ -84,10 +84,10 @@ def test_nothing_is_left_after_an_error_and_a_killed_runs_rest_is_removed(monkey
 def test_without_root_the_command_raises(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
-    result = CliRunner().invoke(app, ["bench", "two-level", "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["two-level", "--out", str(tmp_path)])
     assert (result.exit_code, "needs root" in result.output) == (2, True), result.output
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    result = CliRunner().invoke(app, ["bench", "two-level", "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["two-level", "--out", str(tmp_path)])
     assert (result.exit_code, "ip and tc not found: install iproute2" in result.output) == (2, True)
 
 

@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
+import lab  # noqa: F401  (adds its pictures)
 from lab.training.chunks import bench_chunks
 from lab.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
 from lab.training.settings import ChunksSetting, OffloadSetting
-from stretto.bench.pictures import _PLOTS, describe_origin, draw_result, redraw
+from stretto.bench.pictures import PLOTS, describe_origin, draw_result, redraw
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts
@@ -544,7 +545,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def test_every_kind_of_result_is_drawn_here() -> None:
-    assert len(RESULTS) == len(_PLOTS)
+    assert len(RESULTS) == len(PLOTS)
 
 
 @pytest.mark.sampled(12, quick=1)

@@ -54,9 +54,7 @@ def test_a_bench_writes_its_numbers_and_no_picture(tmp_path: Path, capsys: pytes
 
 @pytest.mark.sampled(quick=1)
 @pytest.mark.usefixtures("without_matplotlib")
-@pytest.mark.parametrize(
-    "command", [["collective", "show", "ring-all-reduce", "--ranks", "2"], ["bench", "redraw", "."]]
-)
+@pytest.mark.parametrize("command", [["collective", "show", "ring-all-reduce", "--ranks", "2"]])
 def test_a_command_that_only_draws_is_refused(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

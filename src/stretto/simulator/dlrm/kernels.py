@@ -138,8 +138,8 @@ H200 = KernelRates(
     flops=67e12 / 2,
     launch=5e-6,
     source="lab/results/embedding, 8192 x 64 x 128 x 70: the look-up alone (3.12 ms: above its memory's bandwidth, "
-    "since caches hold rows), and the batched backward pass less its exchange (15.29 - 1.01 ms); its datasheet's memory "
-    "bandwidth and half its fp32 peak",
+    "since caches hold rows), and the batched backward pass less its exchange (15.29 - 1.01 ms); its datasheet's "
+    "memory bandwidth and half its fp32 peak",
 )
 KERNELS = {"h200": H200, "mi210": MI210}
 
