@@ -55,7 +55,7 @@ def write_a_summary(path: Path) -> None:
 
 
 def write_a_ledger(path: Path) -> None:
-    from stretto.bench.stress.ledger import Ledger
+    from stretto.stress.ledger import Ledger
 
     path.unlink()
     ledger = Ledger(path)

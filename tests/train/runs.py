@@ -14,11 +14,11 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.faults.flips import FlipsSetting, bench_flips
 from tests.processes import LIMIT
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lab.flips import FlipsSetting, bench_flips
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint, training_state

@@ -26,9 +26,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from stretto.atomic_files import write_atomically
-from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.cluster.detection import count_gpus
 from stretto.memory import allocated_bytes, shared_gpus
+from stretto.memory.mps import has_mps, mps_daemon, share_for
 from stretto.train.launch import (
     allocator_environment,
     changed_environment,

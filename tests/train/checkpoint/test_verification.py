@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.cli.test_commands import stretto_command
 from tests.conftest import Ranks
+from tests.faults.flips import FlipsSetting
 from tests.train import runs
 from torch.distributed import checkpoint as dcp
 from typer.testing import CliRunner
 
-from lab.flips import FlipsSetting
 from stretto.cli.checkpoint import app as checkpoint_app
 from stretto.models import GPT
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, verification
