@@ -18,7 +18,6 @@ import torch.distributed as dist
 from tests.collectives.backend import operations
 from torch.torch_version import TorchVersion
 
-import stretto.collectives
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
 
@@ -28,11 +27,6 @@ def run_python(code, **environment):
     path = os.pathsep.join(sys.path)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
-def test_counts_is_still_found_and_warns_with_its_new_name():
-    with pytest.warns(DeprecationWarning, match=r"stretto\.collectives\.counts is now .*\.call_counts"):
-        assert stretto.collectives.counts is call_counts
 
 
 def test_importing_stretto_imports_no_torch_and_builds_nothing():

@@ -40,7 +40,6 @@ from stretto.collectives.backend.api import (
 )
 from stretto.collectives.backend.dispatcher import InstalledSchedule
 from stretto.collectives.backend.native import CompilerError
-from stretto.deprecated import alias
 
 __all__ = [
     "CompilerError",
@@ -52,5 +51,3 @@ __all__ = [
     "run_collective",
     "uninstall",
 ]
-
-__getattr__ = alias(__name__, {"Installed": "InstalledSchedule", "counts": "call_counts"})
