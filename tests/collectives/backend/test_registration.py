@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
-from torch.torch_version import TorchVersion
 
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
@@ -81,7 +80,6 @@ print(call_counts())
 
 
 @pytest.mark.usefixtures("forks_torch_processes")
-@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_without_a_compiler_the_error_names_what_is_missing(tmp_path):
     done = run_python(START, PATH="", STRETTO_CACHE=str(tmp_path))
     assert done.returncode != 0
@@ -91,15 +89,7 @@ def test_without_a_compiler_the_error_names_what_is_missing(tmp_path):
     assert "or use the backend gloo or nccl" in last
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.15", reason="torch allows no backend in Python")
-def test_without_a_compiler_the_backend_runs_in_python(tmp_path):
-    done = run_python(START + RUN, PATH="", STRETTO_CACHE=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "{('allreduce', 'schedule ring-all-reduce'): 1}\n"), done.stderr
-    assert "the backend runs in Python" in done.stderr
-
-
 @pytest.mark.usefixtures("forks_torch_processes")
-@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_a_compiler_that_fails_is_quoted(tmp_path):
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'bindings.cpp:1: error: no such thing' >&2\nexit 1\n")
