@@ -7,7 +7,6 @@ that CUDA graphs replay), a wait as a kernel of one block. On the host backend t
 
 import contextlib
 import ctypes
-import warnings
 
 from torch import Tensor
 
@@ -19,17 +18,14 @@ from stretto.tiles.streams import find_driver, find_handle
 
 
 def copy_engine(
-    channel: BlockChannel, *, stream_index: int = 0, forks: bool = True, lane: int | None = None
+    channel: BlockChannel, *, stream_index: int = 0, forks: bool = True
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream, concurrently with kernels.
 
     They run after all earlier work of the current stream; with forks=False, after the work that it had when the side
-    stream was opened, earlier in the call. stream_index: the index of the side stream (`lane` is its deprecated name).
+    stream was opened, earlier in the call. stream_index: the index of the side stream.
     Leaving the context does not wait: launch the kernels that overlap with the copies, then call `join_copies`.
     """
-    if lane is not None:
-        warnings.warn("copy_engine's lane is now stream_index", DeprecationWarning, stacklevel=2)
-        stream_index = lane
     if forks:
         open_side_stream(channel, stream_index)
     return channel.side_stream(stream_index) or contextlib.nullcontext()

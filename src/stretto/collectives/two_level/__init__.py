@@ -45,7 +45,6 @@ from stretto.collectives.two_level.inter_node import GroupTransport, Message, Tr
 from stretto.collectives.two_level.model import TYPICAL, Links, choose, find_crossovers, predict
 from stretto.collectives.two_level.nodes import Nodes
 from stretto.collectives.two_level.work import MessageWork, Work
-from stretto.deprecated import alias
 
 __all__ = [
     "TYPICAL",
@@ -62,5 +61,3 @@ __all__ = [
     "find_crossovers",
     "predict",
 ]
-
-__getattr__ = alias(__name__, {"Call": "TwoLevelCall", "Transfer": "MessageWork"})

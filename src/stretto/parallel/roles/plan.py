@@ -5,7 +5,6 @@
 """
 
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
@@ -50,10 +49,6 @@ KINDS = {
 PLAIN = ("replicated", "gathered", "inner_parameter", "router")
 
 
-# Names of roles before this release, which still work and warn.
-_OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
-
-
 @dataclass(frozen=True)
 class Role:
     """The role of a submodule, which determines how `parallelize` splits its parameters and activations.
@@ -81,9 +76,6 @@ class Role:
         for name in ("role", "unit_name", "shared_by"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"a role's {name} is {value!r}, but must be text")
-        if (new := _OLD_ROLES.get(self.role)) is not None:
-            warnings.warn(f"the role {self.role!r} is now {new!r}", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "role", new)
         if self.role not in KINDS:
             raise ValueError(f"{self.role!r} is not a role{name_known(self.role, KINDS, 'the roles are')}")
         for name in ("segments", "unit"):
