@@ -199,7 +199,7 @@ def _write_all(folder: Path) -> list[_Target]:
     _write_format_1(checkpoint, old)
     of_torch = folder / "of-torch"
     _write_torch_folder(of_torch, config)
-    from stretto.train.checkpoint.weights import export_safetensors
+    from stretto.train.checkpoint.export import export_safetensors
 
     one, several = folder / "one.safetensors", folder / "several.safetensors"
     export_safetensors(checkpoint, one)

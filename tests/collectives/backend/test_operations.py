@@ -11,7 +11,7 @@ from tests.collectives.backend import operations
 
 from stretto.collectives import Collective, algorithm, call_counts, chunk, install, run_collective, uninstall
 from stretto.collectives.algorithms import find
-from stretto.collectives.backend.factory import find_dispatcher
+from stretto.collectives.backend.dispatcher import find_dispatcher
 from stretto.collectives.xml import write_schedule
 from stretto.memory import group_timeout
 

@@ -3,6 +3,7 @@
 which tensors of a model are saved."""
 
 import json
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,9 +35,15 @@ FREE_CONFIG_ENTRIES = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
 )
 
+_FOLDER_NAME = re.compile(r"step-[0-9]{8,}")
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes, by dtype
 _Index = Annotated[int, Field(ge=0)]
 _Checksum = Annotated[str, Field(pattern=PATTERN)]
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder's name is that of a checkpoint of a run."""
+    return _FOLDER_NAME.fullmatch(name) is not None
 
 
 class StoredBox(BaseModel):

@@ -27,6 +27,7 @@ from stretto.train.checkpoint.metadata import (
     StoredBox,
     TensorEntry,
     check_files,
+    is_checkpoint_name,
     persistent_buffers,
     read_metadata,
 )
@@ -69,8 +70,6 @@ def read_index(path: Path) -> CheckpointMetadata:
 
 def is_torch_checkpoint(path: Path) -> bool:
     """Whether a folder has torch's index but not Stretto's, and is not an incomplete checkpoint of Stretto."""
-    from stretto.train.checkpoint.folders import is_checkpoint_name
-
     is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
     real = path.resolve()  # "." and links may lead to a checkpoint of Stretto's
     return is_there and not (is_checkpoint_name(real.name) and real.parent.name == "checkpoints")
