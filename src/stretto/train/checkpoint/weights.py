@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.atomic_files import naming_file, write_atomically
 from stretto.cluster import read_bounded
+from stretto.huggingface.weight_names import NamesInFiles, match_names
 from stretto.train.checkpoint.file_tensors import (
     CheckedTensor,
     FileTensor,
@@ -27,9 +28,14 @@ from stretto.train.checkpoint.file_tensors import (
     with_scales,
 )
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
-from stretto.train.checkpoint.hugging_face_names import NamesInFiles, first_names, match_names
 from stretto.train.checkpoint.integrity import DamagedError
-from stretto.train.checkpoint.metadata import TensorEntry, first_difference, persistent_buffers, saved_tensors
+from stretto.train.checkpoint.metadata import (
+    TensorEntry,
+    first_difference,
+    first_names,
+    persistent_buffers,
+    saved_tensors,
+)
 from stretto.train.checkpoint.safetensors_checksums import (
     StoredTensor,
     digits_of,
@@ -363,7 +369,7 @@ def _open_tensors(file: Path) -> Iterator[dict[str, FileTensor]]:
 
 def _match(model: "nn.Module", file: Path, tensors: Mapping[str, FileTensor]) -> NamesInFiles:
     try:
-        return match_names(model, tensors)
+        return match_names(model, tensors, first_names(model), saved_tensors(model))
     except ValueError as error:
         raise ValueError(f"{file} is of another model: {error}") from None
 
@@ -447,8 +453,8 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
     if all(name in own for name in names):
         return dict(own), False
     model = FolderSource(str(source)).build()
-    matched = match_names(model, with_scales(names))
     first = first_names(model)
+    matched = match_names(model, with_scales(names), first, saved_tensors(model))
     there = {first[name]: in_file for in_file, name in matched.own_names.items()}
     in_fp32 = [str(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     weights: dict[str, _Weight] = {}
