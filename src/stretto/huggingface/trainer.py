@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stretto.axes import BATCH, LOSS
 from stretto.huggingface.accelerator import follow_grid
+from stretto.huggingface.formulas import IGNORED_TARGET
 from stretto.huggingface.optimizer_state import load_optimizer, save_optimizer
 from stretto.memory import exchange, group_timeout
 from stretto.parallel import Grid, gather
@@ -29,7 +30,6 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import is_mean_over_batch
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.roles.formulas import IGNORED_TARGET
 from stretto.train.checkpoint.weights import import_safetensors
 
 TrainerType = TypeVar("TrainerType", bound=type)

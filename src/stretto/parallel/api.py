@@ -269,8 +269,8 @@ def _plan_or_blocks(
     blocks: Sequence[str] | None,
 ) -> ShardingPlan | _BlockPlan:
     """How the roles of its submodules shard a model, or the blocks of one that has none."""
+    from stretto.huggingface.formulas import UnknownRolesError
     from stretto.parallel.blocks import find_blocks
-    from stretto.parallel.roles.formulas import UnknownRolesError
     from stretto.parallel.roles.plan import read_plan
     from stretto.parallel.roles.validation import validate_plan
 
@@ -311,15 +311,14 @@ def _shard_by_blocks(
     cut: Cut | None,
 ) -> Model:
     """Shard a model without roles, or its pipeline stages, over z, and return it."""
+    from stretto.huggingface.pretrained_model import is_pretrained_model
     from stretto.parallel.blocks import BlockBuilder, check_modules, warn_of_replication
     from stretto.parallel.builder import Builder
     from stretto.parallel.comm.agreement import check_ranks_agree
     from stretto.parallel.layers.gemm_layout import MatmulTuner
     from stretto.parallel.layers.loss import MeansOverBatch
     from stretto.parallel.layers.router import count_over_ranks
-    from stretto.parallel.layers.router_loss import balance_over_batch
-    from stretto.parallel.model_loss import take_means_over_batch
-    from stretto.parallel.roles import huggingface
+    from stretto.parallel.model_loss import balance_over_batch, take_means_over_batch
 
     if options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
@@ -345,12 +344,12 @@ def _shard_by_blocks(
     sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
-    if huggingface.is_pretrained_model(model):
+    if is_pretrained_model(model):
         balance_over_batch(model, builder.gradient_reducer)
     for module in model.modules():
         if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
             count_over_ranks(module, builder.gradient_reducer, None, overlaps=options.overlap.all_reduce)
-    if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
+    if is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         take_means_over_batch(model, means, only_with_labels=True)
     _finish(model, builder, by_blocks=True)
@@ -360,15 +359,20 @@ def _shard_by_blocks(
 
 def _finish(model: nn.Module, builder: Builder, *, by_blocks: bool) -> None:
     """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
+    from stretto.huggingface.pretrained_model import (
+        generate_in_step,
+        is_pretrained_model,
+        refuse_resizing,
+        refuse_saving,
+    )
     from stretto.parallel.comm.autograd import in_backward
     from stretto.parallel.layers.dropout import AgreedRandomState
     from stretto.parallel.layers.sharded_module import refuse_copies, refuse_wrapping
-    from stretto.parallel.roles import huggingface
 
-    if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
-        huggingface.generate_in_step(model)
-    huggingface.refuse_saving(model)
-    huggingface.refuse_resizing(model)
+    if is_pretrained_model(model) and builder.grid.size("z") > 1:
+        generate_in_step(model)
+    refuse_saving(model)
+    refuse_resizing(model)
     refuse_copies(model)
     refuse_wrapping(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]

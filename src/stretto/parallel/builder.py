@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from stretto.axes import EXPERT, EXPERT_Z, X_COPIES
 from stretto.execution import Overlap
+from stretto.huggingface.formulas import embedding_scale, norm_kind
+from stretto.huggingface.pretrained_model import is_conv1d
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
     CopyEngineAllGather,
@@ -37,8 +39,6 @@ from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.precision import Precision
-from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import embedding_scale, norm_kind
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
     LINEARS,
@@ -177,7 +177,7 @@ class Builder:
         output_axis, input_axis = LINEARS[role.role]
         if self.tokens is not None and None in (output_axis, input_axis):
             raise ValueError(f"shard_sequence: {name} has the role {role.role!r}, which takes whole sequences")
-        is_transposed = huggingface.is_conv1d(module)
+        is_transposed = is_conv1d(module)
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
         rows = next((split for split in sharding.splits if split.dim == 0 and split.axis != "z"), None)
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient

@@ -28,13 +28,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from stretto.execution import Recomputation
+from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
-from stretto.parallel.roles.huggingface import is_pretrained_model
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
 _Runner = Callable[..., Any]

@@ -19,7 +19,7 @@ from tests.conftest import Ranks
 from tests.train import model_folders, runs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from stretto.models.public_models import PUBLIC_MODELS
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.export import export_folder
 from stretto.train.checkpoint.weights import import_safetensors

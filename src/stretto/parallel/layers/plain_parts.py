@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.huggingface.family_roles import wildcard
 from stretto.parallel.comm.autograd import scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
@@ -29,7 +30,6 @@ from stretto.parallel.layers.sharded_module import (
 )
 from stretto.parallel.layout import layout_of, local
 from stretto.parallel.precision import Precision
-from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
 from stretto.parallel.segment_planner import refuse_default_planners
 from stretto.parallel.sharded_parameter import note_layout

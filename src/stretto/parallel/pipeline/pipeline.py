@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import EXPERT, LOSS, STAGE, STAGE_AXES, WEIGHT_AXES, check_sizes
+from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.parallel.comm.agreement import JointRefusal
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_buckets import accumulate
@@ -34,7 +35,6 @@ from stretto.parallel.pipeline.failure_reports import StepFailures
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.micro_batches import BatchCutter
 from stretto.parallel.pipeline.stages import ModelStages, whole_model
-from stretto.parallel.roles.huggingface import is_pretrained_model
 from stretto.schedules import (
     SCHEDULES,
     Action,

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.atomic_files import naming_file, write_atomically
+from stretto.huggingface.weight_names import match_names
 from stretto.train.checkpoint.file_tensors import (
     PlainTensor,
     with_scales,
 )
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
-from stretto.train.checkpoint.hugging_face_names import first_names, match_names
 from stretto.train.checkpoint.integrity import DamagedError
-from stretto.train.checkpoint.metadata import TensorEntry
+from stretto.train.checkpoint.metadata import TensorEntry, first_names
 from stretto.train.checkpoint.safetensors_checksums import (
     digits_of,
     make_header,

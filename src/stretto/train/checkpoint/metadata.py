@@ -327,3 +327,10 @@ def persistent_buffers(model: "nn.Module") -> "dict[str, Tensor]":
 def saved_tensors(model: "nn.Module") -> dict[str, "Tensor"]:
     """The parameters of a model and its persistent buffers, by name; a parameter held twice has its first name."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def first_names(model: "nn.Module") -> dict[str, str]:
+    """The first name of each parameter and buffer, by all of its names: those of a tied parameter have one."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {alias: first[id(parameter)] for alias, parameter in model.named_parameters(remove_duplicate=False)}
+    return own | {name: name for name in persistent_buffers(model)}

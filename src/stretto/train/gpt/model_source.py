@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
+from stretto.huggingface.families import DECODERS
+from stretto.huggingface.public_models import PUBLIC_MODELS
+from stretto.huggingface.refusals import refusal_of_attention_dropout, refusal_of_quantization
 from stretto.models import GPTConfig
-from stretto.models.public_models import PUBLIC_MODELS
 from stretto.planner import read_architecture
-from stretto.planner.hugging_face import FAMILIES
-from stretto.pretrained import refusal_of_attention_dropout, refusal_of_quantization
 from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class HuggingFaceSource(ModelSource):
 
     @cached_property
     def _architecture(self) -> "Architecture | None":
-        if self.config.get("model_type") not in FAMILIES:
+        if self.config.get("model_type") not in DECODERS:
             return None
         config = {name: value for name, value in self.config.items() if not self._without_dropout or "drop" not in name}
         with contextlib.suppress(ValueError):  # of a known family, but with experts, say
@@ -272,7 +272,7 @@ def _require_given_targets(model: "nn.Module") -> None:
     """Raise ValueError for a model whose forward would not hand shifted targets and their number to its loss."""
     import inspect
 
-    from stretto.parallel.roles.huggingface import calls_loss_function
+    from stretto.huggingface.loss import calls_loss_function
 
     parameters = inspect.signature(model.forward).parameters.values()
     takes_others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

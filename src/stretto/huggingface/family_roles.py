@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles of Hugging Face families that publish no tensor-parallel plan, or one that many ranks cannot follow.
+"""Roles of families that publish no tensor-parallel plan, or one that many ranks cannot follow.
 
 Names are those within the model, with its head; a pattern that a model of the family has no submodule for says nothing.
 Where a family's code takes numbers of heads from what a rank cannot divide (its configuration, biases of all heads),
 every rank of x computes its attention on x > 1, and x splits its MLP alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,6 @@ class FamilyPlan:
             if role not in ("replicated", "gathered") or not any(name.startswith(f"{pattern}.") for name in split)
         }
         return FamilyPlan(kept, self.local_attributes)
-
-
-def family_plan(config: Any, sizes: Sizes) -> FamilyPlan | None:
-    """The plan of a configuration's family on a grid of these sizes; None for a family that is not listed."""
-    make = FAMILIES.get(config.model_type)
-    return None if make is None else make(config, sizes)
 
 
 def wildcard(name: str) -> str:
@@ -71,7 +65,7 @@ def _separate(attention: str, config: Any, queries: str, keys: str, values: str,
     return roles | {attention + output: "rowwise"}
 
 
-def _gpt2(config: Any, sizes: Sizes) -> FamilyPlan:
+def gpt2(config: Any, sizes: Sizes) -> FamilyPlan:
     # Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
     heads = _heads(config.hidden_size // config.num_attention_heads) | {"segments": 3}
     block = {
@@ -88,7 +82,7 @@ def _gpt2(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(roles, {"h.*.attn.split_size": "x", "h.*.attn.num_heads": "x"})
 
 
-def _gptj(config: Any, sizes: Sizes) -> FamilyPlan:
+def gptj(config: Any, sizes: Sizes) -> FamilyPlan:
     block = {
         "ln_1": "norm",
         **_separate("attn.", config, "q_proj", "k_proj", "v_proj", "out_proj"),
@@ -102,7 +96,7 @@ def _gptj(config: Any, sizes: Sizes) -> FamilyPlan:
     )
 
 
-def _opt(config: Any, sizes: Sizes) -> FamilyPlan:
+def opt(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "out_proj"),
         "self_attn_layer_norm": "norm",
@@ -118,7 +112,7 @@ def _opt(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(roles, {"decoder.layers.*.self_attn.num_heads": "x"})
 
 
-def _bert(config: Any, sizes: Sizes) -> FamilyPlan:
+def bert(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = {
         **_separate("attention.", config, "self.query", "self.key", "self.value", "output.dense"),
         "attention.output.dropout": "dropout",
@@ -139,7 +133,7 @@ def _bert(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(roles)
 
 
-def _vit(config: Any, sizes: Sizes) -> FamilyPlan:
+def vit(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = {
         **_separate("attention.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
         "layernorm_before": "norm",
@@ -158,7 +152,7 @@ def _vit(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(roles)
 
 
-def _stablelm(config: Any, sizes: Sizes) -> FamilyPlan:
+def stablelm(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
     layer |= {"input_layernorm": "norm", "post_attention_layernorm": "norm", "dropout": "dropout"}
     if config.qk_layernorm:  # a norm with separate weights for each head
@@ -170,7 +164,7 @@ def _stablelm(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer), {f"layers.*.self_attn.{count}": "x" for count in counts})
 
 
-def _bloom(config: Any, sizes: Sizes) -> FamilyPlan:
+def bloom(config: Any, sizes: Sizes) -> FamilyPlan:
     block: Roles = {"input_layernorm": "norm", "post_attention_layernorm": "norm"}
     block |= {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
     if sizes["x"] > 1:  # biases of all heads, ALiBi
@@ -181,7 +175,7 @@ def _bloom(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan({"word_embeddings_layernorm": "norm", "ln_f": "norm", **_under("h.*.", block)})
 
 
-def _falcon(config: Any, sizes: Sizes) -> FamilyPlan:
+def falcon(config: Any, sizes: Sizes) -> FamilyPlan:
     block: Roles = dict.fromkeys(("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp"), "norm")
     block |= {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
     heads, head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
@@ -202,7 +196,7 @@ def _falcon(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan({"ln_f": "norm", **_under("h.*.", block)}, counts)
 
 
-def _phi3(config: Any, sizes: Sizes) -> FamilyPlan:
+def phi3(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         "mlp.gate_up_proj": {"role": "colwise", "segments": 2},
         "mlp.down_proj": "rowwise",
@@ -216,7 +210,7 @@ def _phi3(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer))
 
 
-def _gpt_oss(config: Any, sizes: Sizes) -> FamilyPlan:
+def gpt_oss(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
         "self_attn.sinks": {"role": "inner_parameter", "unit_name": "attention heads"},  # a number for each
@@ -240,19 +234,19 @@ def _experts(config: Any, sizes: Sizes) -> Roles:
     return {"mlp.gate": "router", "mlp.experts": "experts"}
 
 
-def _mixtral(config: Any, sizes: Sizes) -> FamilyPlan:
+def mixtral(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
     return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes)))
 
 
-def _qwen2_moe(config: Any, sizes: Sizes) -> FamilyPlan:
+def qwen2_moe(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
     layer |= _experts(config, sizes) | _dense_mlp("mlp") | _dense_mlp("mlp.shared_expert")
     layer["mlp.shared_expert_gate"] = "router"
     return FamilyPlan(_under("layers.*.", layer))
 
 
-def _qwen3_moe(config: Any, sizes: Sizes) -> FamilyPlan:
+def qwen3_moe(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
     layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "head_norm")
     return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes) | _dense_mlp("mlp")))
@@ -263,13 +257,13 @@ def _norms_of_all_heads(layer: Roles) -> Roles:
     return {"self_attn.q_norm": "inner_norm", "self_attn.k_norm": layer["self_attn.k_proj"] | {"role": "inner_norm"}}
 
 
-def _olmoe(config: Any, sizes: Sizes) -> FamilyPlan:
+def olmoe(config: Any, sizes: Sizes) -> FamilyPlan:
     layer = _separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj")
     layer |= _norms_of_all_heads(layer)
     return FamilyPlan(_under("layers.*.", layer | _experts(config, sizes)))
 
 
-def _deepseek_v3(config: Any, sizes: Sizes) -> FamilyPlan:
+def deepseek_v3(config: Any, sizes: Sizes) -> FamilyPlan:
     # Latent attention: queries, and keys with values, are compressed to few features; each head computes its own from
     # these.
     queries, keys = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_nope_head_dim + config.v_head_dim
@@ -288,7 +282,7 @@ def _deepseek_v3(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer), {"layers.*.self_attn.num_heads": "x"})
 
 
-def _olmo2(config: Any, sizes: Sizes) -> FamilyPlan:
+def olmo2(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
         "mlp.gate_proj": "colwise",
@@ -298,7 +292,7 @@ def _olmo2(config: Any, sizes: Sizes) -> FamilyPlan:
     return FamilyPlan(_under("layers.*.", layer | _norms_of_all_heads(layer)))
 
 
-def _t5(config: Any, sizes: Sizes) -> FamilyPlan:
+def t5(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {"layer_norm": "norm", "DenseReluDense.wo": "rowwise"}
     layer |= dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "colwise")
     layer |= {"dropout": "dropout", "DenseReluDense.dropout": "inner_dropout"}
@@ -313,35 +307,3 @@ def _t5(config: Any, sizes: Sizes) -> FamilyPlan:
         roles |= {stack + "final_layer_norm": "norm", stack + "dropout": "dropout", stack + "embed_tokens": "embedding"}
         roles |= _under(stack + "block.*.layer.*.", layer)
     return FamilyPlan(roles)
-
-
-# What transformers calls a family (`config.model_type`), and what makes its plan from its configuration and the grid's
-# sizes.
-FAMILIES: dict[str, Callable[[Any, Sizes], FamilyPlan]] = {
-    "bert": _bert,
-    "bloom": _bloom,
-    "deepseek_v3": _deepseek_v3,
-    "falcon": _falcon,
-    "gpt2": _gpt2,
-    "gpt_oss": _gpt_oss,
-    "gptj": _gptj,
-    "mixtral": _mixtral,
-    "olmo2": _olmo2,
-    "olmo3": _olmo2,
-    "olmoe": _olmoe,
-    "opt": _opt,
-    "phi3": _phi3,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
-    "roberta": _bert,
-    "stablelm": _stablelm,
-    "t5": _t5,
-    "vit": _vit,
-}
-
-# Modules outside of the base model, by model type: heads other than one linear `lm_head`.
-HEADS: dict[str, Roles] = {
-    "bert": {"cls.predictions.transform": "replicated", "cls.predictions.decoder": "head"},
-    "roberta": {"lm_head.dense": "replicated", "lm_head.layer_norm": "replicated", "lm_head.decoder": "head"},
-    "vit": {"classifier": "replicated"},
-}

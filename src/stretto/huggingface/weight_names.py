@@ -10,10 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stretto.train.checkpoint.metadata import persistent_buffers, saved_tensors
-
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # What transformers calls the steps that stack tensors of experts, and first put several of an expert side by side.
 _STACKS = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
@@ -24,7 +22,7 @@ class NamesInFiles:
     """Where files hold a model's tensors.
 
     own_names: the model's name of each tensor of the files that is a parameter, or a buffer, as it is; of a tied
-    parameter, which has several names, the one that the tensor stands for (`first_names`). stacked: of a
+    parameter, which has several names, the one that the tensor stands for. stacked: of a
     parameter that is stacked from several, the files' names of each expert's parts, by its own name. dropped: names of
     layers that predict further tokens, which transformers' model does not have. unknown: all others.
     """
@@ -35,12 +33,14 @@ class NamesInFiles:
     unknown: list[str] = field(default_factory=list)
 
 
-def match_names(model: "nn.Module", names: Collection[str]) -> NamesInFiles:
+def match_names(
+    model: "nn.Module", names: Collection[str], own: Mapping[str, str], tensors: "Mapping[str, Tensor]"
+) -> NamesInFiles:
     """Find what each tensor of the files is in the model, by its name.
 
-    Raises ValueError if experts are missing, or if there are more than the model has.
+    own: the first name of each of the model's tensors, by all of its names. tensors: these, by first name. Raises
+    ValueError if experts are missing, or if there are more than the model has.
     """
-    own = first_names(model)
     matched = NamesInFiles()
     prefix = f"{getattr(model, 'base_model_prefix', '')}."  # of Hugging Face's models
     taken: dict[str, str] = {}
@@ -56,18 +56,10 @@ def match_names(model: "nn.Module", names: Collection[str]) -> NamesInFiles:
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as the model's class says
     dropped = set(extra)
     stacks = _apply_conversions(model, [name for name in left if name not in dropped], own, prefix, matched)
-    shapes = {name: tensor.shape for name, tensor in saved_tensors(model).items()}
     for name, parts in stacks.items():
-        matched.stacked[name] = _in_order(name, parts, shapes[name][0])
+        matched.stacked[name] = _in_order(name, parts, tensors[name].shape[0])
     matched.unknown = [name for name in matched.unknown if not any(re.search(pattern, name) for pattern in ignored)]
     return matched
-
-
-def first_names(model: "nn.Module") -> dict[str, str]:
-    """The first name of each parameter and buffer, by all of its names: those of a tied parameter have one."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    own = {alias: first[id(parameter)] for alias, parameter in model.named_parameters(remove_duplicate=False)}
-    return own | {name: name for name in persistent_buffers(model)}
 
 
 def _is_of_extra_layer(model: "nn.Module", name: str) -> bool:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.parallel.roles.formulas import NormKind, norm_kind
+from stretto.huggingface.formulas import NormKind, norm_kind
 
 
 class OffsetRMSNorm(nn.Module):

@@ -9,7 +9,8 @@ reads them; a rank's gradient is that of its own tokens, which are then summed (
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,34 +18,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from stretto.axes import LOSS
-from stretto.parallel.comm.collectives import gather_rows
-from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.roles import huggingface
+from stretto.huggingface.pretrained_model import base_of
+
+# Gathers a rank's rows into as many of all ranks, as `stretto.parallel` counts its collectives.
+GatherRows = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
 
 class _GatherTokensOfRanks(torch.autograd.Function):
     """[tokens, experts] -> [all ranks' tokens, experts]; every rank computes the same loss of it.
 
-    counts: the tokens of each rank. scale: of the gradient.
+    counts: the tokens of each rank.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, counts: list[int], group: dist.ProcessGroup, scale: float) -> Tensor:
-        first, ctx.scale = sum(counts[: group.rank()]), scale
+    def forward(ctx: Any, logits: Tensor, counts: list[int], ranks: "RanksOfBatch") -> Tensor:
+        first, ctx.scale = sum(counts[: ranks.group.rank()]), ranks.gradient_scale
         ctx.own = slice(first, first + logits.shape[0])
         most = max(counts)
         padded = nn.functional.pad(logits, (0, 0, 0, most - logits.shape[0])).contiguous()
-        parts = gather_rows(padded, most * len(counts), group).split(most)
+        parts = ranks.gather_rows(padded, most * len(counts), ranks.group).split(most)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[ctx.own] * ctx.scale, None, None, None
+        return gradient[ctx.own] * ctx.scale, None, None
 
 
-def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
+@dataclass(frozen=True)
+class RanksOfBatch:
+    """The ranks that have the tokens of the global batch.
+
+    stages: of the pipeline. is_own: whether each rank's loss is that of its own tokens. gradient_scale: by which a
+    rank's gradient of the loss over all tokens is multiplied.
+    """
+
+    group: dist.ProcessGroup
+    gather_rows: GatherRows
+    stages: int
+    is_own: bool
+    gradient_scale: float
+
+
+def balance_over_batch(model: nn.Module, ranks: RanksOfBatch) -> None:
     """Have the load-balancing loss that the model's own code computes be that of the global batch.
 
     An attention mask leaves out the tokens of padding: the code gets the logits of the others alone, and no mask. Calls
@@ -54,17 +70,15 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
     Where each rank has a loss of its own tokens, and gradients are averaged, one that is computed in another way stays
     of these tokens, and a warning says so.
     """
-    base = huggingface.base_of(model)
+    base = base_of(model)
     if base is model or not hasattr(model.config, "output_router_logits"):
         return
-    grid, is_own = gradients.grid, gradients.loss_covers_own_rows
-    signature, group = inspect.signature(model.forward), grid.communicator(LOSS)
-    gathers = huggingface.balances_load(model) and group.size() > 1
-    places = {"stages": grid.size("pipe"), "ranks": 1 if is_own else group.size()}
-    scale = group.size() if gradients.averages else 1.0
+    group, is_own, signature = ranks.group, ranks.is_own, inspect.signature(model.forward)
+    gathers = balances_load(model) and group.size() > 1
+    places = {"stages": ranks.stages, "ranks": 1 if is_own else group.size()}
     own: list[tuple[Tensor, ...]] = []
     masks: list[Tensor] = []
-    if is_own and group.size() > 1 and not gathers and huggingface.has_router_loss(model):
+    if is_own and group.size() > 1 and not gathers and has_router_loss(model):
         model.register_forward_pre_hook(_warn_of_own_tokens, with_kwargs=True)
 
     def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -73,7 +87,7 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
         bound = signature.bind_partial(*args, **kwargs)
         if not _is_asked_for(model, given := bound.arguments | bound.arguments.get("kwargs", {})):
             return None
-        if given.get("labels") is not None and (refusal := huggingface.refusal_of_router_loss(model, **places)):
+        if given.get("labels") is not None and (refusal := refusal_of_router_loss(model, **places)):
             raise ValueError(refusal)
         mask = bound.arguments.get("attention_mask")
         if not gathers or mask is None:
@@ -93,8 +107,8 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
         kept = [each[masks[0].reshape(-1).to(each.device) > 0] for each in logits] if masks else logits
         counts = [kept[0].shape[0]] * group.size()
         if not (kept[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph has no other shapes
-            counts = gather_rows(torch.tensor(counts[:1], device=kept[0].device), group.size(), group).tolist()
-        output.router_logits = tuple(_GatherTokensOfRanks.apply(each, counts, group, scale) for each in kept)
+            counts = ranks.gather_rows(torch.tensor(counts[:1], device=kept[0].device), group.size(), group).tolist()
+        output.router_logits = tuple(_GatherTokensOfRanks.apply(each, counts, ranks) for each in kept)
         return output
 
     def restore(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -121,3 +135,40 @@ def _warn_of_own_tokens(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
             "mean over the ranks of each one's loss of its own rows, which is not that of the global batch",
             stacklevel=2,
         )
+
+
+def balances_load(model: nn.Module) -> bool:
+    """Whether the model adds a load-balancing loss by transformers' function of the logits of all routers."""
+    return "load_balancing_loss_func" in _names_of_forward(model)
+
+
+def has_router_loss(model: nn.Module) -> bool:
+    """Whether the code of a model's forward computes a load-balancing loss, in any way."""
+    return any("aux" in name for name in _names_of_forward(model))
+
+
+def refusal_of_router_loss(model: nn.Module, *, stages: int, ranks: int) -> str | None:
+    """Why the model's own load-balancing loss (output_router_logits) cannot be added; None if it can, or has none.
+
+    stages: of the pipeline. ranks: how many have other tokens of the batch that the loss is to cover.
+    """
+    if not has_router_loss(model):
+        return None
+    if stages > 1:
+        return (
+            f"output_router_logits is set, and pipe={stages}: the load-balancing loss takes the logits of all routers, "
+            "of which a pipeline stage has its own. Set config.output_router_logits=False, or choose pipe=1"
+        )
+    if ranks > 1 and not balances_load(model):
+        return (
+            f"output_router_logits is set: the code of {type(model).__name__} adds to its loss a load-balancing loss "
+            "of this rank's rows alone, where the loss is of the global batch. Set "
+            "config.output_router_logits=False, or call parallelize(..., blocks=[...]), where losses are of own rows"
+        )
+    return None
+
+
+def _names_of_forward(model: nn.Module) -> tuple[str, ...]:
+    """The names that the code of a model's forward reads, of globals and of attributes."""
+    forward = inspect.unwrap(type(model).forward)
+    return forward.__code__.co_names if inspect.isfunction(forward) else ()

@@ -1,149 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a Hugging Face configuration to an architecture: known families and heads, and what has no roles.
+"""Reads the sizes of a language model from its config.json: its family, its head, and what has no roles.
 
 A configuration is read as data: no torch, no transformers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from stretto.planner.architecture import Architecture, check_count
-from stretto.planner.experts.hugging_face import EXPERT_KEYS, read_experts, read_latent
-from stretto.pretrained import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
+from stretto.huggingface.families import DECODERS, Decoder, ExpertEntries
+from stretto.huggingface.refusals import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
+from stretto.quantities import check_count
 
-_FUSED_MLP = {"layers.*.mlp.gate_up_proj": "colwise_gather_output", "layers.*.mlp.down_proj": "rowwise_split_input"}
-_WHOLE_ATTENTION = "every rank of x computes all of its attention, which is counted as split over x"
-_EXPERTS = (
-    "every rank of x and y computes its router and all of its experts, which z alone shards; attention is counted as "
-    "plain operations make it, which keep heads x seq_len scores of each token where a kernel for sinks would keep none"
-)
-_OLMO_NORM = "its norms (input_layernorm, say) have no weights, and a formula that Stretto does not know how to split"
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What a model_type adds to Llama's block: attention of four linears (q, k, v, o), then a gated MLP, and norms.
-
-    Biases are there always (True), never, or as the entry of this name in the configuration says. `block_norms` counts
-    a block's norms of hidden features that have weights. `head_norms`: whether queries and keys are normalized, over
-    one head ("head") or all of them ("all", or as the entry of this name says). `defaults`: what transformers takes
-    where a configuration is silent.
-
-    `has_experts`: the MLP is a router and experts, whose every rank of x and y computes all. `divides_experts`: some
-    blocks have a router and experts that ranks divide among them (`read_experts`). `ends_with_norm`: what the MLP
-    returns passes a norm before it is added. `has_sinks`: its attention has a sink for each head, and is made of plain
-    operations.
-
-    For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
-    is not taken (`refusal`), what a plan does not count (`note`), and whether logits change between head and loss.
-    """
-
-    prefix: str  # of its classes' names
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    block_norms: int = 2
-    head_norms: str = ""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    styles: Mapping[str, str] = field(default_factory=dict)
-    refusal: str = ""
-    note: str = ""
-    changes_logits: bool = False
-    has_experts: bool = False
-    divides_experts: bool = False
-    has_sinks: bool = False
-    ends_with_norm: bool = False
-
-
-_GPT2 = _Family("GPT2", defaults={"attn_pdrop": 0.1, "resid_pdrop": 0.1})
-_GATED = {
-    "llama": _Family("Llama", "attention_bias", "attention_bias", "mlp_bias"),
-    "mistral": _Family("Mistral", defaults={"num_key_value_heads": 8}),
-    "qwen2": _Family("Qwen2", True, defaults={"num_key_value_heads": 32}),
-    "qwen3": _Family(
-        "Qwen3",
-        "attention_bias",
-        "attention_bias",
-        head_norms="head",
-        defaults={"num_key_value_heads": 32, "head_dim": 128},
-    ),
-    "gemma": _Family(
-        "Gemma",
-        "attention_bias",
-        "attention_bias",
-        defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-    ),
-    "gemma2": _Family(
-        "Gemma2",
-        "attention_bias",
-        "attention_bias",
-        block_norms=4,
-        defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
-        changes_logits=True,
-        ends_with_norm=True,
-    ),
-    "phi3": _Family("Phi3", note=_WHOLE_ATTENTION),
-    "olmo": _Family("Olmo", "attention_bias", "attention_bias", block_norms=0, refusal=_OLMO_NORM),
-    "olmo2": _Family("Olmo2", "attention_bias", "attention_bias", head_norms="all", ends_with_norm=True),
-    "granite": _Family("Granite", "attention_bias", "attention_bias", "mlp_bias", changes_logits=True),
-    "cohere": _Family(
-        "Cohere",
-        "attention_bias",
-        "attention_bias",
-        block_norms=1,
-        head_norms="use_qk_norm",
-        defaults={"tie_word_embeddings": True},
-        changes_logits=True,
-    ),
-    "glm": _Family(
-        "Glm",
-        "attention_bias",
-        defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
-        styles=_FUSED_MLP,
-    ),
-}
-_GATED["gpt_oss"] = _Family(
-    "GptOss",
-    "attention_bias",
-    "attention_bias",
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "attention_bias": True,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-    },
-    note=_EXPERTS,
-    has_experts=True,
-    has_sinks=True,
-)
-_GATED |= {
-    "mixtral": _Family("Mixtral", defaults={"num_key_value_heads": 8}, divides_experts=True),
-    "qwen2_moe": _Family(
-        "Qwen2Moe",
-        "qkv_bias",
-        defaults={"num_key_value_heads": 16, "qkv_bias": True, "intermediate_size": 5632},
-        divides_experts=True,
-    ),
-    "qwen3_moe": _Family(
-        "Qwen3Moe",
-        "attention_bias",
-        "attention_bias",
-        head_norms="head",
-        defaults={"num_key_value_heads": 4, "intermediate_size": 6144},
-        divides_experts=True,
-    ),
-    "olmoe": _Family("Olmoe", "attention_bias", "attention_bias", head_norms="all", divides_experts=True),
-    "deepseek_v3": _Family(
-        "DeepseekV3",
-        "attention_bias",
-        "attention_bias",
-        defaults={"intermediate_size": 18432},
-        divides_experts=True,
-    ),
-}
-FAMILIES = {"gpt2": _GPT2, **_GATED}
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -159,6 +29,7 @@ class _Head:
     has_bias: bool | str = False
 
 
+_LATENT = {"kv_rank": "kv_lora_rank", "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "value": "v_head_dim"}
 # By how the names of transformers' classes end.
 _LANGUAGE_MODEL = _Head()
 _HEADS = {
@@ -171,8 +42,8 @@ _HEADS = {
 _NO_HEAD = _Head("", 0, "pooled")
 
 
-def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[str] = ()) -> Architecture:
-    """A transformers configuration, as its config.json has it, and the head that its `architectures` say.
+def read_sizes(name: str, config: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of the planner's Architecture, of a configuration and the head that its `architectures` say.
 
     classes: names of a model's class and those that it is derived from, which say it in their place. Raises ValueError
     for a model type whose blocks, or a class whose head, are not known here, and for a missing or impossible number.
@@ -180,7 +51,7 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     """
     kind = config.get("model_type")
     has_experts = any(config.get(key) for key in EXPERT_KEYS)
-    known = [each for each, of in FAMILIES.items() if of.has_experts or of.divides_experts]
+    known = [each for each, of in DECODERS.items() if of.has_experts or of.experts]
     if has_experts and kind not in known:
         raise ValueError(
             f"{name}: model_type is {kind!r}, a mixture of experts that the planner does not support; supported: "
@@ -190,23 +61,23 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
         raise ValueError(f"{name}: layers of different sizes (per_layer_config) cannot be planned yet")
     if config.get("add_cross_attention"):
         raise ValueError(f"{name}: cross-attention cannot be planned yet")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in DECODERS:
         hint = "; its text_config, saved as a file of its own, may be" if "text_config" in config else ""
         raise ValueError(
-            f"{name}: model_type is {kind!r}, which the planner does not support; supported: {', '.join(FAMILIES)}"
+            f"{name}: model_type is {kind!r}, which the planner does not support; supported: {', '.join(DECODERS)}"
             + hint
         )
-    family = FAMILIES[kind]
+    family = DECODERS[kind]
     config = {**family.defaults, **config}
     class_name, head = _head_of(name, family, config, classes)
     refusals = tuple(_refusals(family, head, config))
-    if refusals and family.divides_experts:
+    if refusals and family.experts is not None:
         raise ValueError(
             f"{name}: a mixture of experts that parallelize shards block by block cannot be planned: {refusals[0]}"
         )
-    return Architecture(
+    return dict(
         name=name,
-        **(_gpt2_sizes if family is _GPT2 else _gated_sizes)(name, family, config),
+        **(_gpt2_sizes if family.prefix == "GPT2" else _gated_sizes)(name, family, config),
         labels=_labels(head, config, name),
         has_head_bias=_has(head.has_bias, config, name, default=True),
         logits="whole" if head is _LANGUAGE_MODEL and family.changes_logits else head.logits,
@@ -217,14 +88,16 @@ def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[st
     )
 
 
-def _head_of(name: str, family: _Family, config: Mapping[str, Any], classes: Sequence[str]) -> tuple[str, _Head]:
+def _head_of(name: str, family: Decoder, config: Mapping[str, Any], classes: Sequence[str]) -> tuple[str, _Head]:
     """The class that a model is of, and its head; a causal language model's where nothing says it."""
     if "PreTrainedModel" in classes:  # one of transformers'
         known = ((each, head) for each in classes if (head := _known_head(family, each)))
         if found := next(known, None):
             return found
         raise ValueError(_unknown_head(name, family, repr(classes[0])))
-    declared = config.get("architectures") or [family.prefix + ("LMHeadModel" if family is _GPT2 else "ForCausalLM")]
+    declared = config.get("architectures") or [
+        family.prefix + ("LMHeadModel" if family.prefix == "GPT2" else "ForCausalLM")
+    ]
     if not isinstance(declared, list) or not all(isinstance(each, str) for each in declared):
         raise ValueError(f"{name}: architectures is {declared!r}, but must be a list of names")
     heads = [_known_head(family, each) for each in declared]
@@ -234,18 +107,18 @@ def _head_of(name: str, family: _Family, config: Mapping[str, Any], classes: Seq
     return declared[0], first
 
 
-def _known_head(family: _Family, class_name: str) -> _Head | None:
+def _known_head(family: Decoder, class_name: str) -> _Head | None:
     if not class_name.isidentifier():
         return None
     if class_name == f"{family.prefix}Model":
         return _NO_HEAD
     head = next((head for ending, head in _HEADS.items() if class_name.endswith(ending)), None)
-    if family is _GPT2 and class_name.endswith("ForTokenClassification"):
+    if family.prefix == "GPT2" and class_name.endswith("ForTokenClassification"):
         return _Head("classifier", "num_labels", "whole", True)
     return head
 
 
-def _unknown_head(name: str, family: _Family, declared: str) -> str:
+def _unknown_head(name: str, family: Decoder, declared: str) -> str:
     known = ", ".join(f"...{ending}" for ending in _HEADS)
     return f"{name}: the head of {declared} is not known to the planner; known: {known} and {family.prefix}Model"
 
@@ -261,12 +134,12 @@ def _labels(head: _Head, config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _notes(
-    class_name: str, family: _Family, head: _Head, refusals: Sequence[str], config: Mapping[str, Any]
+    class_name: str, family: Decoder, head: _Head, refusals: Sequence[str], config: Mapping[str, Any]
 ) -> Iterator[str]:
     """The reasons why `parallelize` cannot shard this model, and the plan's assumptions."""
     if head is _NO_HEAD:
         yield f"{class_name} has no head: what your code puts there is not counted"
-    if config.get("num_nextn_predict_layers") and family.divides_experts:
+    if config.get("num_nextn_predict_layers") and family.experts is not None:
         yield f"{class_name}: its extra prediction layer (num_nextn_predict_layers) is not counted"
     if config.get("clip_qkv"):
         yield f"{class_name}: the time of clipping queries, keys and values (clip_qkv) is not counted"
@@ -296,7 +169,7 @@ def _is_read_into_bf16(config: Mapping[str, Any]) -> bool:
     return is_fp8 and config.get("model_type") == "deepseek_v3"
 
 
-def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterator[str]:
+def _refusals(family: Decoder, head: _Head, config: Mapping[str, Any]) -> Iterator[str]:
     """Why `parallelize` finds no roles for a model as it is, on every grid."""
     if refusal := refusal_of_attention_dropout(config):
         yield refusal
@@ -316,7 +189,7 @@ def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterat
         yield f"these submodules have no role: {', '.join(roles)}. Pass roles={roles}"
 
 
-def _gpt2_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt2_sizes(name: str, family: Decoder, config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _count(config, "n_embd", name), _count(config, "n_head", name)
     return {
         "layers": _count(config, "n_layer", name),
@@ -332,11 +205,10 @@ def _gpt2_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[s
     }
 
 
-def _gated_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gated_sizes(name: str, family: Decoder, config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _count(config, "hidden_size", name), _count(config, "num_attention_heads", name)
     kv_heads = _count(config, "num_key_value_heads", name, heads)
-    kind = config["model_type"]
-    latent = read_latent(name, kind, config)
+    latent = _read_latent(name, config) if family.has_latent_attention else {}
     if latent:
         kv_heads, head_dim = latent["kv_heads"], latent["head_dim"]
     else:
@@ -369,10 +241,60 @@ def _gated_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[
         "head_norm_weights": head_norm_weights,
         "has_sinks": family.has_sinks,
         "has_plain_attention": family.has_sinks,
-        **(read_experts(name, kind, config) if family.divides_experts else {}),
+        **({} if family.experts is None else _read_experts(name, family.experts, config)),
         **latent,
         "experts": _count(config, "num_local_experts", name) if family.has_experts else 0,
         "active_experts": _count(config, "num_experts_per_tok", name) if family.has_experts else 0,
+    }
+
+
+def _read_experts(name: str, entries: ExpertEntries, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which blocks have which experts, by the fields of an Architecture; `moe` by those of a MoeShape."""
+    # transformers writes the number of experts under one name for all families.
+    named = next((key for key in (entries.count, *EXPERT_KEYS) if config.get(key) is not None), entries.count)
+    config = {entries.count: entries.default_count, **config}
+    count = partial(_count, config, where=name)
+    shape = {
+        "experts": count(named),
+        "active": count("num_experts_per_tok"),
+        "ffn": count(entries.ffn),
+        "has_shared_gate": bool(entries.shared_ffn),
+    }
+    if entries.shared_ffn:
+        shape["shared_ffn"] = count(entries.shared_ffn)
+    elif entries.shared_count and config.get(entries.shared_count):
+        shape["shared_ffn"] = shape["ffn"] * count(entries.shared_count)
+    pattern = tuple(_has_experts(name, entries, config, block) for block in range(count("num_hidden_layers")))
+    if not any(pattern):
+        return {"moe": None}
+    return {"moe": shape, "moe_pattern": () if all(pattern) else pattern}
+
+
+def _has_experts(name: str, entries: ExpertEntries, config: Mapping[str, Any], block: int) -> bool:
+    match entries.dense:
+        case "first_k_dense_replace":
+            first = config.get("first_k_dense_replace") or 0
+            if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+                raise ValueError(f"{name}: first_k_dense_replace is {first!r}, but must be a whole number, at least 0")
+            return block >= first
+        case "mlp_only_layers":
+            dense = config.get("mlp_only_layers") or []
+            if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+                raise ValueError(f"{name}: mlp_only_layers is {dense!r}, but must be a list of blocks")
+            return block not in dense and (block + 1) % _count(config, "decoder_sparse_step", name) == 0
+        case _:
+            return True
+
+
+def _read_latent(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek's latent attention by the fields of an Architecture; `latent` by those of a LatentShape."""
+    latent = {"q_rank": 0 if config.get("q_lora_rank") is None else _count(config, "q_lora_rank", name)}
+    for part, key in _LATENT.items():
+        latent[part] = _count(config, key, name)
+    return {
+        "latent": latent,
+        "head_dim": latent["nope"] + latent["rope"],
+        "kv_heads": config["num_attention_heads"],
     }
 
 
