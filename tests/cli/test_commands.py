@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import stretto
 from stretto.cli import app
 from stretto.cli.console import print_any_text
+from stretto.launch.run_lock import command_lock
 from stretto.models.public_models import PUBLIC_MODELS
 from stretto.train.config import TrainConfig, load_config
 from stretto.train.config.reference import reference
-from stretto.train.launch.run_lock import command_lock
 from stretto.train.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
