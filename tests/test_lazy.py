@@ -19,7 +19,7 @@ LAZY = (
     "stretto.planner",
     "stretto.report",
     "stretto.train.checkpoint",
-    "stretto.train.launch",
+    "stretto.launch",
     "stretto.tuning",
 )
 

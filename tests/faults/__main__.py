@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stretto.launch import RankFailure
+from stretto.launch.run_lock import command_lock
 from stretto.train.checkpoint.folders import checkpoints_by_step
 from stretto.train.config import job_from_json
-from stretto.train.launch import RankFailure, launch
-from stretto.train.launch.run_lock import command_lock
+from stretto.train.job import launch
 from stretto.train.preflight import preflight
 from tests.faults.inject import CONFIG_FILE, ENDED_FILE, train_with_faults
 

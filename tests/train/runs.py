@@ -28,8 +28,8 @@ from stretto.train.checkpoint.integrity import seal
 from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
-from stretto.train.launch.stopping import StopRequest
 from stretto.train.optimizer import ShardOptimizer, local_shard
+from stretto.train.stopping import StopRequest
 from stretto.train.trainer import train
 
 # 61 tokens: no axis divides them. Grouped-query attention, so that x divides groups and not features.

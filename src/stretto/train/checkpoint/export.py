@@ -22,7 +22,7 @@ from stretto.train.checkpoint.file_tensors import (
 )
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
 from stretto.train.checkpoint.integrity import DamagedError
-from stretto.train.checkpoint.metadata import TensorEntry, first_names
+from stretto.train.checkpoint.metadata import TensorEntry, first_names, saved_tensors
 from stretto.train.checkpoint.safetensors_checksums import (
     digits_of,
     make_header,
@@ -239,8 +239,8 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
     if all(name in own for name in names):
         return dict(own), False
     model = FolderSource(str(source)).build()
-    matched = match_names(model, with_scales(names))
     first = first_names(model)
+    matched = match_names(model, with_scales(names), first, saved_tensors(model))
     there = {first[name]: in_file for in_file, name in matched.own_names.items()}
     in_fp32 = [str(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     weights: dict[str, _Weight] = {}

@@ -235,46 +235,6 @@ def _warn_of_differences(file: Path, dropped: Sequence[str], missing: Sequence[s
         warnings.warn(f"{file} has no {', '.join(missing)}: the model's initial values stay", stacklevel=2)
 
 
-<<<<<<< HEAD
-=======
-def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[dict[str, _Weight], bool]:
-    """Name weights as the files of a Hugging Face folder do, in as many tensors as these have.
-
-    Returns them, and whether the folder has layers that the model does not have (see `import_safetensors`).
-    """
-    from safetensors import safe_open
-
-    from stretto.train.gpt.model_source import WEIGHTS, FolderSource
-
-    file = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
-    names: dict[str, PlainTensor] = {}
-    for part in [] if file is None else files_of_index(file):
-        read_header(part)
-        with safe_open(part, framework="pt", device="cpu") as opened:
-            names |= {name: PlainTensor(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
-    if all(name in own for name in names):
-        return dict(own), False
-    model = FolderSource(str(source)).build()
-    first = first_names(model)
-    matched = match_names(model, with_scales(names), first, saved_tensors(model))
-    there = {first[name]: in_file for in_file, name in matched.own_names.items()}
-    in_fp32 = [str(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
-    weights: dict[str, _Weight] = {}
-    for name, weight in own.items():
-        shape = weight.entry.shape
-        if name in matched.stacked and len(shape) == 3:
-            for expert, parts in enumerate(matched.stacked[name]):
-                rows = shape[1] // len(parts)
-                weights |= {part: replace(weight, part=(expert, at * rows, rows)) for at, part in enumerate(parts)}
-        else:
-            keeps = any(re.search(rf"(^|\.){re.escape(part)}($|\.)", name) for part in in_fp32)
-            weights[name if name in names else there.get(name, name)] = (
-                replace(weight, dtype="float32") if keeps else weight
-            )
-    return weights, bool(matched.dropped)
-
-
->>>>>>> h-hf
 def files_of_index(file: Path) -> list[Path]:
     """List the safetensors files of an index, or the one file that is none. Raises ValueError."""
     if not file.is_file():

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from stretto.launch.watching.ranks import WRITES_FILE
 from stretto.train.checkpoint.storage import AtomicWriter, ShardedState, StateSavePlanner
-from stretto.train.health.ranks import WRITES_FILE
 
 OVERHEAD = 0.01
 """Of a checkpoint's tensors: what headers, padding and the index add, at most, beside BYTES_OF_BOX."""
