@@ -30,6 +30,7 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import is_mean_over_batch
 from stretto.parallel.layers.norm import ParallelNorm
+from stretto.parallel.state import state_of
 from stretto.train.checkpoint.weights import import_safetensors
 
 TrainerType = TypeVar("TrainerType", bound=type)
@@ -113,13 +114,13 @@ class _OnGrid:
             raise ValueError(
                 "trainer_plugin takes model=stretto.parallelize(...), and no model_init or name of a model"
             )
-        found = next((module for module in self.model.modules() if hasattr(module, "gradient_reducer")), None)
+        found = next(((module, state) for module in self.model.modules() if (state := state_of(module))), None)
         if found is None:
             raise ValueError(
                 f"trainer_plugin: this {type(self.model).__name__} is not on a grid: pass stretto.parallelize(model, "
                 "grid)"
             )
-        self._sharded, self._grid = found, found.gradient_reducer.grid  # type: ignore[union-attr, assignment]
+        self._sharded, self._grid = found[0], found[1].grid
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self._refuse_options()
         # Trainer would multiply each rank's loss by the number of ranks, for DDP to average gradients. Ours is that of

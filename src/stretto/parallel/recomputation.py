@@ -35,6 +35,7 @@ from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
+from stretto.parallel.state import state_of
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
 _Runner = Callable[..., Any]
@@ -70,8 +71,8 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
 
 def _computed_together(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """The runs of blocks among which segments are cut: all blocks, or those of each pipeline stage of this rank."""
-    stages = getattr(model, "pipeline_stages", None)
-    if stages is None:
+    state = state_of(model)
+    if state is None or (stages := state.stages) is None:
         return [list(blocks)]
     modules = dict(model.named_modules())
     own = {id(modules[name]): index for index, name in enumerate(stages.block_names)}
@@ -143,9 +144,11 @@ def _run_layers_by(model: nn.Module, recompute: str) -> None:
         if isinstance(layers, nn.ModuleList) and all(map(_checkpoints_itself, layers)):
             for together in _computed_together(model, list(layers)):
                 runners |= zip(map(id, together), _make_runners(recompute, len(together)), strict=True)
-    shards = {name: getattr(vars(module).get("forward"), "block_shard", None) for name, module in model.named_modules()}
+    state = state_of(model)
+    found = {} if state is None else state.block_shards
+    shards = {name: found[module] for name, module in model.named_modules() if module in found}
     for name, module in model.named_modules():
-        held = [shard for block, shard in shards.items() if shard is not None and f"{name}.".startswith(f"{block}.")]
+        held = [shard for block, shard in shards.items() if f"{name}.".startswith(f"{block}.")]
         if held and id(module) in runners:
             runners[id(module)] = _gathering(runners[id(module)], held)
     # Layers that no segment has are computed again by themselves.
