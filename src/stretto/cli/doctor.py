@@ -145,7 +145,7 @@ def _gpus() -> Iterator[Finding]:
 def _links(count: int) -> Iterator[Finding]:
     import torch
 
-    from stretto.collectives.executor.cuda.workspace import are_linked
+    from stretto.memory.copy_engine import are_linked
 
     gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     if all(are_linked(gpu, gpus) for gpu in gpus):

@@ -13,11 +13,11 @@ from stretto.axes import EXPERT, EXPERT_Z, X_COPIES
 from stretto.execution import ExecutionOptions
 from stretto.huggingface.formulas import embedding_scale, norm_kind
 from stretto.huggingface.pretrained_model import is_conv1d
+from stretto.memory.copy_engine import have_copy_engines
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
     CopyEngineAllGather,
     CopyEngineGatherer,
-    have_copy_engines,
     make_scatter_ring,
 )
 from stretto.parallel.comm.gradient_reducer import GradientReducer

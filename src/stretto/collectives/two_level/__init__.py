@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hierarchical collectives: one phase between nodes and one inside them, over torch.distributed's groups.
 
+Experimental: see the docstring of `stretto`.
+
 from stretto.collectives.two_level import TwoLevelGroup
 
 two_level = TwoLevelGroup()  # finds from the hosts which ranks share a node

@@ -5,7 +5,7 @@ import ctypes
 
 import pytest
 
-from stretto.collectives.executor.cuda import workspace
+from stretto.memory import copy_engine
 
 GPUS = ["aaa", "bbb", "ccc"]
 
@@ -52,17 +52,17 @@ def nvml(monkeypatch):
 
 def test_gpus_are_linked_where_every_pair_is(nvml):
     fake = nvml([{"aaa", "bbb"}, {"aaa", "ccc"}])
-    assert workspace.are_linked("aaa", GPUS)
-    assert workspace.are_linked("bbb", ["aaa", "bbb"])
-    assert not workspace.are_linked("bbb", GPUS)  # bbb and ccc are bridged to aaa alone
+    assert copy_engine.are_linked("aaa", GPUS)
+    assert copy_engine.are_linked("bbb", ["aaa", "bbb"])
+    assert not copy_engine.are_linked("bbb", GPUS)  # bbb and ccc are bridged to aaa alone
     assert not fake.is_open
 
 
 @pytest.mark.parametrize("options", [{"known": ["aaa"]}, {"starts": 9}])
 def test_links_unknown_to_nvml_are_not_nvlink(nvml, options):
     nvml([{"aaa", "bbb"}], **options)
-    assert not workspace.are_linked("aaa", ["aaa", "bbb"])
-    assert workspace.are_linked("aaa", ["aaa"])
+    assert not copy_engine.are_linked("aaa", ["aaa", "bbb"])
+    assert copy_engine.are_linked("aaa", ["aaa"])
 
 
 def test_without_nvml_there_is_no_nvlink(monkeypatch):
@@ -70,4 +70,4 @@ def test_without_nvml_there_is_no_nvlink(monkeypatch):
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
-    assert not workspace.are_linked("aaa", GPUS)
+    assert not copy_engine.are_linked("aaa", GPUS)
