@@ -11,6 +11,7 @@ Models on a grid, used by `stretto.parallel` and `stretto.train`:
     roles                    roles of a model: its family's, or those of its tensor-parallel plan
     formulas                 what a norm, an embedding, a loss or experts compute, found by running them
     loss, router_loss        the losses that models compute, over the global batch
+    folder                   folders as `save_pretrained` writes them: configuration, weights and tokenizer
     weight_names             names of tensors in files
 Loops, above `stretto.train`:
     trainer, accelerator, optimizer_state    `trainer_plugin` and `follow_grid`

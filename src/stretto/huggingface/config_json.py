@@ -13,6 +13,11 @@ from stretto.huggingface.families import DECODERS, Decoder, ExpertEntries
 from stretto.huggingface.refusals import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
 from stretto.quantities import check_count
 
+# Entries of a config.json that a resumed run may change, with any whose name has "drop" in it.
+FREE_CONFIG_ENTRIES = (
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
+)
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -322,3 +327,11 @@ def _divide(hidden: int, heads: int, where: str) -> int:
     if hidden % heads:
         raise ValueError(f"{where}: {heads} heads do not divide the hidden size {hidden}")
     return hidden // heads
+
+
+def first_entry_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Describe the first entry in which a checkpoint's config.json (`found`) differs from a model's."""
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in FREE_CONFIG_ENTRIES and "drop" not in name and found.get(name) != wanted.get(name):
+            return f"{name} of its config.json is {found.get(name)!r} there and {wanted.get(name)!r} here"
+    return None

@@ -47,6 +47,31 @@ def calls_loss_function(model: nn.Module) -> bool:
     return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
 
 
+def require_given_targets(model: nn.Module) -> None:
+    """Raise ValueError for a model whose forward would not hand shifted targets and their number to its loss."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_others or not calls_loss_function(model):
+        raise ValueError(
+            f"{type(model).__name__} does not compute its loss by transformers' loss_function with the caller's "
+            "options, so that the mean over the global batch cannot be taken: train it in a loop of your own"
+        )
+
+
+def arguments_with_targets(tokens: Tensor, targets: Tensor, num_targets: Tensor | int) -> dict[str, Any]:
+    """The arguments of a causal language model's forward with which it returns the mean loss over the global batch.
+
+    Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are.
+    """
+    return {
+        "input_ids": tokens,
+        "labels": targets,
+        "shift_labels": targets,
+        "num_items_in_batch": num_targets,
+        "use_cache": False,
+    }
+
+
 def compares_with_next(model: nn.Module) -> bool:
     """Whether the model's loss compares logits with the next token's label: of its own code, as variables' names say.
 

@@ -93,3 +93,38 @@ def refuse_resizing(model: nn.Module) -> None:
         )
 
     model.resize_token_embeddings = resize_before  # type: ignore[assignment]
+
+
+def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:
+    """Which modules come before the blocks by `base_model_pp_plan` of a transformers model."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    if "layers" not in plan:
+        return {}
+    prefix, place = base_and_prefix(model)[1], list(plan).index("layers")
+    return {prefix + name: index < place for index, name in enumerate(plan) if index != place}
+
+
+def checkpoints_itself(layer: nn.Module) -> bool:
+    """Whether this is a layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+
+
+def checkpoint_layers(model: nn.Module) -> bool:
+    """Have a transformers model checkpoint its layers, by `_gradient_checkpointing_func` of those that do so
+    themselves; returns False for a model that has no such function."""
+    enables = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5
+    enable = next((getattr(model, name) for name in enables if hasattr(model, name)), None)
+    if not is_pretrained_model(model) or enable is None:
+        return False
+    enable({"use_reentrant": False})
+    return True
+
+
+def refusal_of_checkpointing(model: nn.Module) -> str | None:
+    """Why activation checkpointing of a transformers model is refused; None if it is not."""
+    if not is_pretrained_model(model) or getattr(model, "supports_gradient_checkpointing", True):
+        return None
+    return (
+        f"{type(model).__name__} does not support activation checkpointing, as transformers says "
+        "(supports_gradient_checkpointing)"
+    )

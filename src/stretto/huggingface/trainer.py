@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stretto.axes import BATCH, LOSS
 from stretto.huggingface.accelerator import follow_grid
+from stretto.huggingface.folder import find_weights
 from stretto.huggingface.formulas import IGNORED_TARGET
 from stretto.huggingface.optimizer_state import load_optimizer, save_optimizer
 from stretto.memory import exchange, group_timeout
@@ -37,7 +38,6 @@ TrainerType = TypeVar("TrainerType", bound=type)
 
 # Minor versions whose methods the subclass was tried with: these are no public interface, and change between them.
 KNOWN_VERSIONS = {"transformers": ("5.23",), "accelerate": ("1.15",), "trl": ("1.16",)}
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _OPTIMIZER, _STOCK_OPTIMIZER = "optimizer", ("optimizer.pt", "optimizer.bin")
 _RANDOM_STATES = "rng_state.pth"
 
@@ -322,8 +322,7 @@ class _OnGrid:
                 torch.save(_random_states(self._grid.device), Path(output_dir) / _RANDOM_STATES)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        files = [Path(resume_from_checkpoint) / name for name in _WEIGHTS]
-        file = next((file for file in files if file.is_file()), None)
+        file = find_weights(Path(resume_from_checkpoint))
         if file is None:  # adapters
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:

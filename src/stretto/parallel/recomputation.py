@@ -28,7 +28,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from stretto.execution import Recomputation
-from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.huggingface.pretrained_model import (
+    checkpoint_layers,
+    checkpoints_itself,
+    is_pretrained_model,
+    refusal_of_checkpointing,
+)
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
 from stretto.parallel.layers.block_shard import BlockShard
@@ -58,10 +63,7 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
             module.is_traceable = False  # a graph would have no outputs for a mode to keep
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
-    enables = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5
-    enable = next((getattr(model, name) for name in enables if hasattr(model, name)), None)
-    if is_pretrained_model(model) and enable is not None:
-        enable({"use_reentrant": False})
+    if checkpoint_layers(model):
         _run_layers_by(model, recompute)
         return
     for together in _computed_together(model, blocks):
@@ -96,11 +98,8 @@ def check_blocks(model: nn.Module, recompute: str, names: Sequence[str] = ()) ->
             f"recompute is {recompute!r}, but {name} has no nn.ModuleList or nn.Sequential of blocks, so its blocks "
             "are not known: name them, parallelize(..., blocks=[...]); recompute='none' would do"
         )
-    if is_pretrained_model(model) and not getattr(model, "supports_gradient_checkpointing", True):
-        raise ValueError(
-            f"recompute is {recompute!r}, but {name} does not support activation checkpointing, as transformers says "
-            "(supports_gradient_checkpointing); recompute='none' would do"
-        )
+    if refusal := refusal_of_checkpointing(model):
+        raise ValueError(f"recompute is {recompute!r}, but {refusal}; recompute='none' would do")
     if is_pretrained_model(model) and mode.kind == "every":
         lists = [layers for layers in lists if layers and all(map(_checkpoints_itself, layers))]
         if not lists:
@@ -114,9 +113,8 @@ def check_blocks(model: nn.Module, recompute: str, names: Sequence[str] = ()) ->
 
 
 def _checkpoints_itself(layer: nn.Module) -> bool:
-    """Whether this is a transformers layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
-    is_elsewhere = isinstance(layer, PassedBy)  # on another rank of a pipeline
-    return is_elsewhere or any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+    """Whether this is a transformers layer whose forward checkpoints itself."""
+    return isinstance(layer, PassedBy) or checkpoints_itself(layer)  # PassedBy: on another rank of a pipeline
 
 
 def _make_runners(recompute: str, blocks: int) -> list[_Runner]:

@@ -10,11 +10,21 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.atomic_files import naming_file, write_atomically
+from stretto.huggingface.folder import (
+    OTHER_FILES,
+    build_causal_lm,
+    config_of_export,
+    find_weights,
+    read_with_transformers,
+    require_transformers,
+    require_weights,
+)
 from stretto.huggingface.weight_names import match_names
 from stretto.train.checkpoint.file_tensors import (
     PlainTensor,
@@ -30,7 +40,7 @@ from stretto.train.checkpoint.safetensors_checksums import (
     seal_index,
 )
 from stretto.train.checkpoint.torch_format import read_index
-from stretto.train.checkpoint.weights import files_of_index
+from stretto.train.checkpoint.weights import files_of_index, untie_as_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +48,6 @@ if TYPE_CHECKING:
 FOLDER_FILE_BYTES = 5 * 10**9
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes
-# Other files of a folder besides weights and config.json: tokenizer, chat template and generation configuration.
-_COPIED = ("*token*", "*.model", "vocab*", "merges.txt", "*chat_template*", "tekken.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -194,11 +202,8 @@ def _export_folder(
             f"{source} is not the Hugging Face folder that training started from, which has the tokenizer's files: "
             "name where it is with --pretrained"
         )
-    config = dict(model["config"])
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    default = "float32" if config.pop("quantization_config", None) is None else "bfloat16"
-    config[key] = dtype or config.get(key) or default
-    weights, has_dropped_layers = _weights_under_names_of(source, _weights_of(index.tensors, config[key]))
+    config, dtype = config_of_export(model["config"], dtype)
+    weights, has_dropped_layers = _weights_under_names_of(source, _weights_of(index.tensors, dtype))
     if has_dropped_layers:
         config["num_nextn_predict_layers"] = 0
     unfinished = folder.with_name(f".{folder.name}.writing")
@@ -208,7 +213,7 @@ def _export_folder(
         with naming_file(folder):
             _write_files(path, unfinished / "model.safetensors", weights, max_file_bytes)
             (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for pattern in _COPIED:
+            for pattern in OTHER_FILES:
                 for each in source.glob(pattern):
                     if each.is_dir():
                         shutil.copytree(each, unfinished / each.name, dirs_exist_ok=True)
@@ -228,9 +233,7 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
     """
     from safetensors import safe_open
 
-    from stretto.train.gpt.model_source import WEIGHTS, FolderSource
-
-    file = next((source / name for name in WEIGHTS if (source / name).is_file()), None)
+    file = find_weights(source)
     names: dict[str, PlainTensor] = {}
     for part in [] if file is None else files_of_index(file):
         read_header(part)
@@ -238,7 +241,9 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
             names |= {name: PlainTensor(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
     if all(name in own for name in names):
         return dict(own), False
-    model = FolderSource(str(source)).build()
+    require_transformers("path", str(source))
+    model = build_causal_lm(str(source), partial(read_with_transformers, source), without_dropout=False)
+    untie_as_in(model, require_weights(source))
     first = first_names(model)
     matched = match_names(model, with_scales(names), first, saved_tensors(model))
     there = {first[name]: in_file for in_file, name in matched.own_names.items()}
