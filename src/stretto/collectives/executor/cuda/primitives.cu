@@ -142,7 +142,7 @@ __device__ __forceinline__ u32 load_part(const char* from) {
 // Elements past the end are read from the first one's address and masked, in 32-bit words. The obvious code, zeros that
 // conditional loads overwrite, is miscompiled: ptxas 13.0 to 13.5 ignores the latency of zeroing a pair of registers
 // (CS2R) if a predicated write follows, so that sums included stale registers
-// (docs/decisions/017-zeros-that-come-late.md).
+// (docs/decisions/017-masked-tails.md).
 __device__ __noinline__ Pack load_slowly(const char* from, int bytes) {
   Pack pack;
   const int count = bytes / (int)sizeof(ELEMENT);

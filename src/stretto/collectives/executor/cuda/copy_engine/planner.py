@@ -29,7 +29,7 @@ CUDA graphs: streams that are captured become the branches of a graph, which CUD
 another. A kernel that waits for peers must then not precede the operations for which peers wait, or all ranks wait
 for each other. So a captured call has three more kinds of dependencies: a level's kernel goes after this rank's signals
 of the level before, a release after all signals that were issued before it, and a wait for released mailboxes after
-this rank's own release of them (docs/decisions/018-captured-copies.md).
+this rank's own release of them (docs/decisions/018-copies-in-cuda-graphs.md).
 """
 
 from abc import ABC, abstractmethod
