@@ -5,13 +5,11 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from stretto.cluster.local_ranks import is_rank
 from stretto.launch.elastic import continues_job, own_checkpoint
 from stretto.launch.job import Job
-from stretto.launch.launcher import launch_job
-from stretto.launch.supervisor import StopTimeouts
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.checkpoint.folders import remove_leftovers, step_of
 from stretto.train.config.gpt import TrainConfig
@@ -21,14 +19,19 @@ from stretto.train.devices import resolve_device
 from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE, last_step
 from stretto.train.observe.progress import print_line
 
+if TYPE_CHECKING:
+    from stretto.launch.supervisor import StopTimeouts
+
 
 def launch(
-    entry: Callable[[JobConfig], None], config: JobConfig, timeouts: StopTimeouts | None = None
+    entry: Callable[[JobConfig], None], config: JobConfig, timeouts: "StopTimeouts | None" = None
 ) -> signal.Signals | None:
     """Call `entry(config)` on every rank, as `stretto.launch.launch_job` does.
 
     Raises ValueError if torchrun started another number of ranks than `config.ranks` or a grid of `train.grids` has.
     """
+    from stretto.launch.launcher import launch_job  # imports torch, which refusals need not
+
     return launch_job(entry, TrainingJob(config), timeouts)
 
 

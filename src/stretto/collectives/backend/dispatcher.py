@@ -304,7 +304,8 @@ class Dispatcher:
 def _on_gpu_of(call: BackendCall) -> contextlib.AbstractContextManager[object]:
     """A context in which the current GPU is that of the call's tensors, where memory and kernels of the group are."""
     tensors = (*call.inputs, *call.outputs)
-    return torch.cuda.device(tensors[0].device) if tensors and tensors[0].is_cuda else contextlib.nullcontext()
+    is_on_gpu = bool(tensors) and tensors[0].is_cuda and torch.cuda.is_initialized()
+    return torch.cuda.device(tensors[0].device) if is_on_gpu else contextlib.nullcontext()
 
 
 _IGNORE_STRIDES = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "scatter")
