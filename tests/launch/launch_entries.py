@@ -38,7 +38,7 @@ def write_pid(config: TrainConfig) -> None:
 def remove_folder_and_die(config: TrainConfig) -> None:
     """Remove the launcher's folder, as a cleaner of temporary files does, and end."""
     if os.environ["RANK"] == "0":
-        shutil.rmtree(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
+        shutil.rmtree(Path(os.environ["STRETTO_ERROR_FILE"]).parent)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -338,7 +338,7 @@ def test_the_rank_that_could_not_write_is_named_though_all_ranks_raise(out: Path
         launch(launch_entries.fail_to_write, config_for(out, 3), QUICK)
     assert failed.value.rank == 1
     line = str(failed.value).splitlines()[0]
-    assert line.startswith("rank 1 of 3 failed: OSError: the checkpoint ")
+    assert line.startswith("rank 1 of 3 failed: WriteError: the checkpoint ")
     assert line.endswith(" could not be written: on rank 1, RuntimeError: no luck")
 
 

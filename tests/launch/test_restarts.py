@@ -23,12 +23,14 @@ from tests.train import runs
 
 from stretto.launch import Job, RankFailure, restarts
 from stretto.launch import slots as slots_module
-from stretto.launch.failures import Failure, kind_of
+from stretto.launch.failures import Failure
 from stretto.launch.restarts import Restarts
 from stretto.launch.slots import Slot, Slots
 from stretto.launch.watching import joining
+from stretto.train.checkpoint.writing import NoSpaceError
 from stretto.train.config import TrainConfig
 from stretto.train.job import TrainingJob, launch
+from stretto.train.observe.metrics import DivergenceError
 
 STEPS = 12  # of which a checkpoint is written after every second
 
@@ -210,23 +212,24 @@ def write_checkpoint(out: Path, step: int) -> Path:
     return folder
 
 
-def fail(rank: int, reason: str = "RuntimeError: no luck") -> Callable[[Attempts], None]:
+NO_LUCK = RuntimeError("no luck")
+
+
+def fail(rank: int, error: Exception = NO_LUCK) -> Callable[[Attempts], None]:
     """An attempt whose rank fails before anything was trained."""
 
     def play(attempts: Attempts) -> None:
-        raise RankFailure(
-            Failure(rank, reason, None, (1, time.time()), kind_of(reason)), TrainingJob(attempts.config), None
-        )
+        raise RankFailure(Failure.of_error(rank, error), TrainingJob(attempts.config), None)
 
     return play
 
 
 def train_and_fail(
-    start: int, last: int, checkpoint: int | None, rank: int = 0, reason: str = "RuntimeError: no luck"
+    start: int, last: int, checkpoint: int | None, rank: int = 0, error: Exception = NO_LUCK
 ) -> Callable[[Attempts], None]:
     def play(attempts: Attempts) -> None:
         attempts.train(start, last, checkpoint)
-        fail(rank, reason)(attempts)
+        fail(rank, error)(attempts)
 
     return play
 
@@ -250,7 +253,7 @@ def test_a_run_ends_after_so_many_failures_in_a_row_without_a_new_checkpoint(out
         train_and_fail(0, 3, 2, rank=0),
         train_and_fail(2, 3, None, rank=1),
         train_and_fail(2, 5, 4, rank=0),  # a new checkpoint: counted from 1 again
-        train_and_fail(4, 5, 4, rank=1, reason="gloo: connection closed by peer"),
+        train_and_fail(4, 5, 4, rank=1, error=RuntimeError("gloo: connection closed by peer")),
         train_and_fail(4, 5, 4, rank=0),
         train_and_fail(4, 5, 4, rank=1),
     )
@@ -282,13 +285,14 @@ def test_the_pause_is_a_minute_however_many_failures_there_were(out: Path, pause
 
 
 @pytest.mark.parametrize(
-    "reason", ["DivergenceError: the loss is nan in step 3", "ValueError: data.path is 'x', but there is no such file"]
+    "error",
+    [DivergenceError("the loss is nan in step 3"), ValueError("data.path is 'x', but there is no such file")],
 )
 def test_failures_that_would_recur_are_not_restarted(
-    out: Path, reason: str, capsys: pytest.CaptureFixture[str]
+    out: Path, error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attempts = Attempts(configure(out, 2, "train.max_restarts=5"), train_and_fail(0, 3, 2, reason=reason))
-    with pytest.raises(RankFailure, match=reason.partition(":")[0]):
+    attempts = Attempts(configure(out, 2, "train.max_restarts=5"), train_and_fail(0, 3, 2, error=error))
+    with pytest.raises(RankFailure, match=type(error).__name__):
         attempts.run()
     assert capsys.readouterr().out == "no restart: the same run would fail again\n"
     (line,) = journal(out)
@@ -298,13 +302,13 @@ def test_failures_that_would_recur_are_not_restarted(
 def test_a_damaged_checkpoint_is_passed_over(out: Path, pauses: list[float]) -> None:
     config = configure(out, 2, "train.max_restarts=2")
     damaged = out / "checkpoints" / "step-00000004"
-    reason = f"ValueError: the checkpoint {damaged} cannot be read: on rank 0, UnpicklingError: no"
+    error = ValueError(f"the checkpoint {damaged} cannot be read: on rank 0, UnpicklingError: no")
 
     def train_and_damage(attempts: Attempts) -> None:
         attempts.train(0, 2, 2)
         train_and_fail(0, 5, 4)(attempts)
 
-    attempts = Attempts(config, train_and_damage, fail(0, reason), finish)
+    attempts = Attempts(config, train_and_damage, fail(0, error), finish)
     attempts.run()
     assert attempts.resumed == [None, "latest", str(out / "checkpoints" / "step-00000002")]
 
@@ -403,8 +407,8 @@ def test_a_slot_that_fails_twice_without_a_checkpoint_is_set_aside(out: Path, pa
 
 def test_no_slot_is_blamed_for_a_full_disk(out: Path, pauses: list[float]) -> None:
     config = configure(out, 2, "train.max_restarts=9", 'train.grids=["data=1"]')
-    reason = "NoSpaceError: no space left for a checkpoint in runs/x: it needs 9 bytes, and 8 bytes are free"
-    attempts = Attempts(config, *[fail(1, reason)] * 3, finish)
+    error = NoSpaceError("no space left for a checkpoint in runs/x: it needs 9 bytes, and 8 bytes are free")
+    attempts = Attempts(config, *[fail(1, error)] * 3, finish)
     attempts.run()
     assert attempts.ranks == [2] * 4
 
@@ -419,7 +423,7 @@ def test_steps_are_counted_as_lost_once(out: Path, pauses: list[float], capsys: 
 
 
 def test_a_lost_connection_is_the_fault_of_neither_slot(out: Path, pauses: list[float]) -> None:
-    lost = "RuntimeError: gloo: Connection closed by peer"
+    lost = RuntimeError("gloo: Connection closed by peer")
     attempts = Attempts(configure(out, 2, "train.max_restarts=4", "train.grids=auto"), *[fail(1, lost)] * 4, finish)
     attempts.run()
     assert attempts.ranks == [2] * 5

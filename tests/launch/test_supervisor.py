@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that were asked to stop are killed after a time, unless they still write a checkpoint; some do not end then."""
 
-import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -110,20 +108,3 @@ def test_a_rank_that_ends_by_the_signal_that_all_processes_got_has_not_failed(tm
         supervisor.check()
     assert supervisor.failures == []
     assert supervisor.stop_signal == number
-
-
-def test_an_error_that_is_still_being_written_is_waited_for(stubborn, tmp_path):
-    """Otherwise a failure that comes back (ValueError) would be taken for any other, and the run started again."""
-    file = tmp_path / "error.json"
-    extra = {"py_callstack": "Traceback", "timestamp": "1"}
-    text = json.dumps({"message": {"message": "ValueError: no such data", "extraInfo": extra}})
-    file.write_text(text[:20])
-    finish = threading.Timer(0.3, file.write_text, [text])
-    finish.start()
-    supervisor = Supervisor(StopTimeouts(report=20.0, end=0.1))
-    supervisor.add(0, stubborn, file)
-    supervisor.check()
-    finish.join()
-    assert [(failure.reason, failure.kind) for failure in supervisor.failures] == [
-        ("ValueError: no such data", "invalid")
-    ]

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from stretto import counters
 from stretto.cluster.local_ranks import is_rank
 from stretto.launch.elastic import ATTEMPT, CHECKED, remove_mark
-from stretto.launch.failures import Failure, RankFailure, kind_of
+from stretto.launch.failures import ERROR_FILE, Failure, RankFailure
 from stretto.launch.job import Job
 from stretto.launch.leftovers import list_segments, remove_orphans, remove_partial_files
 from stretto.launch.rank import STORE_SOCKET
@@ -88,15 +87,7 @@ def _run_here(entry: Entry, job: Job) -> signal.Signals | None:
         with _signals_received() as received, changed_environment({CHECKED: "1"}):
             call(job.argument)
     except Exception as error:
-        lines = f"{type(error).__name__}: {error}".splitlines()
-        failure = Failure(
-            int(os.environ.get("RANK", "0")),
-            lines[0],
-            "".join(traceback.format_exception(error)),
-            (1, 0.0),
-            kind_of(lines[0]),
-        )
-        raise _explain(failure, job) from error
+        raise _explain(Failure.of_error(int(os.environ.get("RANK", "0")), error), job) from error
     if received:
         return received[0]
     return signal.Signals(number) if (number := counters.stopped_by()) else None  # another rank received it
@@ -178,7 +169,7 @@ def _start_ranks(
         for rank in range(ranks):
             error_file = folder / f"error-{rank}.json"
             variables = rank_variables(rank, ranks, listener.getsockname()[1], run_id or uuid.uuid4().hex) | {
-                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                ERROR_FILE: str(error_file),
                 FOLDER: str(folder / "counters"),
             }
             if rank == 0:

@@ -4,6 +4,7 @@
 Its counters are shared before torch is imported, so that a rank that is stuck in its imports is seen, too.
 """
 
+import faulthandler
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from stretto import counters
-from stretto.launch.failures import seen_file
+from stretto.launch.failures import ERROR_FILE, Failure, seen_file, write_error
 from stretto.launch.watching.joining import FOLDER, end_with_parent, join_watched
 
 STORE_SOCKET = "STRETTO_STORE_SOCKET"
@@ -28,10 +29,7 @@ _store: Any = None  # rank 0 serves it as long as its process lives, though its 
 
 
 def main(entry: str, loader: str, file: str) -> None:
-    """Call the entry with what the loader makes of the file, both as "module:function".
-
-    Its exception is written to the launcher's error file.
-    """
+    """Call the entry with what the loader makes of the file, both as "module:function"."""
     global _store
     if (descriptor := os.environ.pop(STORE_SOCKET, None)) is not None:
         from torch.distributed import TCPStore
@@ -57,11 +55,17 @@ def _import(name: str) -> Any:
 
 
 def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print no traceback: when one rank fails all do, and the launcher shows the first error."""
-    if not issubclass(kind, Exception):  # `record` does not write these to the error file
+    """Write the error and print no traceback: when one rank fails all do, and the launcher shows the first error."""
+    file = Path(os.environ[ERROR_FILE])
+    try:
+        if isinstance(error, Exception):
+            write_error(file, Failure.of_error(int(os.environ["RANK"]), error))
+    except OSError:  # such as a full disk
+        pass
+    if not file.exists():
         sys.__excepthook__(kind, error, trace)
         return
-    seen, deadline = seen_file(Path(os.environ["TORCHELASTIC_ERROR_FILE"])), time.monotonic() + LINGER
+    seen, deadline = seen_file(file), time.monotonic() + LINGER
     while not seen.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
@@ -69,9 +73,8 @@ def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[4]))
     join_watched(Path(os.environ[FOLDER]), int(os.environ["RANK"]))
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     # torch's FutureWarnings are for developers, not for users who train.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    faulthandler.enable()
     sys.excepthook = _leave_reporting_to_launcher
-    record(main)(*sys.argv[1:4])
+    main(*sys.argv[1:4])

@@ -17,7 +17,7 @@ from signal import Signals
 
 from stretto.axes import shown_sizes
 from stretto.launch.elastic import ATTEMPT, own_checkpoint, step_of_start
-from stretto.launch.failures import NO_SPACE, RankFailure
+from stretto.launch.failures import RankFailure
 from stretto.launch.job import Job
 from stretto.launch.journal import Journal, StepWatch
 from stretto.launch.slots import Slot, Slots, environment_of
@@ -26,8 +26,6 @@ from stretto.launch.supervisor import StopTimeouts, Supervisor
 MOST_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
 WATCH = 0.5  # seconds between polls of the run's folder and of slots that may be retried
-# A checkpoint that cannot be resumed: a failure that comes back, unless there is an older one.
-_REFUSES_CHECKPOINT = ("DamagedError: ", "DamagedCheckpointError: ")
 
 
 # Starts the ranks once and waits for them. Takes the job, the run's id, more environment for the ranks, and a function
@@ -42,14 +40,7 @@ def would_recur(failure: RankFailure, newest: Path | None) -> bool:
     A damaged checkpoint is no such failure, if the one before it can be resumed. newest: the newest checkpoint.
     """
     has_older = failure.checkpoint is not None and failure.checkpoint != newest
-    is_refused = failure.kind == "invalid" or failure.reason.startswith(_REFUSES_CHECKPOINT)
-    return failure.kind == "diverged" or (is_refused and not has_older)
-
-
-def is_of_one_rank(failure: RankFailure) -> bool:
-    """Whether one rank has failed, as opposed to a connection, an unknown one of several replicas, or a full disk."""
-    is_of_many = failure.kind == "lost connection" or str(failure).startswith("ranks ")
-    return not is_of_many and not failure.reason.startswith(NO_SPACE)
+    return failure.kind == "diverged" or (failure.failure.would_recur and not has_older)
 
 
 @dataclass
@@ -198,14 +189,14 @@ class Restarts:
             if self._choose(len(self._slots.usable())) is None:
                 why_not = f"{_listed(aside)} does not answer, and train.grids has no grid for fewer ranks"
         if why_not is not None:
-            self._journal.add(failure.failed_at, known, restarted=False)
+            self._journal.add(failure.failure.order[1], known, restarted=False)
             self._job.report(f"no restart: {why_not}")
             raise failure
         following, why = self._next(checkpoint)
         resumed = following.resumed or start or 0
         lost = None if reached is None else max(0, reached - resumed)
         known |= {"step_resumed": resumed, "steps_lost": lost, "grid": dict(following.job.grid)}
-        self._journal.add(failure.failed_at, known, restarted=True)
+        self._journal.add(failure.failure.order[1], known, restarted=True)
         pause = 0.0 if self._failures == 1 else min(2.0 ** min(self._failures - 2, 10), MOST_PAUSE)
         self._job.report(
             f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
@@ -236,7 +227,7 @@ class Restarts:
         answers are not set aside: the whole grid is tried again.
         """
         aside = self._slots.probe(attempt.slots)
-        if slot is not None and slot not in aside and is_of_one_rank(failure) and self._slots.blame(slot):
+        if slot is not None and slot not in aside and failure.failure.blames_rank and self._slots.blame(slot):
             aside.append(slot)
         if self._choose(len(self._slots.usable())) is None:
             self._slots.readmit_all()

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stretto.launch.failures import (
-    Failure,
-    describe_signal,
-    is_consequence,
-    kind_of,
-    put_writer_first,
-    read_error,
-    seen_file,
-)
+from stretto.launch.failures import Failure, describe_signal, read_error, seen_file
 from stretto.launch.watch import RankWatch
 from stretto.launch.watching.stacks import process_state
 
@@ -54,17 +46,13 @@ class UnkillableError(RuntimeError):
 @dataclass(frozen=True)
 class _RankProcess:
     process: subprocess.Popen[bytes]
-    error_file: Path  # of torch.distributed.elastic's `record`
+    error_file: Path  # is there, and whole, once the rank has raised an exception
 
     def is_running(self) -> bool:
         return self.process.poll() is None
 
     def has_ended(self) -> bool:
         return not self.is_running() or self.has_failed()
-
-    def is_writing_error(self) -> bool:
-        """Check whether the rank's error file is there, but not all of it."""
-        return self.is_running() and self.error_file.exists() and read_error(self.error_file)[1] is None
 
     def has_failed(self) -> bool:
         """Check whether the rank exited with an error, or has written its error and hangs while it exits."""
@@ -140,9 +128,9 @@ class Supervisor:
             self.kill()
 
     def _find_cause(self, failures: list[Failure]) -> list[Failure]:
-        """Put the cause first: a stuck rank or a lost connection, if all failures are consequences; a failed writer."""
+        """Put the cause first, if all failures are consequences: a stuck rank or a lost connection."""
         if not failures or not failures[0].is_consequence:
-            return put_writer_first(failures) if failures else []
+            return failures
         cause = None if self.watch is None else self.watch.find_culprit(self._running_ranks(), failures)
         return failures if cause is None else [cause, *failures]
 
@@ -234,7 +222,7 @@ class Supervisor:
         """Give the other ranks time to write their own errors. A rank that has failed keeps its process for a while."""
         deadline = time.monotonic() + self._timeouts.report
         ranks = self._ranks.values()
-        while any(not r.has_ended() or r.is_writing_error() for r in ranks) and time.monotonic() < deadline:
+        while not all(rank.has_ended() for rank in ranks) and time.monotonic() < deadline:
             time.sleep(POLL)
 
     def _find_failures(self) -> Iterator[Failure]:
@@ -247,13 +235,10 @@ class Supervisor:
             if was_asked and status is not None and -status in (signal.SIGTERM, self._stop_signal):
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
-                reason, trace = read_error(rank.error_file)
-                kind = kind_of(reason)
-                if kind == "lost connection" and was_asked:
+                found = read_error(rank.error_file)
+                if found.kind == "lost connection" and was_asked:
                     continue  # its peer was asked to stop before it had installed its signal handler
-                only_waited = is_consequence(reason)
-                order = (1 + only_waited, rank.error_file.stat().st_mtime)
-                yield Failure(number, reason, trace, order, kind, only_waited)
+                yield found
             elif status is not None and status < 0:
                 # A signal is a cause, ordered before the errors of ranks that lost their peer; but NCCL's watchdog
                 # aborts a process whose collective has reached its time limit.

@@ -94,7 +94,8 @@ class RankWatch:
         own = next((each for each in failures if each.rank == rank), None)
         reason = f"{description}: {(own or failures[0]).reason}"
         order = (0, min(each.order[1] for each in failures))
-        return Failure(rank, reason, None if own is None else own.trace, order, "lost connection")
+        trace = None if own is None else own.trace
+        return Failure(rank, reason, trace, order, "lost connection", blames_rank=False, is_whole=True)
 
     def describe_unstopped(self, running: Collection[int], seconds: float) -> str:
         """Say which of the ranks that still run did not stop in so many seconds, and which steps are not saved."""
