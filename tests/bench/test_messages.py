@@ -7,11 +7,11 @@ import pytest
 
 from stretto.bench.messages import run
 from stretto.bench.messages.settings import LIBRARY, MessagesSetting
-from stretto.parallel.pipeline.carriers import CARRIERS
+from stretto.parallel.pipeline.transports import TRANSPORTS
 
 
 @pytest.mark.long
-def test_every_carrier_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
+def test_every_transport_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_ranks", lambda count, entry, *args, trains: ranks(count).run(entry, *args)[0])
     run.bench_messages(3, MessagesSetting(sizes=(0.1, 1), repeats=1, rounds=1), tmp_path)
     result = json.loads((tmp_path / "messages.json").read_text())
@@ -22,7 +22,7 @@ def test_every_carrier_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
     assert measured == {(*name, size) for name in names for size in (0.1, 1)}
     assert all(row["milliseconds"] > 0 for row in result["rows"])
     assert {row["to_library"] for row in result["rows"] if row["by"] in (LIBRARY, "gloo")} > {1.0}
-    assert result["chosen"] in CARRIERS
+    assert result["chosen"] in TRANSPORTS
     assert any(note.startswith("symmetric memory: not measured") for note in result["notes"])
 
 

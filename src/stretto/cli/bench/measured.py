@@ -420,7 +420,7 @@ def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
 
 @bench_command("messages", "stretto.bench.messages.settings", needs=Needs.RANKS, count=_count_ranks)
 def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
-    """Messages between pipeline stages by carrier, compared with torch's send and recv; all-reduces by backend."""
+    """Messages between pipeline stages by transport, compared with torch's send and recv; all-reduces by backend."""
     from stretto.bench.messages.settings import require_two_ranks
 
     require_two_ranks(ranks)
