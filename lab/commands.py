@@ -368,7 +368,7 @@ def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
 
 @benches.command("messages", "lab.messages.settings", needs=Needs.RANKS, count=benches.count_ranks)
 def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
-    """Messages between pipeline stages by carrier, compared with torch's send and recv; all-reduces by backend."""
+    """Messages between pipeline stages by transport, compared with torch's send and recv; all-reduces by backend."""
     from lab.messages.settings import require_two_ranks
 
     require_two_ranks(ranks)

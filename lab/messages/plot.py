@@ -13,7 +13,7 @@ _TITLES = {"message": "a message, half of a round trip", "all-reduce": "an all-r
 
 
 def plot_messages(result: Path, picture: Path) -> None:
-    """Draw a panel for messages and one for all-reduces: times over size, a line a carrier or back end."""
+    """Draw a panel for messages and one for all-reduces: times over size, a line a transport or back end."""
     data = json.loads(result.read_text())
     parts = list(dict.fromkeys(row["part"] for row in data["rows"]))
     names = list(dict.fromkeys(row["by"] for row in data["rows"]))
@@ -29,7 +29,7 @@ def plot_messages(result: Path, picture: Path) -> None:
             panel.set_xlabel("MiB")
             panel.set_ylabel("ms")
             panel.set_title(_TITLES[part].format(ranks=data["ranks"]))
-        drawn.title = "Messages between two ranks by carrier, and all-reduces by back end"
+        drawn.title = "Messages between two ranks by transport, and all-reduces by back end"
         drawn.subtitle = describe_origin(data)
         drawn.caption = (
             "Messages (Singh, figure 3.2, left): from the call of send until the receiver can use the tensor. torch's "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab messages`: a message's time by carrier, and an all-reduce's by back end (Singh, figure 3.2).
+"""`python -m lab messages`: a message's time by transport, and an all-reduce's by back end (Singh, figure 3.2).
 
 Messages go back and forth between ranks 0 and 1, as in OSU's `osu_latency`: a message's time is half of a round trip,
-from `send` until the other rank can use the tensor. The carriers are compared with torch's own blocking `send` and
+from `send` until the other rank can use the tensor. The transports are compared with torch's own blocking `send` and
 `recv`, into a preallocated tensor, with no header to read and no other message pending. All-reduces are of all ranks.
 All runs of a size are measured in turn, for several rounds.
 """
@@ -24,8 +24,8 @@ from lab.messages.settings import LIBRARY, MessagesSetting
 from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, shared_where_few, write_result
 from stretto.bench.pictures import draw_result
 from stretto.memory import shared_gpus
-from stretto.parallel.pipeline.carriers import CARRIERS, choose_carrier
-from stretto.parallel.pipeline.messages import Carrier, MessageKey
+from stretto.parallel.pipeline.messages import MessageKey, Transport
+from stretto.parallel.pipeline.transports import CARRIERS, choose_transport
 
 MIB = 1 << 20
 COLUMNS = (
@@ -43,7 +43,7 @@ def bench_messages(ranks: int, setting: MessagesSetting, out: Path) -> dict[str,
     with shared_where_few(ranks):
         result = run_ranks(ranks, measure_messages, setting, trains=False)
     print_table(f"Messages between 2 ranks, and all-reduces of {ranks}", COLUMNS, result["rows"])
-    for line in (*result["notes"], f"default carrier of 2 ranks here: {result['chosen']}"):
+    for line in (*result["notes"], f"default transport of 2 ranks here: {result['chosen']}"):
         print(line)
     about = {"setting": asdict(setting), "ranks": ranks, "chosen": result["chosen"], "notes": result["notes"]}
     draw_result(write_result(out, "messages", COLUMNS, result["rows"], **about))
@@ -64,8 +64,8 @@ def measure_messages(setting: MessagesSetting) -> dict[str, Any]:
     chosen = ""
     with ExitStack() as stack:
         if dist.get_rank() < 2:
-            chosen = choose_carrier(pair, device)
-            messages = {LIBRARY: _library_trips(pair)} | _carrier_trips(pair, device, stack, notes)
+            chosen = choose_transport(pair, device)
+            messages = {LIBRARY: _library_trips(pair)} | _transport_trips(pair, device, stack, notes)
             rows += _measure("message", messages, setting, device, pair)
         dist.barrier()
         reductions = _all_reduces(device)
@@ -117,36 +117,36 @@ def _compare(rows: list[dict[str, Any]]) -> None:
 # Messages.
 
 
-def _carrier_trips(pair: Any, device: torch.device, stack: ExitStack, notes: list[str]) -> dict[str, Run]:
-    """The carriers that work between the two ranks, each with its trips; `notes` gets the reasons why others do not."""
+def _transport_trips(pair: Any, device: torch.device, stack: ExitStack, notes: list[str]) -> dict[str, Run]:
+    """The transports that work between the two ranks, each with its trips; `notes` gets the reasons why others do not."""
     found: dict[str, Run] = {}
     for name, kind in CARRIERS.items():
         try:
-            carrier = stack.enter_context(kind(pair, device))
+            transport = stack.enter_context(kind(pair, device))
         except FAILURES as error:
             notes.append(f"{name}: not measured, {in_one_line(error)}")
             continue
-        found[name] = _trips(carrier)
+        found[name] = _trips(transport)
     return found
 
 
-def _trips(carrier: Carrier) -> Run:
+def _trips(transport: Transport) -> Run:
     def run(tensor: Tensor, count: int) -> list[float]:
-        other = 1 - carrier.rank
+        other = 1 - transport.rank
         seconds = []
-        carrier.begin_step({other: count})
+        transport.begin_step({other: count})
         for number in range(count):
             began = time.perf_counter()
             there, back = MessageKey("F", 1, number), MessageKey("B", 0, number)
-            if carrier.rank == 0:
-                carrier.send(1, there, [tensor])
-                carrier.take(back, 1)
+            if transport.rank == 0:
+                transport.send(1, there, [tensor])
+                transport.take(back, 1)
             else:
-                (received,) = carrier.take(there, 0)
-                carrier.send(0, back, [received])
+                (received,) = transport.take(there, 0)
+                transport.send(0, back, [received])
             _synchronize(tensor)
             seconds.append((time.perf_counter() - began) / 2)
-        carrier.end_step()
+        transport.end_step()
         return seconds
 
     return run

@@ -17,7 +17,7 @@ class MessagesSetting:
 
     sizes: Annotated[tuple[float, ...], Option("Sizes in MiB, with commas.")] = (1, 2, 5, 10, 20, 50)
     repeats: Repeats = 10
-    rounds: Annotated[int, Option("Rounds over all carriers; the median of all rounds' runs counts.")] = 5
+    rounds: Annotated[int, Option("Rounds over all transports; the median of all rounds' runs counts.")] = 5
 
     def __post_init__(self) -> None:
         require_least(1, repeats=self.repeats, rounds=self.rounds)

@@ -26,7 +26,7 @@ from stretto.execution import StageOptions
 from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.pipeline.messages import MessageKey
-from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
+from stretto.parallel.pipeline.shared_memory_transport import SharedMemoryTransport
 from stretto.parallel.state import require_state
 from stretto.schedules import (
     PipelineSchedule,
@@ -152,7 +152,7 @@ class SleepingModel(nn.Module):
         return x.sum()
 
 
-class DelayedCarrier(SharedMemoryCarrier):
+class DelayedTransport(SharedMemoryTransport):
     """Delivers messages of other ranks `latency` seconds after they were sent. Processes share one clock."""
 
     latency = 0.0
@@ -343,8 +343,8 @@ def prepare_pipeline(case: Case, grid: Grid, unit: float, latency: float) -> Pip
         if isinstance(module, SleepingBlock):
             module.reducer = require_state(model, "this bench").gradient_reducer
             module.pace = pace
-    carrier = DelayedCarrier(grid.group("pipe"), "cpu")
-    carrier.latency, carrier.pace = latency, pace
+    transport = DelayedTransport(grid.group("pipe"), "cpu")
+    transport.latency, transport.pace = latency, pace
     return Pipeline(
         model,
         grid,
@@ -353,7 +353,7 @@ def prepare_pipeline(case: Case, grid: Grid, unit: float, latency: float) -> Pip
         limit=case.limit,
         serve_first=case.serve_first,
         extra_warm_up=case.extra_warm_up,
-        carrier=carrier,
+        transport=transport,
     )
 
 

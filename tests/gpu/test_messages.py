@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.parallel.pipeline.carriers import CARRIERS, choose_carrier
 from stretto.parallel.pipeline.messages import MessageKey
+from stretto.parallel.pipeline.transports import TRANSPORTS, choose_transport
 from tests.parallel.pipeline.test_messages import exchange_at_random
 
 Run = Callable[..., list[Any]]
@@ -36,20 +36,20 @@ def pass_around(kind: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     before, behind = (rank - 1) % world, (rank + 1) % world
     used = []
-    with CARRIERS[kind](device=device) as carrier:
+    with TRANSPORTS[kind](device=device) as transport:
         for step in range(4):
-            carrier.begin_step({before: rounds})
+            transport.begin_step({before: rounds})
             value = torch.zeros(5 << 20, device=device)  # 20 MB: several slots
             for turn in range(rounds):
                 if rank or turn:
-                    (value,) = carrier.take(MessageKey("F", rank, turn - (rank == 0)), before)
+                    (value,) = transport.take(MessageKey("F", rank, turn - (rank == 0)), before)
                 value = value + 1
-                carrier.send(behind, MessageKey("F", behind, turn), [value])
+                transport.send(behind, MessageKey("F", behind, turn), [value])
             if rank == 0:
-                (value,) = carrier.take(MessageKey("F", 0, rounds - 1), before)
+                (value,) = transport.take(MessageKey("F", 0, rounds - 1), before)
                 assert value.eq(rounds * world).all(), value
             del value
-            carrier.end_step()
+            transport.end_step()
             torch.cuda.synchronize()
             if step:
                 used.append(torch.cuda.memory_allocated())
@@ -64,7 +64,7 @@ def test_consumers_wait_for_what_they_take_and_memory_stays_flat(kind: str, worl
 
 
 def choose() -> str:
-    return choose_carrier(None, torch.device("cuda", torch.cuda.current_device()))
+    return choose_transport(None, torch.device("cuda", torch.cuda.current_device()))
 
 
 @pytest.mark.ranks(2)

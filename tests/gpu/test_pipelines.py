@@ -23,27 +23,27 @@ CASE = Case(
     has_ignored_targets=True,
 )
 GRIDS = ({"pipe": 4}, {"pipe": 2, "z": 2}, {"pipe": 2, "x": 2}, {"pipe": 2, "data": 2})
-CARRIERS = ("symmetric memory", "gloo")
+TRANSPORTS = ("symmetric memory", "gloo")
 
 
-def run_all(schedule: str, carrier: str) -> list[str]:
+def run_all(schedule: str, transport: str) -> list[str]:
     """Train on each grid of the ranks, and return what differs from plain training."""
     precision = PRECISIONS["fp64-adamw"]
     expected = expect(CASE, precision)
     found = []
     for sizes in GRIDS:
         assert prod(sizes.values()) == dist.get_world_size()
-        run = Run(sizes, schedule, pipeline={"carrier": carrier})
+        run = Run(sizes, schedule, pipeline={"transport": transport})
         far = compare(run, CASE, precision, expected).far
         found += [f"{run}: {name} by {distance}" for name, distance in far.items()]
     return found
 
 
 @pytest.mark.ranks(4, own=(4,), among=(4,))
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("schedule", ["1f1b", "message-driven", "zb-h1"])
-def test_training_in_stages_is_plain_training(schedule: str, carrier: str, world: int, run_ranks: RunRanks) -> None:
-    assert run_ranks(world, run_all, schedule, carrier) == [[]] * world
+def test_training_in_stages_is_plain_training(schedule: str, transport: str, world: int, run_ranks: RunRanks) -> None:
+    assert run_ranks(world, run_all, schedule, transport) == [[]] * world
 
 
 def train_virtual_stages() -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from lab.messages import run
 from lab.messages.settings import LIBRARY, MessagesSetting
-from stretto.parallel.pipeline.carriers import CARRIERS
+from stretto.parallel.pipeline.transports import CARRIERS
 
 
 @pytest.mark.long
-def test_every_carrier_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
+def test_every_transport_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_ranks", lambda count, entry, *args, trains: ranks(count).run(entry, *args)[0])
     run.bench_messages(3, MessagesSetting(sizes=(0.1, 1), repeats=1, rounds=1), tmp_path)
     result = json.loads((tmp_path / "messages.json").read_text())

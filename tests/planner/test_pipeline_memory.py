@@ -13,7 +13,7 @@ from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.execution import ExecutionOptions, StageOptions
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, parallelize
-from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
+from stretto.parallel.pipeline.gloo_transport import GlooTransport
 from stretto.planner import predict
 
 SMALL = GPTConfig(layers=8, hidden=128, heads=4, vocab=512, max_seq_len=64)
@@ -49,8 +49,8 @@ def peak_of_a_pipeline(
     rows = torch.randint(SMALL.vocab, (16, 65), generator=torch.Generator().manual_seed(0))
     mine = rows.chunk(grid.size("batch"))[grid.coordinate("batch")]
     # Rings of slots in memory that CPU ranks share would count as this rank's.
-    carrier = GlooCarrier(grid.group("pipe"), grid.device)
-    with Pipeline(model, grid, micro_batch_size=micro_batch, carrier=carrier, **schedule) as pipeline:
+    transport = GlooTransport(grid.group("pipe"), grid.device)
+    with Pipeline(model, grid, micro_batch_size=micro_batch, transport=transport, **schedule) as pipeline:
 
         def step() -> None:
             pipeline.step(tokens=mine[:, :-1], targets=mine[:, 1:])

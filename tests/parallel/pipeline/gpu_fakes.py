@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The carriers of GPUs on CPU ranks: copies that end late and out of step, as a GPU's do, and gloo in NCCL's place."""
+"""The transports of GPUs on CPU ranks: copies that end late and out of step, as a GPU's do, and gloo for NCCL."""
 
 import contextlib
 import random
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.memory import allocate
-from stretto.parallel.pipeline.nccl_carrier import NCCLCarrier
-from stretto.parallel.pipeline.symmetric_memory_carrier import SymmetricMemoryCarrier
+from stretto.parallel.pipeline.nccl_transport import NCCLTransport
+from stretto.parallel.pipeline.symmetric_memory_transport import SymmetricMemoryTransport
 
 SMALLEST_OF_GPU = 200  # bytes: larger tensors stand for those on a GPU
 
@@ -63,7 +63,7 @@ class LateEvent:
             self._pairs = None
 
 
-class LateCarrier(SymmetricMemoryCarrier):
+class LateTransport(SymmetricMemoryTransport):
     """As its base class, with tensors in host memory instead of a GPU's."""
 
     def __init__(self, group=None, device="cpu", **options):
@@ -120,7 +120,7 @@ class FakeEvent:
         pass
 
 
-class FakeNCCLCarrier(NCCLCarrier):
+class FakeNCCLTransport(NCCLTransport):
     """As its base class, between CPU ranks, in whose processes streams and NCCL are replaced while it is open."""
 
     def __init__(self, group=None, device="cpu"):

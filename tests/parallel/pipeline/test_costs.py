@@ -203,7 +203,7 @@ def storages_kept(schedule: str, recompute: str) -> list[str]:
 
 
 def _expire(ref: StorageWeakRef, seconds: float = LIMIT) -> bool:
-    """Whether memory is freed. A carrier's thread may need a moment to drop what it has sent."""
+    """Whether memory is freed. A transport's thread may need a moment to drop what it has sent."""
     deadline = time.monotonic() + seconds
     while not ref.expired():
         if time.monotonic() > deadline:

@@ -22,32 +22,32 @@ import torch.distributed as dist
 from stretto.memory import PeerError, failures
 from stretto.memory.groups import set_timeout
 from stretto.parallel.pipeline.messages import MessageKey
-from tests.parallel.pipeline.test_messages import CARRIERS
+from tests.parallel.pipeline.test_messages import TRANSPORTS
 from tests.processes import LIMIT as LONG
 
 LIMIT = 3.0
 MICRO_BATCHES = 4
 
 
-def run_step(carrier, rank, world, draw, compute):
+def run_step(transport, rank, world, draw, compute):
     """One step of stages that compute all forward passes, then all backward passes, and send to both neighbours."""
     before, behind = rank - 1, rank + 1
     expected = {before: MICRO_BATCHES} if rank else {}
     expected |= {behind: MICRO_BATCHES} if behind < world else {}
-    carrier.begin_step(expected)
+    transport.begin_step(expected)
     for operation, source, to in (("F", before, behind), ("B", behind, before)):
         for micro_batch in range(MICRO_BATCHES):
             if 0 <= source < world:
-                carrier.take(MessageKey(operation, rank, micro_batch), source)
+                transport.take(MessageKey(operation, rank, micro_batch), source)
             compute()
             if 0 <= to < world:
                 size = draw.choice([10, 1000, 300_000])
-                carrier.send(to, MessageKey(operation, to, micro_batch), [torch.ones(size), None])
-    carrier.end_step()
+                transport.send(to, MessageKey(operation, to, micro_batch), [torch.ones(size), None])
+    transport.end_step()
 
 
 def live(rank, world, kind, folder, fault, culprit, seed):
-    """Run steps until the carrier fails; writes down what was raised, or why that was wrong."""
+    """Run steps until the transport fails; writes down what was raised, or why that was wrong."""
     try:
         text = run_until_failure(rank, world, kind, folder, fault, culprit, seed)
     except BaseException:
@@ -61,10 +61,10 @@ def run_until_failure(rank, world, kind, folder, fault, culprit, seed):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=LONG))
     group = dist.new_group(timeout=timedelta(seconds=LONG))
     draw = random.Random(f"{seed} {rank}")
-    carrier = CARRIERS[kind](group)
-    run_step(carrier, rank, world, draw, lambda: None)
+    transport = TRANSPORTS[kind](group)
+    run_step(transport, rank, world, draw, lambda: None)
     dist.barrier()
-    set_timeout(group, timedelta(seconds=LIMIT))  # the carrier asks at each step
+    set_timeout(group, timedelta(seconds=LIMIT))  # the transport asks at each step
     stalls = threading.Event()
 
     def cause() -> None:
@@ -82,18 +82,18 @@ def run_until_failure(rank, world, kind, folder, fault, culprit, seed):
         threading.Timer(draw.random() * 0.3, cause).start()
     try:
         while True:
-            run_step(carrier, rank, world, draw, compute)
+            run_step(transport, rank, world, draw, compute)
     except PeerError as error:
         text = str(error)
     again = time.monotonic()
-    for call in (carrier.poll, lambda: carrier.begin_step({}), lambda: carrier.take(MessageKey("F", 0, 0))):
+    for call in (transport.poll, lambda: transport.begin_step({}), lambda: transport.take(MessageKey("F", 0, 0))):
         with pytest.raises(PeerError):
             call()
-    assert carrier.has_failed
+    assert transport.has_failed
     assert time.monotonic() - again < LIMIT, "a call after the failure waits"
     with pytest.raises(PeerError, match="pipe rank"):
         failures.check()
-    carrier.close()
+    transport.close()
     failures.check()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
     assert not left, left
@@ -112,7 +112,7 @@ def run_ranks(pool, target, world, *args):
 
 CASES = [
     (kind, fault, world, repeat)
-    for kind in CARRIERS
+    for kind in TRANSPORTS
     for fault in ("kill", "stop", "stall")
     for world in (2, 4)
     for repeat in range(5)
@@ -145,7 +145,7 @@ def fail_otherwise(kind, how):
     """What is wrong in a program, rather than with a rank: every rank raises, and says what."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=LONG))
-    carrier = CARRIERS[kind](group)
+    transport = TRANSPORTS[kind](group)
     dist.barrier()
     # The others are noticed before any wait has reached its limit.
     set_timeout(group, timedelta(seconds={"deadlock": 2, "twice": 3}.get(how, LONG)))
@@ -155,58 +155,58 @@ def fail_otherwise(kind, how):
         patch = room.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(torch, "empty", functools.partial(refuse_to_allocate, torch.zeros))
         patch.setattr(numpy, "empty", functools.partial(refuse_to_allocate, numpy.zeros))
-    carrier.begin_step({1 - rank: 1})
+    transport.begin_step({1 - rank: 1})
     match how:
         case "deadlock":
             expected = r"pipe rank 0 .*global rank 0\) and pipe rank 1 .*global rank 1\) wait for each other"
             with pytest.raises(PeerError, match=expected):
-                carrier.take(MessageKey("F", 2, 7 + rank))
+                transport.take(MessageKey("F", 2, 7 + rank))
         case "left":
-            carrier.send(1 - rank, MessageKey("F", 2, 7), [])
-            assert carrier.wait_any() == MessageKey("F", 2, 7)
+            transport.send(1 - rank, MessageKey("F", 2, 7), [])
+            assert transport.wait_any() == MessageKey("F", 2, 7)
             if rank == 1:
-                carrier.take(MessageKey("F", 2, 7))
+                transport.take(MessageKey("F", 2, 7))
             dist.barrier()
             if rank == 0:
                 with pytest.raises(RuntimeError, match="not been taken: the activation for the forward of stage 2, mi"):
-                    carrier.end_step()
+                    transport.end_step()
             else:
                 with pytest.raises(PeerError, match=r"not been taken.*the cause is pipe rank 0 \(global rank 0\)$"):
-                    take_in_the_next_step(carrier)
+                    take_in_the_next_step(transport)
         case "missing":
             if rank == 0:
-                carrier.take(MessageKey("F", 2, 7))
+                transport.take(MessageKey("F", 2, 7))
                 dist.barrier()
             else:
-                carrier.send(0, MessageKey("F", 2, 7), [torch.ones(1 << 20)])
+                transport.send(0, MessageKey("F", 2, 7), [torch.ones(1 << 20)])
                 dist.barrier()
                 with pytest.raises(RuntimeError, match="not been taken: 1 messages of pipe rank"):
-                    carrier.end_step()
+                    transport.end_step()
             dist.barrier()
         case "twice":
             for _ in range(2):
-                carrier.send(1 - rank, MessageKey("B", 2, 7), [])
-            carrier.take(MessageKey("B", 2, 7))
+                transport.send(1 - rank, MessageKey("B", 2, 7), [])
+            transport.take(MessageKey("B", 2, 7))
             expected = "(sent|taken) the gradient for the backward of stage 2, micro-batch 7 (in step 1|within 3 s)"
             with pytest.raises(PeerError, match=expected):
-                take_in_the_next_step(carrier)
+                take_in_the_next_step(transport)
         case "memory":
             if rank == 0:
-                carrier.send(1, MessageKey("F", 2, 7), [torch.ones(100_000)])
+                transport.send(1, MessageKey("F", 2, 7), [torch.ones(100_000)])
                 with pytest.raises(PeerError, match=r"no room.*the cause is pipe rank 1 \(global rank 1\)$"):
-                    carrier.take(MessageKey("F", 0, 0))
+                    transport.take(MessageKey("F", 0, 0))
             else:
                 with room, pytest.raises(PeerError, match="no room"):
-                    carrier.take(MessageKey("F", 2, 7))
+                    transport.take(MessageKey("F", 2, 7))
         case "closed":
             if rank == 0:
-                carrier.close()
+                transport.close()
             else:
-                expected = r"closed its carrier of messages in the middle of a step.*the cause is pipe rank 0"
+                expected = r"closed its transport of messages in the middle of a step.*the cause is pipe rank 0"
                 with pytest.raises(PeerError, match=expected):
-                    carrier.take(MessageKey("F", 0, 0))
+                    transport.take(MessageKey("F", 0, 0))
     assert time.monotonic() - began < LONG / 2
-    carrier.close()
+    transport.close()
     failures.check()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
 
@@ -217,14 +217,14 @@ def refuse_to_allocate(allocate, *sizes, **options):
     return allocate(*sizes, **options)
 
 
-def take_in_the_next_step(carrier):
-    carrier.end_step()
-    carrier.begin_step({1 - carrier.rank: 1})
-    carrier.take(MessageKey("F", 0, 0))
+def take_in_the_next_step(transport):
+    transport.end_step()
+    transport.begin_step({1 - transport.rank: 1})
+    transport.take(MessageKey("F", 0, 0))
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize("how", ["deadlock", "left", "missing", "twice", "memory", "closed"])
 def test_errors_of_a_schedule_are_distinguished_from_dead_ranks(kind, how, ranks):
     assert ranks(2).run(fail_otherwise, kind, how, timeout=90) == [[], []]
@@ -242,20 +242,20 @@ def wait_beside_a_stopped_store(rank, world, kind, folder):
             time.sleep(0.01)
         store = dist.TCPStore("localhost", int(port.read_text()), world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=LONG))
-    carrier = CARRIERS[kind](dist.new_group(timeout=timedelta(seconds=LIMIT)))
-    carrier.begin_step({0: 1} if rank else {})
+    transport = TRANSPORTS[kind](dist.new_group(timeout=timedelta(seconds=LIMIT)))
+    transport.begin_step({0: 1} if rank else {})
     dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        carrier.take(MessageKey("F", 1, 0))
+        transport.take(MessageKey("F", 1, 0))
     except PeerError as error:
-        carrier.close()
+        transport.close()
         Path(folder, "rank-1").write_text(str(error))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_store_that_stops_causes_only_a_short_delay(kind, pool, tmp_path):
     processes = run_ranks(pool, wait_beside_a_stopped_store, 2, kind, str(tmp_path))
     processes[1].join(LONG)

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.parallel.pipeline.carriers import make_carrier
-from stretto.parallel.pipeline.gloo_carrier import GlooCarrier
+from stretto.parallel.pipeline.gloo_transport import GlooTransport
 from stretto.parallel.pipeline.message_format import DTYPES, ReceiveBuffers
 from stretto.parallel.pipeline.messages import MessageKey
-from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
-from tests.parallel.pipeline.gpu_fakes import FakeNCCLCarrier, LateCarrier
+from stretto.parallel.pipeline.shared_memory_transport import SharedMemoryTransport
+from stretto.parallel.pipeline.transports import make_transport
+from tests.parallel.pipeline.gpu_fakes import FakeNCCLTransport, LateTransport
 
-CARRIERS = {
-    "gloo": GlooCarrier,
-    "shared memory": SharedMemoryCarrier,
-    "symmetric memory, late copies": LateCarrier,
-    "nccl, on gloo": FakeNCCLCarrier,
+TRANSPORTS = {
+    "gloo": GlooTransport,
+    "shared memory": SharedMemoryTransport,
+    "symmetric memory, late copies": LateTransport,
+    "nccl, on gloo": FakeNCCLTransport,
 }
 
 
@@ -79,38 +79,38 @@ def make_message(seed, largest, device):
 
 
 def make_any(kind, device):
-    return CARRIERS[kind]() if device == "cpu" else make_carrier(None, device, kind)
+    return TRANSPORTS[kind]() if device == "cpu" else make_transport(None, device, kind)
 
 
 def exchange_at_random(kind, seed, steps, messages, largest, device="cpu"):
     """All ranks derive the plan of each step from the seed, and check what they get against it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
-    with make_any(kind, device) as carrier:
+    with make_any(kind, device) as transport:
         for _ in range(steps):
             plan = plan_step(shared, world, messages)
             seeds = {key: number for _, _, key, number in plan}
             sends = [(to, key) for source, to, key, _ in plan if source == rank]
             expected = {source: sum(s == source and to == rank for s, to, _, _ in plan) for source in range(world)}
             waiting = {key for _, to, key, _ in plan if to == rank}
-            carrier.begin_step(expected)
+            transport.begin_step(expected)
             while sends or waiting:
                 action = own.random()
                 if sends and (action < 0.6 or not waiting):
                     to, key = sends.pop(0)
                     if device != "cpu":
                         torch.cuda._sleep(own.randrange(300_000))  # what is sent has not been computed yet
-                    carrier.send(to, key, make_message(seeds[key], largest, device))
+                    transport.send(to, key, make_message(seeds[key], largest, device))
                     continue
                 if action < 0.8:
-                    keys = [key for key in carrier.poll() if key in waiting]
+                    keys = [key for key in transport.poll() if key in waiting]
                 elif not sends and action < 0.9:
                     keys = [own.choice(sorted(waiting))]
                 else:
                     keys = []
                 own.shuffle(keys)
                 for key in keys:
-                    tensors = carrier.take(key)
+                    tensors = transport.take(key)
                     want = make_message(seeds[key], largest, device)
                     assert len(tensors) == len(want)
                     for number, (one, other) in enumerate(zip(tensors, want, strict=True)):
@@ -118,12 +118,12 @@ def exchange_at_random(kind, seed, steps, messages, largest, device="cpu"):
                         assert one is None or not one.requires_grad
                         assert one is None or one.device == other.device
                     waiting.remove(key)
-            carrier.end_step()
+            transport.end_step()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
 
 
 @pytest.mark.sampled(6, quick=2)
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_messages_arrive_whole(ranks, kind, world):
     seed = random.randrange(1 << 30)
@@ -138,21 +138,21 @@ def number(key):
 def exchange_listed(kind, listed, options):
     """Rank 0 sends messages of tensors of so many bytes, rank 1 takes them in another order; twice."""
     rank = dist.get_rank()
-    with CARRIERS[kind](**options) as carrier:
+    with TRANSPORTS[kind](**options) as transport:
         for step in range(2):
-            carrier.begin_step({0: len(listed)} if rank else {})
+            transport.begin_step({0: len(listed)} if rank else {})
             if rank == 0:
                 for place, sizes in enumerate(listed):
                     tensors = [torch.full((size,), (place + step) % 251, dtype=torch.uint8) for size in sizes]
-                    carrier.send(1, number(place), tensors)
+                    transport.send(1, number(place), tensors)
             else:
                 order = list(range(len(listed)))
                 random.Random(step).shuffle(order)
                 for place in order:
-                    tensors = carrier.take(number(place), 0)
+                    tensors = transport.take(number(place), 0)
                     assert [tensor.numel() for tensor in tensors] == list(listed[place])
                     assert all(bool((tensor == (place + step) % 251).all()) for tensor in tensors)
-            carrier.end_step()
+            transport.end_step()
 
 
 LARGE = 100_000  # more than gloo's first part holds
@@ -162,7 +162,7 @@ CHANGING = [
 ]
 
 
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_sizes_may_change_from_message_to_message(kind, ranks):
     ranks(2).run(exchange_listed, kind, CHANGING, {})
     seed = random.randrange(1 << 30)
@@ -178,7 +178,7 @@ def test_messages_of_many_slots_wrap_around_the_ring(ranks):
 
 
 @pytest.mark.sampled(quick=0)
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_thousands_of_small_messages(kind, ranks):
     ranks(2).run(exchange_listed, kind, [(place % 7,) for place in range(1000)], {})
 
@@ -187,122 +187,122 @@ def send_before_taking(kind):
     """All ranks send far more than any buffer holds before any takes; they end the step before another calls."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    with CARRIERS[kind]() as carrier:
+    with TRANSPORTS[kind]() as transport:
         others = [other for other in range(world) if other != rank]
-        carrier.begin_step(dict.fromkeys(others, 5))
+        transport.begin_step(dict.fromkeys(others, 5))
         for place in range(5):
             for other in others:
-                carrier.send(other, MessageKey("B", rank, place), [torch.full((1 << 20,), float(rank))])
+                transport.send(other, MessageKey("B", rank, place), [torch.full((1 << 20,), float(rank))])
         for place in range(5):
             for other in others:
-                (tensor,) = carrier.take(MessageKey("B", other, place))
+                (tensor,) = transport.take(MessageKey("B", other, place))
                 assert tensor.eq(other).all()
-        carrier.end_step()
+        transport.end_step()
         # Rank 0 calls nothing until rank 1 has ended a step in which it sent to rank 0.
-        carrier.begin_step({1: 3} if rank == 0 else {})
+        transport.begin_step({1: 3} if rank == 0 else {})
         if rank == 1:
             for place in range(3):
-                carrier.send(0, number(place), [torch.ones(5 << 20)])
+                transport.send(0, number(place), [torch.ones(5 << 20)])
         if rank == 0:
             store.wait(["rank 1 has ended its step"], timedelta(seconds=20))
             for place in range(3):
-                assert carrier.take(number(place))[0].eq(1).all()
-        carrier.end_step()
+                assert transport.take(number(place))[0].eq(1).all()
+        transport.end_step()
         if rank == 1:
             store.set("rank 1 has ended its step", "")
 
 
 @pytest.mark.sampled(quick=1)
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_messages_move_while_their_receiver_computes(kind, ranks):
     ranks(3).run(send_before_taking, kind)
 
 
 def send_to_itself(kind):
-    with CARRIERS[kind]() as carrier:
+    with TRANSPORTS[kind]() as transport:
         for _ in range(2):
-            carrier.begin_step({0: 1})
+            transport.begin_step({0: 1})
             sent = torch.randn(3, 5, requires_grad=True).t()
-            carrier.send(0, number(1), [sent, None])
-            assert carrier.wait_any() == number(1)
-            tensor, nothing = carrier.take(number(1))
+            transport.send(0, number(1), [sent, None])
+            assert transport.wait_any() == number(1)
+            tensor, nothing = transport.take(number(1))
             assert nothing is None
             assert tensor.data_ptr() == sent.data_ptr()
             assert tensor.shape == (5, 3)
             assert not tensor.requires_grad
-            carrier.end_step()
+            transport.end_step()
 
 
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_rank_hands_messages_to_itself_without_a_copy(kind, ranks):
     ranks(1).run(send_to_itself, kind)
 
 
 def report_arrivals(kind):
     rank = dist.get_rank()
-    with CARRIERS[kind]() as carrier:
-        carrier.begin_step({} if rank else {1: 4, 2: 1})
+    with TRANSPORTS[kind]() as transport:
+        transport.begin_step({} if rank else {1: 4, 2: 1})
         if rank == 1:
             for place in range(4):
-                carrier.send(0, number(place), [torch.ones(2)])
+                transport.send(0, number(place), [torch.ones(2)])
             dist.barrier()
         else:
             dist.barrier()  # rank 1 has sent
         if rank == 2:
-            carrier.send(0, MessageKey("B", 3, 0), [])
+            transport.send(0, MessageKey("B", 3, 0), [])
         if rank == 0:
             with pytest.raises(ValueError, match="has been taken"):
-                carrier.take(number(2)) and carrier.take(number(2))
-            seen = [carrier.wait_any() for _ in range(2)]
+                transport.take(number(2)) and transport.take(number(2))
+            seen = [transport.wait_any() for _ in range(2)]
             while len(seen) < 4:
-                seen += carrier.poll()
+                seen += transport.poll()
             of_one = [key for key in seen if key.operation == "F"]
             assert of_one == [number(0), number(1), number(3)]
             assert MessageKey("B", 3, 0) in seen
             with pytest.raises(RuntimeError, match="all messages of this step have been reported"):
-                carrier.wait_any()
+                transport.wait_any()
             with pytest.raises(ValueError, match=r"stage 0, micro-batch 9 cannot arrive"):
-                carrier.take(number(9))
+                transport.take(number(9))
             for key in seen:
-                carrier.take(key)
-        carrier.end_step()
+                transport.take(key)
+        transport.end_step()
 
 
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_messages_are_reported_once_in_the_order_of_arrival(kind, ranks):
     ranks(3).run(report_arrivals, kind)
 
 
 def misuse():
-    carrier = GlooCarrier()
+    transport = GlooTransport()
     with pytest.raises(RuntimeError, match="call begin_step first"):
-        carrier.send(0, number(0), [])
+        transport.send(0, number(0), [])
     with pytest.raises(ValueError, match="expected names pipe rank 2: there are ranks 0 to 1"):
-        carrier.begin_step({2: 1})
+        transport.begin_step({2: 1})
     with pytest.raises(ValueError, match="-1 messages are expected of pipe rank 1"):
-        carrier.begin_step({1: -1})
-    carrier.begin_step({})
+        transport.begin_step({1: -1})
+    transport.begin_step({})
     with pytest.raises(RuntimeError, match="a step has begun"):
-        carrier.begin_step({})
+        transport.begin_step({})
     with pytest.raises(ValueError, match="destination names pipe rank -1"):
-        carrier.send(-1, number(0), [])
+        transport.send(-1, number(0), [])
     with pytest.raises(ValueError, match="messages hold dense tensors"):
-        carrier.send(1 - carrier.rank, number(0), [torch.eye(2).to_sparse()])
-    with pytest.raises(ValueError, match="on meta: this carrier's are on cpu"):
-        carrier.send(1 - carrier.rank, number(0), [torch.empty(1, device="meta")])
+        transport.send(1 - transport.rank, number(0), [torch.eye(2).to_sparse()])
+    with pytest.raises(ValueError, match="on meta: this transport's are on cpu"):
+        transport.send(1 - transport.rank, number(0), [torch.empty(1, device="meta")])
     with pytest.raises(ValueError, match="1000 tensors of 2000 dims in all are too many"):
-        carrier.send(1 - carrier.rank, number(0), [torch.eye(2)] * 1000)
-    carrier.end_step()  # nothing of it was sent
-    carrier.close()
-    carrier.close()
+        transport.send(1 - transport.rank, number(0), [torch.eye(2)] * 1000)
+    transport.end_step()  # nothing of it was sent
+    transport.close()
+    transport.close()
     with pytest.raises(RuntimeError, match="has been closed"):
-        carrier.begin_step({})
+        transport.begin_step({})
     with pytest.raises(ValueError, match="a multiple of 64 bytes from 32768 on, not 1000"):
-        SharedMemoryCarrier(slot_bytes=1000)
+        SharedMemoryTransport(slot_bytes=1000)
     with pytest.raises(ValueError, match="not on cuda: take gloo"):
-        SharedMemoryCarrier(device="cuda")
-    with pytest.raises(ValueError, match="must make the same carrier of messages, not"):
-        (GlooCarrier if dist.get_rank() else SharedMemoryCarrier)()
+        SharedMemoryTransport(device="cuda")
+    with pytest.raises(ValueError, match="must make the same transport of messages, not"):
+        (GlooTransport if dist.get_rank() else SharedMemoryTransport)()
 
 
 def test_invalid_arguments_raise_before_anything_is_sent(ranks):
@@ -315,24 +315,24 @@ def choose(on_one_machine):
     name = socket.gethostname() if on_one_machine else f"node-{rank}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: name)
-        with make_carrier(None, "cpu") as carrier:
-            return carrier.name
+        with make_transport(None, "cpu") as transport:
+            return transport.name
 
 
-def refuse_carriers():
-    with pytest.raises(ValueError, match=r"no carrier of messages 'glo'.*did you mean 'gloo'"):
-        make_carrier(None, "cpu", "glo")
+def refuse_transports():
+    with pytest.raises(ValueError, match=r"no transport of messages 'glo'.*did you mean 'gloo'"):
+        make_transport(None, "cpu", "glo")
     with pytest.raises(ValueError, match="of tensors on GPUs, not on cpu"):
-        make_carrier(None, "cpu", "symmetric memory")
+        make_transport(None, "cpu", "symmetric memory")
     with pytest.raises(ValueError, match="of tensors on GPUs, not on cpu"):
-        make_carrier(None, "cpu", "nccl")
+        make_transport(None, "cpu", "nccl")
 
 
-def test_the_carrier_that_reaches_all_ranks_is_chosen(ranks):
+def test_the_transport_that_reaches_all_ranks_is_chosen(ranks):
     assert ranks(3).run(choose, True) == ["shared memory"] * 3
     assert ranks(3).run(choose, False) == ["gloo"] * 3
     assert ranks(1).run(choose, True) == ["gloo"]
-    ranks(1).run(refuse_carriers)
+    ranks(1).run(refuse_transports)
 
 
 def test_memory_is_used_again_once_its_tensors_are_dead():

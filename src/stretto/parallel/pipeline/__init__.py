@@ -5,7 +5,7 @@ pipeline: `Pipeline`, which users call; in actions the forward and backward pass
 batch is cut and its loss weighed. cutting: how a model is cut. stages: how a stage runs the model's own forward; in
 activations what it sends.
 
-carriers: selects the carrier of a group's messages. messages: the interface and common code of carriers; in
-message_format the header, in failure_reports how a failure's cause is found. gloo_carrier, shared_memory_carrier,
-symmetric_memory_carrier and nccl_carrier: the carriers.
+transports: selects the transport of a group's messages. messages: the interface and common code of transports; in
+message_format the header, in failure_reports how a failure's cause is found. gloo_transport, shared_memory_transport,
+symmetric_memory_transport and nccl_transport: the transports.
 """

@@ -19,7 +19,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer, no_sync
 from stretto.parallel.comm.weight_gathering import StepGatherer
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.pipeline.activations import Activations
-from stretto.parallel.pipeline.messages import Carrier, MessageKey
+from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 from stretto.parallel.pipeline.stages import ModelStages, StagePass
 from stretto.schedules import (
     Action,
@@ -101,7 +101,7 @@ class StageRank:
 
     model: nn.Module
     stages: ModelStages
-    carrier: Carrier
+    transport: MessageTransport
     reducer: GradientReducer
     gatherer: StepGatherer | None
 
@@ -117,7 +117,7 @@ class ActionRunner:
         self.scale_loss = scale_loss
         self.model = rank.model
         self.stages = rank.stages
-        self.carrier = rank.carrier
+        self.transport = rank.transport
         self.reducer = rank.reducer
         self.gatherer = rank.gatherer
         self.computed: list[ComputedAction] = []
@@ -151,11 +151,11 @@ class ActionRunner:
 
     def _choose(self, policy: MessageDrivenPolicy) -> Action:
         """The next action; waits for a message where none is ready."""
-        for key in self.carrier.poll():
+        for key in self.transport.poll():
             policy.arrive(PipelineOperation(key.operation), key.micro_batch)
         while (action := policy.next()) is None:
             with self._waiting():
-                key = self.carrier.wait_any()
+                key = self.transport.wait_any()
             policy.arrive(PipelineOperation(key.operation), key.micro_batch)
         return action
 
@@ -204,7 +204,7 @@ class ActionRunner:
 
     def _take_message(self, operation: Literal["F", "B"], stage: int, number: int, source: int) -> list[Tensor | None]:
         with self._waiting():
-            sent, *message = self.carrier.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
+            sent, *message = self.transport.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
         assert sent is not None
         self.message = min(self.waited, max(0.0, time.time() - float(sent)))
         if self.waited > LEAST_MARKED:
@@ -217,7 +217,7 @@ class ActionRunner:
         sent = torch.tensor(time.time(), dtype=torch.float64)
         if self.stages.stage_ranks[stage] != self.stages.rank:
             count_message(tensors)
-        self.carrier.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
+        self.transport.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
 
     def _forward(self, stage: int, number: int) -> None:
         step, stages, received = self.step, self.stages, None

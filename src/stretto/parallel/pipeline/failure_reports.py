@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of failed carriers, from which each rank finds the rank that caused the failure.
+"""Reports of failed transports, from which each rank finds the rank that caused the failure.
 
 When one rank stops, its neighbours wait for it, theirs wait for them, and any of them may reach its time limit first.
 So a rank that fails writes to the group's store which rank it blames, and what it waits for itself; it then closes its
@@ -41,7 +41,7 @@ class Report:
 
 
 class FailureReports:
-    """The reports of one carrier's ranks, in a store. A store that does not answer causes only a short delay.
+    """The reports of one transport's ranks, in a store. A store that does not answer causes only a short delay.
 
     topic: the keys' prefix. name_rank: how errors call a rank.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header of a message (its key, and of each tensor the dtype, the shape and where it belongs), and its memory.
 
-A header is int64 words, the same on every kind of carrier:
+A header is int64 words, the same on every kind of transport:
 
-    step, operation, stage, micro-batch, choice of the carrier, number of tensors, then of each tensor
+    step, operation, stage, micro-batch, choice of the transport, number of tensors, then of each tensor
         -1                                                        for None
         0 or 1 (of a GPU), index of the dtype, number of dims, sizes
 """
@@ -91,7 +91,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """A message's header. choice: a number that the carrier defines."""
+    """A message's header. choice: a number that the transport defines."""
 
     CHOICE: ClassVar[int] = 4
     """The word that holds `choice`."""

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between pipeline stages: the interface of their carriers, and what all carriers share.
+"""Messages between pipeline stages: the interface of their transports, and what all transports share.
 
 A message holds the activations for one forward pass of a stage, or the gradients for one backward pass, of one
 micro-batch. The schedule determines which messages a rank receives in a step, so `begin_step` is given their number
 by source; which tensors they hold is written in each message's header (`message_format`).
 
-    carrier.begin_step({0: 8})                                  # pipe rank 0 will send 8 messages in this step
-    carrier.send(2, MessageKey("F", 2, 5), [hidden, mask])      # returns before the receiver has it
-    (hidden, mask) = carrier.take(MessageKey("F", 1, 5))        # waits for it
-    carrier.end_step()                                          # everything has been sent, and everything taken
+    transport.begin_step({0: 8})                                  # pipe rank 0 will send 8 messages in this step
+    transport.send(2, MessageKey("F", 2, 5), [hidden, mask])      # returns before the receiver has it
+    (hidden, mask) = transport.take(MessageKey("F", 1, 5))        # waits for it
+    transport.end_step()                                          # everything has been sent, and everything taken
 
 Between two ranks, each direction is a separate channel, in which messages arrive in the order in which they were
-sent; between channels there is no order. Messages are taken in any order: until then the carrier holds them, as many
+sent; between channels there is no order. Messages are taken in any order: until then the transport holds them, as many
 as the schedule has live micro-batches.
 
-Failures. The first failure of a rank ends its carrier: it writes a report to the group's store (`failure_reports`),
+Failures. The first failure of a rank ends its transport: it writes a report to the group's store (`failure_reports`),
 closes its channels, so that the other ranks notice, and each later call raises PeerError.
 """
 
@@ -39,7 +39,7 @@ from stretto.memory.failures import register
 from stretto.parallel.pipeline.failure_reports import FailureReports, Report
 from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey, ReceiveBuffers
 
-__all__ = ["Carrier", "MessageKey"]
+__all__ = ["MessageKey", "MessageTransport"]
 
 
 _FIRST_QUESTION = 1.0
@@ -47,7 +47,7 @@ _FIRST_QUESTION = 1.0
 
 
 class _Counts(NamedTuple):
-    """The carriers that each group has made; by group, since a later group may get the name of a destroyed one."""
+    """The transports that each group has made; by group, since a later group may get the name of a destroyed one."""
 
     of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]"
 
@@ -60,7 +60,7 @@ class _Counts(NamedTuple):
 _counts = _Counts(weakref.WeakKeyDictionary())
 
 
-class Carrier(ABC):
+class MessageTransport(ABC):
     """Carries tensors between the ranks of one group, the pipe axis'. All of its ranks make it, in the same order.
 
     A step begins with `begin_step` and ends with `end_step`. Ranks in all arguments are ranks in the group. A rank may
@@ -76,7 +76,7 @@ class Carrier(ABC):
     """
 
     name: str
-    """What the carrier is called in settings and errors."""
+    """What the transport is called in settings and errors."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> None:
         self.rank, self.size = find_own_rank(group)
@@ -89,10 +89,10 @@ class Carrier(ABC):
         self._step_limit = CallLimit(self.limit, loads_first=self.device.type == "cuda")
         self._global_ranks = dist.get_process_group_ranks(self.group)
         number = _counts.next(self.group)
-        asked = store_all_gather(f"{self.name} messages", self.group, "message carriers", number, self.limit)
+        asked = store_all_gather(f"{self.name} messages", self.group, "message transports", number, self.limit)
         if len(set(asked)) > 1:
-            raise ValueError(f"all ranks must make the same carrier of messages, not {', '.join(asked)}")
-        self._topic = f"message carrier {number}"
+            raise ValueError(f"all ranks must make the same transport of messages, not {', '.join(asked)}")
+        self._topic = f"message transport {number}"
         self._store = _get_process_group_store(self.group)
         self._changed = Condition()  # guards what follows; notified at each change
         self._step = 0
@@ -111,7 +111,7 @@ class Carrier(ABC):
         self._refused = 0  # steps
         self._reports = self._make_reports()
         self._failure_text = text = [""]
-        self._record = register(self, lambda words: text[0], self.device)  # it may not refer to the carrier itself
+        self._record = register(self, lambda words: text[0], self.device)  # it may not refer to the transport itself
 
     # What a schedule calls.
 
@@ -145,7 +145,9 @@ class Carrier(ABC):
         self._require_rank(destination, "destination")
         for tensor in tensors:
             if tensor is not None and tensor.device.type != "cpu" and tensor.device != self.device:
-                raise ValueError(f"{key} has a tensor on {tensor.device}: this carrier's are on {self.device} or a CPU")
+                raise ValueError(
+                    f"{key} has a tensor on {tensor.device}: this transport's are on {self.device} or a CPU"
+                )
         header = MessageHeader.of(self._step, key, tensors)
         values = [None if tensor is None else tensor.detach() for tensor in tensors]
         if destination == self.rank:
@@ -200,7 +202,7 @@ class Carrier(ABC):
     def end_step(self) -> None:
         """Wait until all messages are sent, and end the step.
 
-        RuntimeError if messages are left that were not taken, or that have not come; the carrier is unusable then.
+        RuntimeError if messages are left that were not taken, or that have not come; the transport is unusable then.
         """
         self._require_usable(in_step=True)
         with self._changed:
@@ -241,7 +243,7 @@ class Carrier(ABC):
         if self._is_closed:
             return
         if self._in_step and self._failure is None:
-            self._fail([], "closed its carrier of messages in the middle of a step")
+            self._fail([], "closed its transport of messages in the middle of a step")
         self._is_closed = True
         self._close()
         self._messages.clear()
@@ -252,7 +254,7 @@ class Carrier(ABC):
         """Whether a failure has been noticed, which the next call raises."""
         return self._failure is not None
 
-    def __enter__(self) -> "Carrier":
+    def __enter__(self) -> "MessageTransport":
         return self
 
     def __exit__(
@@ -260,7 +262,7 @@ class Carrier(ABC):
     ) -> None:
         self.close()
 
-    # What a kind of carrier does.
+    # What a kind of transport does.
 
     @abstractmethod
     def _begin(self, expected: Mapping[int, int]) -> None:
@@ -289,7 +291,7 @@ class Carrier(ABC):
     def _close(self) -> None:
         """Give everything back; after a failure `_break` has been called."""
 
-    # What a kind of carrier calls.
+    # What a kind of transport calls.
 
     def _deliver(
         self, source: int, key: MessageKey, tensors: list[Tensor | None], step: int, event: Any = None
@@ -420,7 +422,7 @@ class Carrier(ABC):
 
     def _require_usable(self, *, in_step: bool) -> None:
         if self._is_closed:
-            raise RuntimeError("this carrier of messages has been closed")
+            raise RuntimeError("this transport of messages has been closed")
         if self._failure is not None:
             self._raise_failure()
         if self._in_step != in_step:

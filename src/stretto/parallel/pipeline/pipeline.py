@@ -29,11 +29,11 @@ from stretto.parallel.comm.weight_gathering import StepGatherer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.pipeline.actions import ActionRunner, ComputedAction, PipelineStep, StageRank
-from stretto.parallel.pipeline.carriers import make_carrier
 from stretto.parallel.pipeline.failure_reports import StepFailures
-from stretto.parallel.pipeline.messages import Carrier, MessageKey
+from stretto.parallel.pipeline.messages import MessageKey, Transport
 from stretto.parallel.pipeline.micro_batches import BatchCutter
 from stretto.parallel.pipeline.stages import ModelStages, whole_model
+from stretto.parallel.pipeline.transports import make_transport
 from stretto.parallel.state import require_state
 from stretto.schedules import (
     SCHEDULES,
@@ -71,7 +71,7 @@ class Pipeline:
     limit: for "message-driven": micro-batches in flight (default: the number of stages).
     serve_first: for "message-driven": what is computed first if an activation and a gradient are both waiting.
     extra_warm_up: for "1f1b": additional forward passes before the first backward pass.
-    carrier: transports messages between ranks: a name in `stretto.parallel.pipeline.carriers.CARRIERS`, or a carrier
+    transport: transports messages between ranks: a name in `stretto.parallel.pipeline.transports.CARRIERS`, or a transport
         object (default: the fastest one that connects these ranks).
 
     A failure on any rank raises an error on all ranks, which names the rank that caused it, within the grid's timeout.
@@ -89,7 +89,7 @@ class Pipeline:
         limit: int | None = None,
         serve_first: ServeFirst | None = None,
         extra_warm_up: int = 0,
-        carrier: str | Carrier | None = None,
+        transport: str | Transport | None = None,
     ) -> None:
         state = require_state(model, "Pipeline")
         reducer = state.gradient_reducer
@@ -125,10 +125,12 @@ class Pipeline:
         self._number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
         self._refused = 0  # steps
         self._failures = StepFailures(f"stretto pipeline {self._number}")
-        self._carrier = (
-            carrier if isinstance(carrier, Carrier) else make_carrier(grid.group("pipe"), grid.device, carrier)
+        self._transport = (
+            transport
+            if isinstance(transport, Transport)
+            else make_transport(grid.group("pipe"), grid.device, transport)
         )
-        self._rank = StageRank(model, self.stages, self._carrier, reducer, _find_gatherer(model, self.stages.count))
+        self._rank = StageRank(model, self.stages, self._transport, reducer, _find_gatherer(model, self.stages.count))
         self._with_losses = [module for module in model.modules() if hasattr(module, "loss_scale")]
 
     @property
@@ -175,7 +177,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Give back the connections to other ranks. Collective after a step that succeeded."""
-        self._carrier.close()
+        self._transport.close()
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -308,7 +310,7 @@ class Pipeline:
         try:
             if self._rank.gatherer is not None:
                 self._rank.gatherer.begin_step()
-            self._carrier.begin_step(self._expected(step.micro_batches, trains))
+            self._transport.begin_step(self._expected(step.micro_batches, trains))
             if self.stages.count - 1 in self.stages.mine:
                 self._batches.weigh(step)
             if schedule is not None:
@@ -318,12 +320,12 @@ class Pipeline:
             if trains and not self._reducer.has_synced:
                 self._reducer.run_pass()
             loss = self._share_loss(step)
-            self._carrier.end_step()
+            self._transport.end_step()
         except BaseException as error:
             self._reducer.deferred = None
             self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-            self._carrier.fail(f"raised {self._failure}")
-            self._carrier.close()
+            self._transport.fail(f"raised {self._failure}")
+            self._transport.close()
             if (named := self._failures.explain(error, self.grid.timeout.total_seconds())) is not None:
                 raise named from error
             raise
@@ -341,7 +343,7 @@ class Pipeline:
         """Tell ranks that began the step that this one does not. If all refuse it, they may take another."""
         if self.grid.size("pipe") == 1:
             return
-        self._carrier.refuse_step(f"refused the step: {str(error).partition(chr(10))[0][:300]}")
+        self._transport.refuse_step(f"refused the step: {str(error).partition(chr(10))[0][:300]}")
         self._failures.explain(error, self.grid.timeout.total_seconds())
         self._refused += 1
         self._failures = StepFailures(f"stretto pipeline {self._number} after {self._refused} refusals")
@@ -362,8 +364,8 @@ class Pipeline:
         key = MessageKey("F", count, 0)
         others = [rank for rank in range(self.grid.size("pipe")) if rank != last]
         if self.stages.rank != last:
-            self._carrier.send(last, MessageKey("B", count, self.stages.rank), [])
-            (loss,) = self._carrier.take(key, last)
+            self._transport.send(last, MessageKey("B", count, self.stages.rank), [])
+            (loss,) = self._transport.take(key, last)
             assert loss is not None
             return loss
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
@@ -372,9 +374,9 @@ class Pipeline:
         if self._averages:
             total = all_reduce(total, self.grid.communicator(LOSS)) / self.grid.size(LOSS)
         for rank in others:
-            self._carrier.take(MessageKey("B", count, rank), rank)
+            self._transport.take(MessageKey("B", count, rank), rank)
         for rank in others:
-            self._carrier.send(rank, key, [total])
+            self._transport.send(rank, key, [total])
         return total
 
     def _expected(self, micro_batches: int, trains: bool) -> dict[int, int]:

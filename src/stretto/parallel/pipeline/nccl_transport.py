@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between GPUs by NCCL, on a communicator of two ranks for each direction of each pair that talks.
 
-The header, and tensors on the CPU, go through gloo, as in `gloo_carrier`. A send or a receive of NCCL occupies
+The header, and tensors on the CPU, go through gloo, as in `gloo_transport`. A send or a receive of NCCL occupies
 multiprocessors of its GPU from its launch until the other side has come, so that both sides launch theirs late:
 
     sender's thread                                        receiver's thread for this source
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import shared_gpus
-from stretto.parallel.pipeline.gloo_carrier import GlooCarrier, Staged
+from stretto.parallel.pipeline.gloo_transport import GlooTransport, Staged
 from stretto.parallel.pipeline.message_format import MessageHeader, TensorLayout, as_bytes
 
 _WITHOUT_LIMIT = timedelta(days=30)
@@ -48,7 +48,7 @@ class Link(Protocol):
         """End what is running, with whatever result."""
 
 
-class NCCLCarrier(GlooCarrier):
+class NCCLTransport(GlooTransport):
     """Carries messages between GPUs by NCCL, on one machine or several, one GPU a rank.
 
     All ranks of the group make it. device: this rank's GPU. ValueError for a CPU.
@@ -66,7 +66,7 @@ class NCCLCarrier(GlooCarrier):
             raise ValueError(f"NCCL carries messages of tensors on GPUs, not on {device}: take gloo")
         if shared_gpus.is_enabled():
             raise ValueError(
-                "NCCL needs one GPU per rank, but ranks share GPUs here: use the carrier 'symmetric memory'"
+                "NCCL needs one GPU per rank, but ranks share GPUs here: use the transport 'symmetric memory'"
             )
 
     def _layouts_to_send(self, header: MessageHeader) -> tuple[TensorLayout | None, ...]:
@@ -142,7 +142,7 @@ class _NCCLLink:
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _WITHOUT_LIMIT  # the carrier has its own limit, and names the rank that exceeds it
+        options._timeout = _WITHOUT_LIMIT  # the transport has its own limit, and names the rank that exceeds it
         with torch.cuda.device(device):
             self._nccl: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
         self._device = device

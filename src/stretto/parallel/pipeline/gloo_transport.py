@@ -32,7 +32,7 @@ from torch import Tensor
 
 from stretto.memory import PeerError
 from stretto.parallel.pipeline.message_format import MessageHeader, TensorLayout, as_bytes
-from stretto.parallel.pipeline.messages import Carrier, MessageKey
+from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 
 FIRST_BYTES = 1 << 16
 """The most bytes of the first part of a message."""
@@ -43,7 +43,7 @@ _WITHOUT_LIMIT = timedelta(days=30)
 _JOIN_SECONDS = 10.0
 
 
-class GlooCarrier(Carrier):
+class GlooTransport(MessageTransport):
     """Sends messages over its own gloo group, between ranks on any machines.
 
     All ranks of the group make it; they wait for each other, and connect. PeerError if some do not come.
@@ -254,27 +254,27 @@ class Staged(NamedTuple):
 class _Sender:
     """The thread that waits for one destination's sends in a step, in order, and then drops their tensors."""
 
-    def __init__(self, carrier: GlooCarrier, destination: int) -> None:
+    def __init__(self, transport: GlooTransport, destination: int) -> None:
         self.messages: queue.SimpleQueue[tuple[MessageKey, list[Any] | Staged] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(
-            target=self._run, args=(carrier, destination), name=f"stretto-messages-to-{destination}", daemon=True
+            target=self._run, args=(transport, destination), name=f"stretto-messages-to-{destination}", daemon=True
         )
         self.thread.start()
 
-    def _run(self, carrier: GlooCarrier, destination: int) -> None:
+    def _run(self, transport: GlooTransport, destination: int) -> None:
         try:
             while (item := self.messages.get()) is not None:
                 key, works = item
                 if isinstance(works, Staged):
-                    works = carrier.post_staged(destination, works)
+                    works = transport.post_staged(destination, works)
                 del item
                 while works:
                     work, _ = works[-1]
                     work.wait(_WITHOUT_LIMIT)
                     works.pop()
-                carrier.note_sent(destination, key)
+                transport.note_sent(destination, key)
         except Exception as error:  # noqa: BLE001  (whatever it is, the caller must learn of it)
-            carrier.explain(destination, error)
+            transport.explain(destination, error)
 
 
 class HostStaging:

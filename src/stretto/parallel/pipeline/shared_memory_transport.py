@@ -13,7 +13,7 @@ A message is its header, then its tensors, each at a multiple of 64 bytes; slot 
 k * slot_bytes on. Signals count up and are never reset; `HostMemory` orders them after the data. Since a slot is free
 until its ring is full, nothing is agreed on before a message is sent.
 
-The thread that waits in a method moves slices itself. While none does, a thread of the carrier's own moves them, from
+The thread that waits in a method moves slices itself. While none does, a thread of the transport's own moves them, from
 `begin_step` to `end_step`, so that messages arrive and leave while this rank computes. A lock lets only one of them
 move slices at a time, as `HostMemory` demands.
 """
@@ -38,7 +38,7 @@ from stretto.parallel.pipeline.message_format import (
     TensorLayout,
     as_bytes,
 )
-from stretto.parallel.pipeline.messages import Carrier
+from stretto.parallel.pipeline.messages import MessageTransport
 
 MOST_SLOT_BYTES = 1 << 19
 MOST_BYTES_OF_RINGS = 64 << 20
@@ -51,7 +51,7 @@ _LONGEST_SLEEP = 1e-3
 _JOIN_SECONDS = 10.0
 
 
-class SharedMemoryCarrier(Carrier):
+class SharedMemoryTransport(MessageTransport):
     """Carries messages between processes of one machine and one user, for tensors on CPUs.
 
     All ranks of the group make it. slot_bytes: of a slot (None: 512 KiB, less for many ranks), at least 32 KiB; slots:
@@ -237,7 +237,7 @@ class SharedMemoryCarrier(Carrier):
             self._is_waiting = False
 
     def _move_until_end(self) -> None:
-        """What the carrier's own thread does in a step."""
+        """What the transport's own thread does in a step."""
         backoff = Backoff()
         while not self._ends.is_set():
             if self._is_waiting:

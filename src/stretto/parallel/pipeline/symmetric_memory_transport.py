@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between GPUs that reach each other's memory, over rings of slots in symmetric memory on the GPUs.
 
-A message's header, and its tensors on the CPU, go through shared host memory, as in `shared_memory_carrier`. The
-tensors on a GPU follow in slices, by copies on side streams of the carrier, concurrently with kernels that compute:
+A message's header, and its tensors on the CPU, go through shared host memory, as in `shared_memory_transport`. The
+tensors on a GPU follow in slices, by copies on side streams of the transport, concurrently with kernels that compute:
 
     sender                                                        receiver
     its copies into a free slot, on the receiver's GPU, end
@@ -31,9 +31,9 @@ from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_S
 from stretto.memory import SymmetricMemory, allocate, group_timeout
 from stretto.memory.copy_engine import ChannelStreams
 from stretto.parallel.pipeline.message_format import MAX_BYTES_OF_HEADER, MessageHeader, TensorLayout
-from stretto.parallel.pipeline.shared_memory_carrier import (
+from stretto.parallel.pipeline.shared_memory_transport import (
     Finished,
-    SharedMemoryCarrier,
+    SharedMemoryTransport,
     SlicedMessage,
 )
 
@@ -57,7 +57,7 @@ class Copies(Protocol):
         """
 
 
-class SymmetricMemoryCarrier(SharedMemoryCarrier):
+class SymmetricMemoryTransport(SharedMemoryTransport):
     """Carries messages between the GPUs of one machine, each rank's current one, or one that ranks share.
 
     All ranks of the group make it. data_slot_bytes: of a slot on a GPU (None: 8 MiB, less for many ranks); slots: of
